@@ -1,0 +1,49 @@
+# `make` lists the targets. Everything lives in .venv; nothing outside this directory is touched.
+
+PIP := .venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo bench docs format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## make .venv with the exact versions of constraints.txt
+
+# torch comes first and pinned: a bare `torch` takes the newest release, whose default Linux build pulls
+# gigabytes of CUDA packages. The pin also accepts a CPU-only build of that version where pip is offered one.
+$(READY): pyproject.toml constraints.txt
+	@echo "setup: .venv"
+	@python3 -m venv .venv
+	@echo "setup: torch (the large one)"
+	@$(PIP) torch==2.13.0
+	@echo "setup: polyrhythm and its tools"
+	@$(PIP) -e '.[dev]'
+	@touch $(READY)
+	@echo "setup: done"
+
+check: $(READY) ## formatting, lint and types
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+test: $(READY) ## all tests
+	.venv/bin/pytest -q
+
+demo: $(READY) ## see the strategies side by side
+	.venv/bin/python -m polyrhythm.lab.demo
+
+bench: $(READY) ## print every figure that the README and the docs claim
+	.venv/bin/python -m benchmarks
+
+docs: $(READY) ## run the examples in the docs and compare their output
+	.venv/bin/pytest -q --doctest-glob='*.md' $(wildcard README.md) docs
+
+format: $(READY) ## format the code and fix what the linter can
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean: ## remove .venv, caches and build products, but not runs/
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
