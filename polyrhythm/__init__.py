@@ -1,0 +1,37 @@
+"""polyrhythm: your PyTorch loop, unchanged; choose in one line how the workers keep time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+    from polyrhythm.launch import run, simulate
+    from polyrhythm.node import Message, Node, Peer
+    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.session import Session, init
+    from polyrhythm.strategy import Codec, Strategy, parse
+
+# Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
+_HOME = {
+    "init": "session", "Session": "session", "run": "launch", "simulate": "launch",
+    "Strategy": "strategy", "Codec": "strategy", "parse": "strategy",
+    "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "replica",
+    "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
+    "PeerLost": "errors", "NotFinite": "errors",
+}  # fmt: skip
+
+__all__ = [
+    "Codec", "Message", "Node", "NotFinite", "Peer", "PeerLost", "PolyrhythmError", "Replica", "Session",
+    "Shard", "Strategy", "UsageError", "WaitError", "WireError", "init", "parse", "run", "simulate",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"polyrhythm has no {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"polyrhythm.{_HOME[name]}"), name)

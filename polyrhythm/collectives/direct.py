@@ -1,0 +1,76 @@
+"""All-reduce by direct exchange: every worker reduces one slice for all.
+
+Worker j owns the j-th slice. Each worker asks every other to take its part of that one's slice and to give
+back the slice reduced. So each sends 2(n-1)/n of the vector, as a ring does, in two hops instead of
+2(n-1); and since a slice is reduced by one worker in rank order, the result is the same bits everywhere.
+On one host what is asked lies in shared memory, and nothing is copied on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from polyrhythm.collectives.arithmetic import reduce, split
+from polyrhythm.errors import PeerLost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Message, Node, Peer
+
+
+def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, weight: float, number: int) -> None:
+    """Replaces each tensor by its reduction over all workers; `number` tells this collective from others."""
+    workers = list(node.workers)
+    mine = workers.index(node.me)
+    cuts = [split(tensor.numel(), len(workers)) for tensor in tensors]
+
+    def part(slice_: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[slice(*cut[slice_])] for tensor, cut in zip(tensors, cuts, strict=True))
+
+    replies = []
+    for distance in range(
+        1, len(workers)
+    ):  # each starts with its neighbour, so that nobody is asked by all at once
+        other = (mine + distance) % len(workers)
+        asked = part(other)
+        replies.append(node.ask(workers[other], f"reduce {number}", *asked, into=asked, weight=weight, op=op))
+    own = part(mine)
+    requests = _gather(node, f"reduce {number}", workers)
+    given = {request.sender: request.tensors for request in requests} | {node.me: own}
+    weights = {request.sender: request["weight"] for request in requests} | {node.me: weight}
+    ordered = [weights[worker] for worker in workers]
+    for index, place in enumerate(own):
+        if place.numel():
+            reduce([given[worker][index].to(place.device) for worker in workers], ordered, op, [place])
+    for request in requests:
+        node.answer(request, *own)
+    for reply in replies:
+        reply.wait()
+
+
+def broadcast(node: Node, tensors: Sequence[Tensor], root: int, number: int) -> None:
+    """Overwrites each tensor with that of worker `root`."""
+    workers = list(node.workers)
+    if node.rank == root:
+        for request in _gather(node, f"broadcast {number}", workers):
+            node.answer(request, *tensors)
+    else:
+        source = next(worker for worker in workers if worker.rank == root)
+        node.ask(source, f"broadcast {number}", into=tensors).wait()
+
+
+def _gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
+    """One request of this kind from every other worker, or `PeerLost` once one of them is gone."""
+    requests: list[Message] = []
+    while len(requests) < len(workers) - 1:
+        request = node.receive(kind)
+        if request is not None:
+            requests.append(request)
+            continue
+        gone = [worker for worker in workers if worker not in node.workers]
+        silent = [worker for worker in gone if worker not in {each.sender for each in requests}]
+        if silent:
+            raise PeerLost(f"{node.me} waited in '{kind}' for {', '.join(map(str, silent))}, which is gone")
+    return requests

@@ -1,0 +1,145 @@
+"""Node and Message: all that a strategy may do to the world.
+
+A strategy is plain blocking code against `Node`. What blocking means is the world's business: in
+`worlds.processes` it is a wait on a socket, in `worlds.simulated` it is a switch to the event queue.
+
+Two ways to talk, and one to agree:
+
+- `send` is one way. The payload is snapshotted: the sender may overwrite it at once.
+- `ask` lends. The tensors that go out, and those in `into` that the answer will fill, belong to the
+  conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
+  answer is written straight into its place.
+- `all_reduce` and `broadcast` are collectives of all workers. Sums are taken in rank order in every
+  world, so lockstep strategies give the same bits in all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Role = Literal["worker", "server"]
+Scalar = int | float | str | bool | None
+Field = Scalar | list[Any] | dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class Peer:
+    """The name of a node: its role and its rank among the nodes of that role."""
+
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}"
+
+
+@dataclass
+class Message:
+    """What a node receives: who sent it, what kind it is, small typed fields and tensors."""
+
+    sender: Peer
+    kind: str
+    sequence: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+    asked: bool = False
+
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
+
+
+class Reply(ABC):
+    """An answer that is on its way."""
+
+    @abstractmethod
+    def wait(self) -> Message:
+        """Blocks until the answer is here and `into` is filled. Ends with `PeerLost` if it never will be."""
+
+
+class Task(ABC):
+    """A function running beside its node: a thread, or in simulation another greenlet."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Blocks until the function has returned; raises what it raised."""
+
+
+class Node(ABC):
+    """One worker or server, as a strategy sees it."""
+
+    me: Peer
+    seed: int
+
+    @property
+    def rank(self) -> int:
+        return self.me.rank
+
+    @property
+    @abstractmethod
+    def workers(self) -> Sequence[Peer]:
+        """The workers now in the run, by rank. Those that left or died are not among them."""
+
+    @property
+    @abstractmethod
+    def servers(self) -> Sequence[Peer]:
+        """The servers, by rank."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the run began: on the wall clock, or virtual."""
+
+    @abstractmethod
+    def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
+        """Sends one way; the tensors are snapshotted. Blocks while the receiver's queue is full."""
+
+    @abstractmethod
+    def ask(
+        self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
+    ) -> Reply:
+        """Sends a request and returns at once. `tensors` and `into` are lent until the reply is in."""
+
+    @abstractmethod
+    def receive(self, *kinds: str) -> Message | None:
+        """The next message of one of these kinds (of any, if none is named), in order of arrival.
+
+        None tells that membership changed while waiting: look at `workers` again, and call again.
+        """
+
+    @abstractmethod
+    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        """Answers an `ask`. The asker's `into` is filled before this returns or soon after; the tensors
+        are snapshotted. The message's own tensors must not be used afterwards."""
+
+    @abstractmethod
+    def all_reduce(self, *tensors: Tensor, op: str = "sum", weight: float = 1.0) -> None:
+        """Replaces each tensor by its sum, mean, max or min over all workers, in place.
+
+        The mean is weighted: sum(weight * tensor) / sum(weight), taken in rank order.
+        """
+
+    @abstractmethod
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        """Overwrites each tensor with that of worker `root`, in place."""
+
+    @abstractmethod
+    def spawn(self, function: Callable[..., None], *args: Any) -> Task:
+        """Runs a function beside this one, for strategies that overlap communication with computing."""
+
+    @abstractmethod
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """An uninitialised flat tensor in memory that this node can lend to its neighbours without a copy."""
+
+    @abstractmethod
+    def log(self, event: str, /, **fields: Any) -> None:
+        """Adds a line to the event log of the run."""
+
+    @abstractmethod
+    def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
+        """Notes what this node has done so far, for progress and the summary."""

@@ -1,0 +1,337 @@
+"""Replica and Shard: a model and its optimizer as flat vectors.
+
+The trainable parameters are laid end to end, parameter group by parameter group, in one flat buffer per
+dtype and device; the model's own tensors become views into it. A worker's `Replica` holds the whole
+vector, a server's `Shard` one range of it. Everything a strategy remembers between steps lives here.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.collectives.arithmetic import cut, split
+from polyrhythm.errors import NotFinite, UsageError
+
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def _empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place in the flat vectors."""
+
+    name: str
+    shape: torch.Size
+    group: int
+    part: int  # which flat vector
+    start: int  # where in it
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+class Layout:
+    """Where each parameter of a model lies. Two nodes can train together if their layouts' hashes agree."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        counts: list[int] = []
+        self.pieces: list[Piece] = []
+        self.parameters: list[Tensor] = []
+        for group, settings in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(settings["params"]):
+                name = names.get(id(parameter), f"group {group} parameter {number}")
+                if not parameter.is_floating_point():
+                    raise UsageError(
+                        f"parameter {name} is {parameter.dtype}; only floating-point ones can train"
+                    )
+                part = kinds.setdefault((parameter.dtype, parameter.device), len(kinds))
+                if part == len(counts):
+                    counts.append(0)
+                self.pieces.append(Piece(name, parameter.shape, group, part, counts[part]))
+                self.parameters.append(parameter)
+                counts[part] += parameter.numel()
+        self.kinds = list(kinds)
+        self.counts = counts
+        self.total = sum(counts)
+        if not self.total:
+            raise UsageError("the model has no parameters to train; give the optimizer model.parameters()")
+        text = repr([(p.name, tuple(p.shape), p.group, str(self.kinds[p.part][0])) for p in self.pieces])
+        self.hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def vectors(self, empty: Empty = _empty) -> tuple[Tensor, ...]:
+        """New flat vectors of this layout, one per dtype and device, uninitialised."""
+        return tuple(
+            empty(count, dtype, device)
+            for (dtype, device), count in zip(self.kinds, self.counts, strict=True)
+        )
+
+    def view(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
+        """The part of `vectors` that is this parameter, in its own shape."""
+        return vectors[piece.part][piece.start : piece.stop].view(piece.shape)
+
+    def groups(self, start: int, stop: int) -> Iterator[tuple[int, Piece, int, int]]:
+        """(index, piece, low, high): the pieces in a range of the whole, from low to high of each."""
+        offsets = [sum(self.counts[:part]) for part in range(len(self.counts))]
+        for index, piece in enumerate(self.pieces):
+            first = offsets[piece.part] + piece.start
+            low = max(0, start - first)
+            high = min(piece.stop - piece.start, stop - first)
+            if low < high:
+                yield index, piece, low, high
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that evaluates the loss itself: no strategy can step in between."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"{name} calls a closure several times per step; use an optimizer such as SGD or Adam"
+        )
+
+
+class Replica:
+    """A worker's model and optimizer as flat vectors.
+
+    `parameters` and `gradient` are tuples with one flat vector per dtype and device. `present` tells for
+    each parameter tensor whether it has a gradient, for PyTorch skips those that have none.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, empty: Empty = _empty) -> None:
+        check_optimizer(optimizer)
+        self.model = model
+        self.optimizer = optimizer
+        self.layout = Layout(model, optimizer)
+        self.steps = 0
+        self.version: dict[int, int] = {}
+        self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self.parameters = self.layout.vectors(empty)
+        self.gradient = self.layout.vectors(empty)
+        self.present = empty(len(self.layout.pieces), torch.float32, torch.device("cpu"))
+        self.present.zero_()
+        for vector in self.gradient:
+            vector.zero_()
+        self._empty = empty
+        self._views = [self.layout.view(self.gradient, piece) for piece in self.layout.pieces]
+        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
+            place = self.layout.view(self.parameters, piece)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        self._optimizer_step = optimizer.step
+        self._has: list[bool] = [False] * len(self._views)
+        self._norm: Tensor | None = None
+        self._samples = self._expected = 0
+        self._shown: nn.Module | None = None
+
+    # --- the gradient -------------------------------------------------------------------------------
+
+    def gather(self) -> bool:
+        """Brings what backward left in `.grad` into the flat gradient; False if nothing has a gradient."""
+        places, found = [], []
+        for index, (parameter, view) in enumerate(zip(self.layout.parameters, self._views, strict=True)):
+            gradient = parameter.grad
+            has = gradient is not None
+            if gradient is None:
+                if self._has[index]:
+                    view.zero_()
+            elif gradient is not view:
+                places.append(view)
+                found.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.grad = view
+            if has != self._has[index]:
+                self._has[index] = has
+                self.present[index] = float(has)
+        if places:
+            torch._foreach_copy_(places, found)
+        return any(self._has)
+
+    def bind(self) -> None:
+        """Shows the flat gradient in `.grad` again, after others may have added to it."""
+        for index, present in enumerate(self.present.tolist()):
+            has = present > 0
+            if has != self._has[index]:
+                self._has[index] = has
+                self.layout.parameters[index].grad = self._views[index] if has else None
+
+    def note_finite(self) -> None:
+        """Remembers whether this worker's own gradient is finite; one pass of reading, no wait for a GPU."""
+        with torch.no_grad():
+            self._norm = torch.stack([vector.sum().float().cpu() for vector in self.gradient]).sum()
+
+    def check_finite(self, worker: object) -> None:
+        if self._norm is not None and not torch.isfinite(self._norm):
+            self.note_finite()  # the sum of large finite numbers may overflow: look at each before saying so
+            if all(bool(torch.isfinite(vector).all()) for vector in self.gradient):
+                return
+            raise NotFinite(
+                f"{worker}: the gradient at step {self.steps} is not finite (the loss is NaN or infinite): "
+                f"lower the learning rate, clip gradients, or look at the data of that step"
+            )
+
+    @property
+    def absent(self) -> list[int]:
+        """The indexes of the parameter tensors that have no gradient now."""
+        return [index for index, has in enumerate(self._has) if not has]
+
+    # --- the step -----------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Runs the user's own optimizer on the gradient."""
+        self._optimizer_step()
+
+    def counted(self, samples: int, expected: int) -> None:
+        """The loader gave out a batch: `samples` examples that count, where a full batch has `expected`."""
+        self._samples += samples
+        self._expected += expected
+
+    def weigh(self) -> float:
+        """How much data this worker used since the last call, as a share of full batches."""
+        weight = self._samples / self._expected if self._expected else 1.0
+        self._samples = self._expected = 0
+        return weight
+
+    def hyper_parameters(self) -> list[dict[str, Any]]:
+        """Each parameter group's settings as plain values: they travel with every push."""
+        return [hyper_parameters(group) for group in self.optimizer.param_groups]
+
+    # --- what it remembers --------------------------------------------------------------------------
+
+    def buffer(self, name: str) -> tuple[Tensor, ...]:
+        """Persistent flat vectors of the layout by name, zero at first: a residual, a momentum, a copy."""
+        if name not in self.buffers:
+            self.buffers[name] = self.layout.vectors(self._empty)
+            for vector in self.buffers[name]:
+                vector.zero_()
+        return self.buffers[name]
+
+    def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
+        """The model with these parameters, as a copy that training does not touch; reused by later calls."""
+        if self._shown is None:
+            self._shown = copy.deepcopy(self.model)
+        own, shown = dict(self.model.named_parameters()), dict(self._shown.named_parameters())
+        index = {id(parameter): number for number, parameter in enumerate(self.layout.parameters)}
+        with torch.no_grad():
+            for name, parameter in own.items():
+                number = index.get(id(parameter))
+                source = (
+                    parameter if number is None else self.layout.view(vectors, self.layout.pieces[number])
+                )
+                shown[name].copy_(source)
+            for mine, copied in zip(self.model.buffers(), self._shown.buffers(), strict=True):
+                copied.copy_(mine)
+        self._shown.train(self.model.training)
+        return self._shown
+
+
+class Shard:
+    """A server's range of the flat vector, with the user's own optimizer working on it.
+
+    A parameter that lies wholly in the range keeps its shape; one that is cut becomes a flat slice, which
+    is the same to every element-wise optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        count: int,
+        empty: Empty = _empty,
+    ) -> None:
+        check_optimizer(optimizer)
+        self.layout = Layout(model, optimizer)
+        if count > self.layout.total:
+            raise UsageError(
+                f"{count} servers for {self.layout.total} parameters: use at most one per parameter"
+            )
+        self.optimizer = optimizer
+        self.start, self.stop = split(self.layout.total, count)[index]
+        whole = self.layout.vectors()
+        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
+            self.layout.view(whole, piece).copy_(parameter.detach())
+        mine = cut(whole, self.start, self.stop)
+        self.parameters = tuple(empty(part.numel(), part.dtype, part.device) for part in mine)
+        for place, part in zip(self.parameters, mine, strict=True):
+            place.copy_(part)
+        self.version = 0
+        self.clocks: dict[int, int] = {}
+        self.seen: dict[int, int] = {}
+        self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self._slices: list[tuple[int, Tensor, int, int, int]] = []
+        self._take_over()
+
+    @property
+    def total(self) -> int:
+        return self.stop - self.start
+
+    def _take_over(self) -> None:
+        """Gives the optimizer this range's slices instead of the model's parameters, state included."""
+        offsets = [0] * len(self.parameters)
+        members: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for index, piece, low, high in self.layout.groups(self.start, self.stop):
+            begin = offsets[piece.part]
+            end = offsets[piece.part] = begin + high - low
+            shape = piece.shape if high - low == piece.shape.numel() else (high - low,)
+            slice_ = nn.Parameter(self.parameters[piece.part][begin:end].view(shape))
+            members[piece.group].append(slice_)
+            self._slices.append((index, slice_, piece.part, begin, end))
+            old = self.layout.parameters[index]
+            if old in state:
+                self.optimizer.state[slice_] = {
+                    key: value.reshape(-1)[low:high].reshape(shape).clone()
+                    if isinstance(value, Tensor) and value.shape == piece.shape and value.dim()
+                    else copy.deepcopy(value)
+                    for key, value in state[old].items()
+                }
+        for group, slices in zip(self.optimizer.param_groups, members, strict=True):
+            group["params"] = slices
+        for parameter in self.layout.parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def buffer(self, name: str) -> tuple[Tensor, ...]:
+        """Persistent vectors as long as this range by name, zero at first."""
+        if name not in self.buffers:
+            self.buffers[name] = tuple(torch.zeros_like(part) for part in self.parameters)
+        return self.buffers[name]
+
+    def apply(
+        self, gradient: Sequence[Tensor], absent: Sequence[int] = (), groups: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """One update of this range by the user's optimizer, with the pusher's hyper-parameters."""
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
+            for key, value in settings.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        missing = set(absent)
+        for index, slice_, part, begin, end in self._slices:
+            slice_.grad = None if index in missing else gradient[part][begin:end].view(slice_.shape)
+        self.optimizer.step()
+        for _, slice_, *_ in self._slices:
+            slice_.grad = None  # the gradient is lent: it may not outlive the answer
+        self.version += 1
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings without its parameters, as values that any wire can carry."""
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            plain[key] = value.item()
+        elif isinstance(value, int | float | str | bool | tuple | list | type(None)) and key != "params":
+            plain[key] = value
+    return plain
