@@ -1,0 +1,390 @@
+"""The cost model of the simulator: what a step, an update and a message cost, from a `cluster.toml`.
+
+Every worker has a host of its own, every host a link of its own to a network that is never the bottleneck.
+
+    [[hosts]]                  # a group of equal hosts; workers are dealt to the groups in order
+    name = "workstation"
+    count = 3                  # one group may go without: it takes the workers that are left over
+    speed = 1.0                # relative: at 0.5 a step takes twice as long (default 1)
+    step_time = "20 ms"        # or { uniform = ["10 ms", "30 ms"] }, { exponential = "20 ms" } (its mean),
+                               # { lognormal = "20 ms", sigma = 0.3 } (its median) (default 10 ms)
+    bandwidth = "1 Gbit/s"     # of its link, each way; bit/s or B/s with k, M or G (default unlimited)
+    latency = "0.1 ms"         # of its link, one way; ns, us, ms or s (default 0)
+
+    [servers]                  # the host of each server: the same keys, but no name and no count
+    step_time = "1 ms"         # what a server takes per update (default 0)
+
+    [[stragglers]]             # an episode in which some workers are slower
+    workers = [3]              # their ranks; or host = "workstation"
+    from = "10 s"              # (default 0)
+    to = "20 s"                # (default: to the end)
+    slowdown = 5.0             # their steps take five times as long
+
+Nothing is required: an empty file describes equal hosts on a free network.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import inf, isfinite, log
+from pathlib import Path
+from typing import Any
+
+from polyrhythm.errors import UsageError
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+BYTES_PER_SECOND = {
+    **{"bit/s": 0.125, "kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6},
+    **{"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9},
+}
+QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*", re.ASCII | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A distribution of times: its kind and, in seconds, its parameters (but sigma has no unit)."""
+
+    kind: str
+    parameters: tuple[float, ...]
+
+    def sampler(self, stream: random.Random, speed: float) -> Callable[[], float]:
+        """Draws from the distribution, divided by the speed. Scaling its parameters once does that."""
+        first, *rest = self.parameters
+        first /= speed
+        match self.kind:
+            case "uniform":
+                width = rest[0] / speed - first
+                return lambda: first + width * stream.random()
+            case "exponential":
+                return lambda: stream.expovariate(1.0) * first
+            case "lognormal":
+                middle, sigma = log(first), rest[0]
+                return lambda: stream.lognormvariate(middle, sigma)
+        return lambda: first
+
+
+@dataclass(frozen=True)
+class Host:
+    """A group of equal hosts. Seconds, and bytes per second."""
+
+    name: str = ""
+    count: int | None = None
+    speed: float = 1.0
+    step_time: StepTime = StepTime("constant", (0.010,))
+    bandwidth: float = inf
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """An episode in which some workers, given by rank or by host, are slower."""
+
+    workers: tuple[int, ...]
+    host: str | None
+    start: float
+    end: float
+    slowdown: float
+
+
+SERVER = Host(step_time=StepTime("constant", (0.0,)))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines and links on which a simulated run takes place."""
+
+    hosts: tuple[Host, ...] = (Host(),)
+    servers: Host = SERVER
+    stragglers: tuple[Straggler, ...] = ()
+    source: str = "the cluster"
+
+    @staticmethod
+    def uniform() -> Cluster:
+        """Any number of equal hosts, steps of 10 ms and a free network: what is simulated by default."""
+        return Cluster()
+
+    @staticmethod
+    def load(path: Path | str) -> Cluster:
+        """Reads a `cluster.toml`; whatever is wrong with it is a `UsageError` of one line."""
+        try:
+            content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(
+                f"{path}: no such file; it must be a description like examples/cluster.toml"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: not valid TOML: {error}") from None
+        return _cluster(_Table(str(path), content))
+
+    def place(self, workers: int, servers: int, seed: int) -> Costs:
+        """Deals the workers to the hosts. The seed decides every draw."""
+        counts = [host.count for host in self.hosts]
+        fixed = sum(count for count in counts if count is not None)
+        if None not in counts and workers > fixed:
+            raise UsageError(
+                f"{self.source}: {workers} workers, but only {fixed} hosts; use --workers {fixed} or fewer, "
+                "raise a count, or leave out the count of one group"
+            )
+        dealt: list[Host] = []
+        for host in self.hosts:
+            wanted = max(0, workers - fixed) if host.count is None else host.count
+            dealt += [host] * min(wanted, workers - len(dealt))
+        return Costs(dealt, [self.servers] * servers, self.stragglers, seed)
+
+
+class Costs:
+    """What things cost each node of one run. It remembers until when each link is busy, so it is asked
+    in the order of virtual time.
+    """
+
+    def __init__(
+        self, workers: list[Host], servers: list[Host], stragglers: Sequence[Straggler], seed: int
+    ) -> None:
+        # Strings seed `Random` by their SHA-512, so every process draws the same; `hash` would not do.
+        self._steps = [
+            host.step_time.sampler(random.Random(f"{seed}/step/{rank}"), host.speed)
+            for rank, host in enumerate(workers)
+        ]
+        self._applies = [
+            host.step_time.sampler(random.Random(f"{seed}/apply/{rank}"), host.speed)
+            for rank, host in enumerate(servers)
+        ]
+        self._episodes = [
+            [
+                (s.start, s.end, s.slowdown)
+                for s in stragglers
+                if rank in s.workers or (s.host and s.host == host.name)
+            ]
+            for rank, host in enumerate(workers)
+        ]
+        nodes = workers + servers  # one list for both roles: the first server comes after the last worker
+        self._offset = {"worker": 0, "server": len(workers)}
+        self._bandwidth = [node.bandwidth for node in nodes]
+        self._latency = [node.latency for node in nodes]
+        self.free = all(node.bandwidth == inf and not node.latency for node in nodes)
+        self._up_free = [0.0] * len(nodes)
+        self._down_free = [0.0] * len(nodes)
+
+    def step_time(self, worker: int, now: float) -> float:
+        """How long the step takes that this worker begins now. Each call draws anew."""
+        time = self._steps[worker]()
+        for start, end, slowdown in self._episodes[worker]:
+            if start <= now < end:
+                time *= slowdown
+        return time
+
+    def apply_time(self, server: int) -> float:
+        """How long this server takes for its next update."""
+        return self._applies[server]()
+
+    def depart(
+        self, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float
+    ) -> tuple[float, float]:
+        """When the first byte of a message reaches its target, and how long the uplink takes for all of it.
+
+        A message waits until the uplink of its source is free and holds it at that link's own bandwidth; it
+        is late by the sum of both latencies.
+        """
+        a = self._offset[source[0]] + source[1]
+        b = self._offset[target[0]] + target[1]
+        start = max(now, self._up_free[a])
+        span = nbytes / self._bandwidth[a]
+        self._up_free[a] = start + span
+        return start + self._latency[a] + self._latency[b], span
+
+    def land(self, target: tuple[str, int], nbytes: int, head: float, span: float) -> float:
+        """When the last byte of a message is in, asked at the time `head` when its first one comes.
+
+        Bytes come no faster than they were sent and than the downlink takes them, and a downlink takes one
+        message after the other in the order in which they reach it. Up and down do not disturb each other.
+        """
+        b = self._offset[target[0]] + target[1]
+        bandwidth = self._bandwidth[b]
+        if bandwidth == inf or not nbytes:
+            return head + span
+        free = self._down_free[b] = max(head, self._down_free[b]) + nbytes / bandwidth
+        return max(free, head + span)
+
+    def all_reduce(self, ranks: Sequence[int], nbytes: int) -> float:
+        """How long these workers take to sum `nbytes` each around a ring: 2(n-1) rounds of a part of n."""
+        n = len(ranks)
+        if n < 2:
+            return 0.0
+        slowest_pair = sum(sorted(self._latency[rank] for rank in ranks)[-2:])
+        narrowest = min(self._bandwidth[rank] for rank in ranks)
+        return 2 * (n - 1) * (slowest_pair + nbytes / n / narrowest)
+
+
+class _Table:
+    """A TOML table that is read key by key, and knows where it stands for the sake of its errors."""
+
+    def __init__(self, where: str, content: Any) -> None:
+        if not isinstance(content, dict):
+            raise UsageError(f"{where}: must be a table, not {content!r}")
+        self.where, self.content, self.known = where, content, list[str]()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        self.known.append(key)
+        return self.content.get(key, default)
+
+    def wrong(self, key: str, problem: str) -> UsageError:
+        value = f" = {self.content[key]!r}" if key in self.content else ""
+        return UsageError(f"{self.where}: {key}{value}: {problem}")
+
+    def end(self) -> None:
+        """Every key must have been taken."""
+        for key in self.content:
+            if key not in self.known:
+                raise UsageError(f"{self.where}: unknown key {key!r}; {_hint(key, self.known, 'keys')}")
+
+    def tables(self, key: str) -> list[_Table]:
+        value = self.take(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise UsageError(f"{self.where}: {key} must be a list of tables; write [[{key}]]")
+        return [_Table(f"{self.where}: {key}[{index}]", item) for index, item in enumerate(value)]
+
+    def text(self, key: str) -> str | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, 'must be a text in quotes, such as "workstation"')
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0."""
+        value = self.take(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value <= 1e100:
+            raise self.wrong(key, "must be a number above 0")
+        return float(value)
+
+    def quantity(self, key: str, units: dict[str, float], default: float, above_zero: bool = False) -> float:
+        value = self.take(key)
+        return default if value is None else self.parse(key, value, units, above_zero)
+
+    def parse(self, key: str, value: Any, units: dict[str, float], above_zero: bool = False) -> float:
+        try:
+            result = quantity(value, units)
+        except ValueError as error:
+            raise self.wrong(key, str(error)) from None
+        if result < 0 or (above_zero and result == 0):
+            raise self.wrong(key, "must be above 0" if above_zero else "must be 0 or more")
+        return result
+
+
+def quantity(value: object, units: dict[str, float]) -> float:
+    """The value of a text such as "20 ms" in the unit whose factor is 1."""
+    match = QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"must be a text of a number and a unit; use {_words(list(units), 'or')}")
+    number, unit = match.groups()
+    if unit not in units:
+        raise ValueError(f"{'unknown' if unit else 'no'} unit; use {_words(list(units), 'or')}")
+    result = float(number) * units[unit]
+    if not isfinite(result):
+        raise ValueError("too large")
+    return result
+
+
+def _words(items: list[str], last: str) -> str:
+    return f"{', '.join(items[:-1])} {last} {items[-1]}" if len(items) > 1 else items[0]
+
+
+def _hint(word: str, known: list[str], what: str) -> str:
+    if close := get_close_matches(word, known, n=1):
+        return f"did you mean {close[0]}?"
+    return f"the {what} here are {_words(known, 'and')}" if known else f"there are no {what} here"
+
+
+def _cluster(table: _Table) -> Cluster:
+    hosts = tuple(_host(item) for item in table.tables("hosts")) or Cluster.hosts
+    servers = _node(_Table(f"{table.where}: servers", table.take("servers", {})), SERVER)
+    names = [host.name for host in hosts if host.name]
+    size = None if any(host.count is None for host in hosts) else sum(host.count or 0 for host in hosts)
+    stragglers = tuple(_straggler(item, names, size) for item in table.tables("stragglers"))
+    table.end()
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{table.where}: hosts: two groups have the name {name!r}; give each its own")
+    if sum(host.count is None for host in hosts) > 1:
+        raise UsageError(
+            f"{table.where}: hosts: more than one group has no count; one at most can take what is left over"
+        )
+    return Cluster(hosts, servers, stragglers, table.where)
+
+
+def _host(table: _Table) -> Host:
+    name = table.text("name") or ""
+    count = table.take("count")
+    if count is not None and (type(count) is not int or count < 1):
+        raise table.wrong("count", "must be a whole number, 1 or more")
+    return _node(table, Host(), name, count)
+
+
+def _node(table: _Table, default: Host, name: str = "", count: int | None = None) -> Host:
+    host = Host(
+        name=name,
+        count=count,
+        speed=table.number("speed", 1.0),
+        step_time=_step_time(table, default.step_time),
+        bandwidth=table.quantity("bandwidth", BYTES_PER_SECOND, inf, above_zero=True),
+        latency=table.quantity("latency", SECONDS, 0.0),
+    )
+    table.end()
+    return host
+
+
+def _step_time(table: _Table, default: StepTime) -> StepTime:
+    value = table.take("step_time")
+    if value is None:
+        return default
+    if not isinstance(value, dict):
+        return StepTime("constant", (table.parse("step_time", value, SECONDS),))
+    match value:
+        case {"uniform": [low, high], **rest} if not rest:
+            bounds = table.parse("step_time", low, SECONDS), table.parse("step_time", high, SECONDS)
+            if bounds[0] > bounds[1]:
+                raise table.wrong("step_time", "the lower bound comes first")
+            return StepTime("uniform", bounds)
+        case {"exponential": mean, **rest} if not rest:
+            return StepTime("exponential", (table.parse("step_time", mean, SECONDS),))
+        case {"lognormal": middle, "sigma": float() | int() as sigma, **rest} if (
+            not rest and 0 <= sigma <= 10
+        ):
+            median = table.parse("step_time", middle, SECONDS, above_zero=True)
+            return StepTime("lognormal", (median, float(sigma)))
+    raise table.wrong(
+        "step_time",
+        'use "20 ms", { uniform = ["10 ms", "30 ms"] }, { exponential = "20 ms" } or '
+        '{ lognormal = "20 ms", sigma = 0.3 } with a sigma of 0 to 10',
+    )
+
+
+def _straggler(table: _Table, names: list[str], size: int | None) -> Straggler:
+    workers, host = table.take("workers"), table.text("host")
+    start, end = table.quantity("from", SECONDS, 0.0), table.quantity("to", SECONDS, inf)
+    slowdown = table.number("slowdown", 0.0)
+    table.end()  # first, for a misspelt key is the better explanation of a missing one
+    if slowdown == 0:
+        raise UsageError(f"{table.where}: slowdown is missing; write, say, slowdown = 5.0")
+    if (workers is None) == (host is None):
+        raise UsageError(f'{table.where}: say who, either by workers = [3] or by host = "name"')
+    if host is not None and host not in names:
+        raise table.wrong("host", f"there is no such group of hosts; {_hint(host, names, 'names')}")
+    ranks = [] if workers is None else workers
+    if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        raise table.wrong("workers", "must be a list of ranks, such as [0, 3]")
+    if size is not None and any(rank >= size for rank in ranks):
+        raise table.wrong("workers", f"there are only {size} hosts, so ranks are 0 to {size - 1}")
+    if not start < end:
+        raise table.wrong("to", "must be later than from")
+    return Straggler(tuple(ranks), host, start, end, slowdown)

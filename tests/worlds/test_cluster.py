@@ -1,0 +1,328 @@
+"""The cost model: the laws of its distributions and links, and one line for every mistake in a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.errors import UsageError
+from polyrhythm.worlds.cluster import BYTES_PER_SECOND, SECONDS, Cluster, Costs, quantity
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+W0, W1, W2, S0, S1 = ("worker", 0), ("worker", 1), ("worker", 2), ("server", 0), ("server", 1)
+MB = 1_000_000
+
+
+def cluster(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return Cluster.load(path)
+
+
+def costs(tmp_path: Path, text: str, workers: int = 3, servers: int = 2, seed: int = 0) -> Costs:
+    return cluster(tmp_path, text).place(workers, servers, seed)
+
+
+# Steps
+
+
+@pytest.mark.parametrize(
+    ("step_time", "average", "law"),
+    [
+        ('"20 ms"', mean, 0.02),
+        ('{ uniform = ["10 ms", "30 ms"] }', mean, 0.02),
+        ('{ exponential = "20 ms" }', mean, 0.02),
+        ('{ lognormal = "20 ms", sigma = 0.3 }', median, 0.02),
+        ('{ lognormal = "20 ms", sigma = 0.3 }', mean, 0.02 * 2.718281828 ** (0.3**2 / 2)),
+    ],
+)
+@pytest.mark.parametrize("speed", [1.0, 0.25])
+def test_steps_follow_their_distribution(
+    tmp_path: Path, step_time: str, average, law: float, speed: float
+) -> None:
+    these = costs(tmp_path, f"[[hosts]]\nstep_time = {step_time}\nspeed = {speed}")
+    assert average(these.step_time(0, 0.0) for _ in range(20_000)) == pytest.approx(law / speed, rel=0.03)
+
+
+def test_uniform_stays_within_its_bounds(tmp_path: Path) -> None:
+    these = costs(tmp_path, '[[hosts]]\nstep_time = { uniform = ["10 ms", "30 ms"] }\nspeed = 2')
+    draws = [these.step_time(0, 0.0) for _ in range(1000)]
+    assert 0.005 <= min(draws) < 0.006 and 0.014 < max(draws) <= 0.015
+
+
+def test_each_worker_has_a_stream_of_its_own(tmp_path: Path) -> None:
+    text = '[[hosts]]\nstep_time = { exponential = "20 ms" }'
+    one, other = costs(tmp_path, text), costs(tmp_path, text)
+    alone = [one.step_time(1, 0.0) for _ in range(5)]
+    mixed = [(other.step_time(0, 0.0), other.step_time(1, 0.0))[1] for _ in range(5)]
+    assert alone == mixed
+    assert alone[0] != other.step_time(2, 0.0)
+    assert alone[0] != costs(tmp_path, text, seed=1).step_time(1, 0.0)
+
+
+def test_another_process_draws_the_same_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from polyrhythm.worlds.cluster import Cluster; "
+        "costs = Cluster.load(sys.argv[1]).place(12, 1, 7); "
+        "print([costs.step_time(worker, 0.0) for worker in range(12)], 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(EXAMPLES / "wan.toml")]
+    environments = ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
+    root = EXAMPLES.parent
+    outputs = [subprocess.check_output(command, env=env, cwd=root, text=True) for env in environments]
+    here = Cluster.load(EXAMPLES / "wan.toml").place(12, 1, 7)
+    assert outputs == [f"{[here.step_time(worker, 0.0) for worker in range(12)]} False\n"] * 2
+
+
+def test_stragglers_are_slower_for_a_while(tmp_path: Path) -> None:
+    these = costs(
+        tmp_path,
+        '[[hosts]]\ncount = 1\n[[hosts]]\nname = "old"\n'
+        '[[stragglers]]\nworkers = [0, 2]\nfrom = "10 s"\nto = "20 s"\nslowdown = 5\n'
+        '[[stragglers]]\nhost = "old"\nfrom = "15 s"\nslowdown = 2.0',
+    )
+    at = {
+        now: [these.step_time(worker, now) / 0.01 for worker in range(3)] for now in (9.9, 10.0, 15.0, 20.0)
+    }
+    assert at[9.9] == [1, 1, 1]
+    assert at[10.0] == pytest.approx([5, 1, 5])
+    assert at[15.0] == pytest.approx([5, 2, 10])
+    assert at[20.0] == pytest.approx([1, 2, 2])
+
+
+def test_workers_are_dealt_in_order_and_one_group_takes_the_rest(tmp_path: Path) -> None:
+    text = """
+        hosts = [{ count = 1, step_time = "1 s" }, { step_time = "2 s" }, { count = 2, step_time = "3 s" }]
+    """
+    for workers, steps in ((5, [1, 2, 2, 3, 3]), (3, [1, 3, 3]), (2, [1, 3]), (1, [1])):
+        these = costs(tmp_path, text, workers)
+        assert [these.step_time(rank, 0.0) for rank in range(workers)] == steps
+
+
+def test_servers_take_time_only_when_the_file_says_so(tmp_path: Path) -> None:
+    assert costs(tmp_path, "").apply_time(0) == 0
+    assert costs(tmp_path, '[servers]\nstep_time = "1 ms"\nspeed = 0.5').apply_time(1) == 0.002
+
+
+# Links
+
+
+def deliver(costs: Costs, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> float:
+    """When a message arrives that nothing overtakes on its way."""
+    return costs.land(target, nbytes, *costs.depart(source, target, nbytes, now))
+
+
+LINKS = (
+    '[[hosts]]\nbandwidth = "1 MB/s"\nlatency = "0.1 s"\n[servers]\nbandwidth = "2 MB/s"\nlatency = "0.2 s"'
+)
+
+
+def test_a_message_takes_both_latencies_and_the_narrower_bandwidth(tmp_path: Path) -> None:
+    assert deliver(costs(tmp_path, LINKS), W0, S0, MB, 10.0) == pytest.approx(10 + 1 + 0.3)
+    assert deliver(costs(tmp_path, LINKS), S0, S1, MB, 10.0) == pytest.approx(10 + 0.5 + 0.4)
+
+
+@pytest.mark.parametrize(("first", "second"), [((W0, S0), (W0, S1)), ((W0, S0), (W0, S0))])
+def test_two_messages_on_one_link_take_twice_as_long(tmp_path: Path, first, second) -> None:
+    these = costs(tmp_path, LINKS)
+    assert deliver(these, *first, MB, 0.0) == pytest.approx(1.3)
+    assert deliver(these, *second, MB, 0.0) == pytest.approx(2.3)
+
+
+def test_links_are_full_duplex_and_separate(tmp_path: Path) -> None:
+    these = costs(tmp_path, LINKS)
+    for source, target in ((W0, S0), (S0, W0), (W1, S1)):
+        assert deliver(these, source, target, MB, 0.0) == pytest.approx(1.3)
+
+
+def test_a_wide_link_takes_several_narrow_ones_at_once(tmp_path: Path) -> None:
+    """Three workers at 1 MB/s share a server's 2 MB/s: two arrive undisturbed, the third brings it to 1.5 s."""
+    these = costs(tmp_path, LINKS)
+    assert [deliver(these, worker, S0, MB, 0.0) for worker in (W0, W1, W2)] == pytest.approx([1.3, 1.3, 1.8])
+
+
+def test_what_comes_first_is_taken_first(tmp_path: Path) -> None:
+    """A message from afar does not hold up one that was sent later and is here earlier."""
+    far = '[[hosts]]\ncount = 1\nlatency = "1 s"\n[[hosts]]\n[servers]\nbandwidth = "1 MB/s"'
+    these = costs(tmp_path, far)
+    late = these.depart(W0, S0, MB, 0.0)
+    assert these.land(S0, MB, *these.depart(W1, S0, MB, 0.0)) == pytest.approx(1.0)
+    assert these.land(S0, MB, *late) == pytest.approx(2.0)
+
+
+def test_a_link_is_free_again_afterwards(tmp_path: Path) -> None:
+    these = costs(tmp_path, LINKS)
+    deliver(these, W0, S0, MB, 0.0)
+    assert deliver(these, W0, S0, MB, 5.0) == pytest.approx(6.3)
+
+
+def test_a_link_without_a_limit_is_never_busy(tmp_path: Path) -> None:
+    these = costs(tmp_path, '[[hosts]]\nbandwidth = "1 MB/s"\n[servers]')
+    assert [deliver(these, W0, S0, MB, 0.0), deliver(these, W1, S0, MB, 0.0)] == [1, 1]
+    assert [deliver(these, S0, W0, MB, 0.0), deliver(these, S0, W1, MB, 0.0)] == [1, 1]
+
+
+def test_the_default_network_is_free() -> None:
+    these = Cluster.uniform().place(3, 1, 0)
+    assert [deliver(these, W0, S0, 10**12, t) for t in (1.0, 1.0, 2.0)] == [1, 1, 2]
+    assert these.all_reduce([0, 1, 2], 10**12) == 0
+    assert these.step_time(2, 0.0) == 0.01
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([W0, W1, W2]), st.sampled_from([S0, S1]), st.integers(0, MB)), max_size=20
+    )
+)
+def test_no_link_carries_more_than_its_bandwidth(
+    messages: list[tuple[tuple[str, int], tuple[str, int], int]],
+) -> None:
+    these = Cluster.load(EXAMPLES / "cluster.toml").place(3, 2, 0)
+    arrivals = [
+        (source, deliver(these, source, target, nbytes, 0.0), nbytes) for source, target, nbytes in messages
+    ]
+    for worker in (W0, W1, W2):
+        own = [(arrival, nbytes) for source, arrival, nbytes in arrivals if source == worker]
+        assert sum(nbytes for _, nbytes in own) / 125e6 <= max((a for a, _ in own), default=0.0) + 1e-9
+
+
+def test_all_reduce_is_a_ring(tmp_path: Path) -> None:
+    these = costs(
+        tmp_path,
+        '[[hosts]]\ncount = 2\nbandwidth = "4 MB/s"\nlatency = "10 ms"\n'
+        '[[hosts]]\nbandwidth = "1 MB/s"\nlatency = "50 ms"',
+        workers=4,
+    )
+    assert these.all_reduce([0], MB) == 0
+    assert these.all_reduce([0, 1], MB) == pytest.approx(2 * 0.020 + 2 / 2 * 0.25)
+    assert these.all_reduce([0, 1, 2], MB) == pytest.approx(4 * 0.060 + 4 / 3)
+    assert these.all_reduce([0, 1, 2, 3], MB) == pytest.approx(6 * 0.100 + 6 / 4)
+
+
+# Files
+
+
+@given(
+    st.floats(0, 1e200),
+    st.sampled_from([SECONDS, BYTES_PER_SECOND]),
+    st.data(),
+    st.sampled_from(["", " ", "  "]),
+)
+def test_any_number_in_any_unit_round_trips(
+    number: float, units: dict[str, float], data: st.DataObject, gap: str
+) -> None:
+    unit = data.draw(st.sampled_from(list(units)))
+    assert quantity(f"{number!r}{gap}{unit}", units) == number * units[unit]
+
+
+def test_units_mean_what_they_say() -> None:
+    for text in ("8 Gbit/s", "1 GB/s", "1000 MB/s", "8e6kbit/s", "1000000000 B/s"):
+        assert quantity(text, BYTES_PER_SECOND) == 1e9
+    for text in ("1 s", "1000 ms", "1e6 us", "1000000000ns"):
+        assert quantity(text, SECONDS) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["cluster.toml", "wan.toml"])
+def test_the_examples_load(name: str) -> None:
+    Cluster.load(EXAMPLES / name).place(4, 1, 0)
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    assert cluster(tmp_path, "").hosts == Cluster.uniform().hosts
+
+
+def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[[hosts]]\nlatency = '5 parsecs'",
+            "hosts[0]: latency = '5 parsecs': unknown unit; use ns, us, ms or s",
+        ),
+        ("[[hosts]]\nlatency = '5'", "latency = '5': no unit; use ns, us, ms or s"),
+        ("[[hosts]]\nlatency = 5", "latency = 5: must be a text of a number and a unit"),
+        ("[[hosts]]\nlatency = '-1 ms'", "latency = '-1 ms': must be 0 or more"),
+        ("[[hosts]]\nlatency = '1e999 s'", "latency = '1e999 s': too large"),
+        ("[[hosts]]\nlatency = 'nan s'", "latency = 'nan s': must be a text"),
+        ("[[hosts]]\nlatency = '''5 ms\n\n7'''", "unknown unit"),
+        ("[[hosts]]\nbandwidth = '0 B/s'", "bandwidth = '0 B/s': must be above 0"),
+        ("[[hosts]]\nbandwidth = '1 gbit'", "bandwidth = '1 gbit': unknown unit; use bit/s, kbit/s"),
+        ("[[hosts]]\nbandwith = '1 GB/s'", "hosts[0]: unknown key 'bandwith'; did you mean bandwidth?"),
+        (
+            "[[hosts]]\nx = 1",
+            "unknown key 'x'; the keys here are name, count, speed, step_time, bandwidth and latency",
+        ),
+        ("[[host]]", "unknown key 'host'; did you mean hosts?"),
+        ("[hosts]", "hosts must be a list of tables; write [[hosts]]"),
+        ("hosts = [3]", "hosts[0]: must be a table, not 3"),
+        ("servers = 2", "servers: must be a table, not 2"),
+        ("[servers]\ncount = 2", "servers: unknown key 'count'"),
+        ("[[hosts]]\ncount = 0", "count = 0: must be a whole number, 1 or more"),
+        ("[[hosts]]\ncount = true", "count = True: must be a whole number"),
+        ("[[hosts]]\ncount = 2.5", "count = 2.5: must be a whole number"),
+        ("[[hosts]]\nspeed = 0", "speed = 0: must be a number above 0"),
+        ("[[hosts]]\nspeed = nan", "speed = nan: must be a number above 0"),
+        ("[[hosts]]\nspeed = 'fast'", "speed = 'fast': must be a number above 0"),
+        ("[[hosts]]\nname = 3", "name = 3: must be a text"),
+        ("[[hosts]]\n[[hosts]]", "more than one group has no count"),
+        ("[[hosts]]\nname = 'a'\ncount = 1\n[[hosts]]\nname = 'a'", "two groups have the name 'a'"),
+        ("[[hosts]]\nstep_time = { uniform = ['3 ms', '1 ms'] }", "the lower bound comes first"),
+        ("[[hosts]]\nstep_time = { uniform = ['3 ms'] }", 'use "20 ms", { uniform'),
+        ("[[hosts]]\nstep_time = { normal = '3 ms' }", 'use "20 ms", { uniform'),
+        ("[[hosts]]\nstep_time = { lognormal = '3 ms' }", 'use "20 ms", { uniform'),
+        ("[[hosts]]\nstep_time = { exponential = '3 h' }", "unknown unit; use ns, us, ms or s"),
+        ("[[hosts]]\nstep_time = '-3 ms'", "step_time = '-3 ms': must be 0 or more"),
+        ("[[stragglers]]\nworkers = [0]", "stragglers[0]: slowdown is missing"),
+        ("[[stragglers]]\nslowdown = 2", "stragglers[0]: say who"),
+        ("[[stragglers]]\nslowdown = -2", "slowdown = -2: must be a number above 0"),
+        ("[[stragglers]]\nworkers = 3\nslowdown = 2", "workers = 3: must be a list of ranks"),
+        ("[[stragglers]]\nworkers = [-1]\nslowdown = 2", "workers = [-1]: must be a list of ranks"),
+        (
+            "[[hosts]]\ncount = 2\n[[stragglers]]\nworkers = [2]\nslowdown = 2",
+            "only 2 hosts, so ranks are 0 to 1",
+        ),
+        ("[[stragglers]]\nhost = 'a'\nslowdown = 2", "host = 'a': there is no such group of hosts"),
+        ("[[hosts]]\nname = 'laptop'\n[[stragglers]]\nhost = 'labtop'\nslowdown = 2", "did you mean laptop?"),
+        (
+            "[[stragglers]]\nworkers = [0]\nfrom = '2 s'\nto = '1 s'\nslowdown = 2",
+            "to = '1 s': must be later than from",
+        ),
+        ("[[hosts", "not valid TOML: "),
+        ("x = " + "[" * 5000, "not valid TOML: "),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster(tmp_path, text)
+    assert line(caught).startswith(f"{tmp_path / 'c.toml'}: ")
+    assert message in line(caught)
+
+
+def test_no_file_no_text_no_readable_file(tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    for name, message in (
+        ("none.toml", "no such file"),
+        ("bytes.toml", "not valid TOML"),
+        (".", "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            Cluster.load(tmp_path / name)
+        line(caught)
+
+
+def test_too_few_hosts_says_how_many_there_are(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="6 workers, but only 4 hosts; use --workers 4 or fewer, raise a count"
+    ) as caught:
+        Cluster.load(EXAMPLES / "cluster.toml").place(6, 1, 0)
+    assert "cluster.toml" in line(caught)
