@@ -1,0 +1,152 @@
+"""Who trains on what: the user's DataLoader, shared out among the workers.
+
+Every worker draws the same order for an epoch from the run's seed, so nothing about the data travels.
+
+- Lockstep strategies cut the order into rounds of one batch per worker. The last round is dealt out evenly
+  whatever is left; a worker that gets nothing borrows examples at weight 0, so that it can take the step
+  with the others. No example is dropped, none counts twice, and nobody waits for somebody who is done.
+- The others lease batches from the coordinator as they go: a fast worker takes more, and each epoch still
+  sees each example once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from polyrhythm.errors import UsageError
+from polyrhythm.worlds.leases import Lease
+
+
+def mix(*parts: object) -> int:
+    """One seed from several values, the same in every process."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class SharedLoader:
+    """Iterates over this worker's batches; otherwise like the DataLoader it was made from."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        workers: int,
+        seed: int,
+        lease: Callable[[int, int], Lease | None] | None,
+        counted: Callable[[int, int], None],
+        epoch: int = 0,
+        processes: bool = True,
+    ) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            raise UsageError("an IterableDataset cannot be shared out among workers; use a map-style dataset")
+        if loader.batch_sampler is None:
+            raise UsageError(
+                "the DataLoader has batch_size=None; give it a batch size, so that it can be shared out"
+            )
+        self.loader = loader
+        self.epoch = epoch
+        self._rank, self._workers, self._seed = rank, workers, seed
+        self._lease, self._counted = lease, counted
+        self._drawn: dict[int, list[list[int]]] = {}
+        self._counts: deque[tuple[int, int]] = deque()
+        several = loader.num_workers if processes else 0
+        self._inner: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=_Batches(self),
+            num_workers=several,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout if several else 0,
+            worker_init_fn=loader.worker_init_fn,
+            prefetch_factor=loader.prefetch_factor if several else None,
+            persistent_workers=loader.persistent_workers if several else False,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        batches = self._order(self.epoch)
+        if self._lease is not None or not self._splits:
+            return math.ceil(len(batches) / self._workers)
+        return math.ceil(sum(map(len, batches)) / (self._workers * self._batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._counts.clear()
+        for batch in self._inner:
+            self._counted(*self._counts.popleft())
+            yield batch
+        self.epoch += 1
+
+    def indexes(self) -> Iterator[list[int]]:
+        """The examples of each batch of this worker in the present epoch."""
+        for indexes, weight in self._leased() if self._lease is not None else self._dealt():
+            expected = self._batch_size if self._splits else len(indexes)
+            self._counts.append((len(indexes) if weight else 0, expected))
+            yield indexes
+
+    @property
+    def _splits(self) -> bool:
+        """Whether examples may be regrouped; a sampler of the user's own made its batches for a reason."""
+        return type(self.loader.batch_sampler) is BatchSampler
+
+    @property
+    def _batch_size(self) -> int:
+        return int(self.loader.batch_size or 1)
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch as one machine would see them."""
+        if epoch not in self._drawn:
+            self._drawn = {old: self._drawn[old] for old in sorted(self._drawn)[-1:]}
+            with torch.random.fork_rng(devices=[]):
+                seed = mix("order", self._seed, epoch)
+                torch.manual_seed(seed)
+                generator = getattr(self.loader.sampler, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(seed)
+                assert self.loader.batch_sampler is not None
+                self._drawn[epoch] = [list(batch) for batch in self.loader.batch_sampler]
+        return self._drawn[epoch]
+
+    def _dealt(self) -> Iterator[tuple[list[int], bool]]:
+        """Rounds of one batch per worker."""
+        batches = self._order(self.epoch)
+        if not self._splits:
+            for first in range(0, len(batches), self._workers):
+                dealt = batches[first : first + self._workers]
+                mine = self._rank < len(dealt)
+                yield dealt[self._rank if mine else 0], mine
+            return
+        order = [index for batch in batches for index in batch]
+        size = self._workers * self._batch_size
+        for first in range(0, len(order), size):
+            round_ = order[first : first + size]
+            # Two examples each at least, where possible: BatchNorm cannot train on one.
+            sharing = min(self._workers, max(1, len(round_) // 2))
+            mine = self._rank < sharing
+            yield round_[(self._rank if mine else 0) :: sharing], mine
+
+    def _leased(self) -> Iterator[tuple[list[int], bool]]:
+        assert self._lease is not None
+        batches = len(self._order(self.epoch))
+        while (lease := self._lease(self.epoch, batches)) is not None:
+            for number in range(lease.first, lease.first + lease.count):
+                yield self._order(lease.epoch)[number], True
+
+
+class _Batches:
+    """The batch sampler that the inner DataLoader draws from."""
+
+    def __init__(self, shared: SharedLoader) -> None:
+        self.shared = shared
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.shared.indexes()

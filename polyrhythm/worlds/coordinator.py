@@ -1,0 +1,289 @@
+"""Coordinator: what the nodes of a run have to agree on, as logic without I/O.
+
+It takes in who joins, checks that all train the same model, leases batches, records metrics and events,
+knows who is still there, and ends with the summary. The launcher feeds it from sockets, the simulator
+calls it directly; both hand in a `respond` that it may call now or later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyrhythm.errors import UsageError
+from polyrhythm.node import Peer
+from polyrhythm.record import RunFolder, spread
+from polyrhythm.strategy import Strategy, parse
+from polyrhythm.worlds.leases import Leases
+
+COORDINATOR = Peer("coordinator", 0)  # its name on the wire
+
+Respond = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Failure:
+    """Why a run ends before its time."""
+
+    message: str
+    exit_code: int = 1
+
+
+@dataclass
+class Totals:
+    """What one node has done so far, by its own last word."""
+
+    steps: int = 0
+    samples: int = 0
+    bytes_sent: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass
+class _Gate:
+    """Holds everyone's answer until all are here."""
+
+    waiting: dict[Peer, Respond] = field(default_factory=dict)
+
+    def add(self, peer: Peer, respond: Respond) -> None:
+        self.waiting[peer] = respond
+
+    def open(self, answer: Callable[[Peer], dict[str, Any]]) -> None:
+        waiting, self.waiting = self.waiting, {}
+        for peer, respond in waiting.items():
+            respond(answer(peer))
+
+
+class Coordinator:
+    """One run, from the first node that joins to the summary."""
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        servers: int,
+        strategy: Strategy | None,
+        seed: int,
+        clock: Callable[[], float],
+        start_servers: Callable[[int], None],
+        notify: Callable[[Peer, str], None],
+        folder: RunFolder | None = None,
+    ) -> None:
+        self.workers = workers
+        self.servers = servers
+        self.strategy = strategy
+        self.seed = seed
+        self.clock = clock
+        self.failure: Failure | None = None
+        self.members: dict[Peer, str] = {}  # who is in the run, and its address
+        self.gone: dict[Peer, str] = {}
+        self.lost: dict[str, str] = {}  # those of them that did not go by themselves
+        self.metrics: dict[str, Any] = {}
+        self.staleness: Counter[int] = Counter()
+        self.totals: dict[Peer, Totals] = {}
+        self.digest = ""
+        self.blob: bytes | memoryview = b""
+        self.began = self.ended = 0.0
+        self.leases = Leases()
+        self.epoch = (0, 0)  # the epoch the first worker is in, and how many there will be
+        self.running = False
+        self._start_servers = start_servers
+        self._notify = notify
+        self._folder = folder
+        self._joining, self._preparing = _Gate(), _Gate()
+        self._layouts: dict[Peer, str] = {}
+        if strategy is not None:
+            self._settle(strategy)
+
+    # --- what nodes say -----------------------------------------------------------------------------
+
+    def handle(self, peer: Peer, kind: str, fields: dict[str, Any], respond: Respond) -> None:
+        """Takes in one message of a node."""
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is None:
+            respond({"error": f"the coordinator knows no {kind!r}"})
+        else:
+            handler(peer, fields, respond)
+
+    def _on_join(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        wanted = fields.get("strategy")
+        if self.strategy is None:
+            try:
+                self._settle(parse(wanted or "allreduce"))
+            except UsageError as error:
+                self.fail(str(error), error.exit_code)
+                return
+        self.members[peer] = fields.get("address", "")
+        self._event("join", peer)
+        self._joining.add(peer, respond)
+        if self.running or len(self.members) >= self.workers + self.servers:
+            self._joining.open(self._welcome)
+
+    def _welcome(self, peer: Peer) -> dict[str, Any]:
+        peers = [[each.role, each.rank, address] for each, address in sorted(self.members.items())]
+        return {"strategy": str(self.strategy), "seed": self.seed, "peers": peers, "epoch": self.leases.epoch}
+
+    def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        self._layouts[peer] = fields["layout"]
+        first = min(self._layouts)
+        if self._layouts[first] != self._layouts[peer]:
+            self.fail(
+                f"{peer} and {first} have different models (layouts {self._layouts[peer]} and "
+                f"{self._layouts[first]}): every node must build the same model and optimizer"
+            )
+            return
+        self.totals[peer] = Totals()
+        self._preparing.add(peer, respond)
+        if self.running or len(self._layouts) >= self.workers + self.servers:
+            if not self.running:
+                self.running, self.began = True, self.clock()
+            self._preparing.open(lambda peer: {})
+
+    def _on_lease(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        workers = sum(1 for each in self.members if each.role == "worker")
+        lease = self.leases.take(peer.rank, fields["epoch"], fields["batches"], workers)
+        if lease is None:
+            respond({"over": True})
+        else:
+            self._event("lease", peer, epoch=lease.epoch, first=lease.first, count=lease.count)
+            respond({"epoch": lease.epoch, "first": lease.first, "count": lease.count})
+
+    def _on_events(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        for line in fields["lines"]:
+            self.record(peer, line)
+        respond({})
+
+    def record(self, peer: Peer, line: dict[str, Any]) -> None:
+        """One line of a node's event log."""
+        if line["event"] == "apply":
+            self.staleness[line["staleness"]] += 1
+        if line["event"] == "totals":
+            totals = self.totals.setdefault(peer, Totals())
+            totals.steps, totals.samples = line["steps"], line["samples"]
+            totals.bytes_sent = line["bytes_sent"]
+            totals.compute_s, totals.wait_s = line["compute_s"], line["wait_s"]
+        if self._folder is not None:
+            self._folder.event({"node": str(peer), **line})
+
+    def _on_metrics(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        self.metrics.update(fields["metrics"])
+        if self._folder is not None:
+            self._folder.metric(
+                {"t": fields["t"], "node": str(peer), "step": fields["step"], **fields["metrics"]}
+            )
+        respond({})
+
+    def _on_epoch(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        self.epoch = max(self.epoch, (fields["epoch"] + 1, fields["count"]))
+        respond({})
+
+    def _on_bye(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        """A node is done. The last worker is asked to bring the final parameters before it goes."""
+        last = peer.role == "worker" and not any(e.role == "worker" and e != peer for e in self.members)
+        respond({"last": last})
+        if not last:
+            self.leave(peer, "finished")
+
+    def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
+        """The last worker has brought the final parameters, in safetensors form."""
+        self.digest, self.blob = digest, blob
+        self.ended = self.clock()
+        if self._folder is not None:
+            self._folder.consensus(blob)
+        self.leave(peer, "finished")
+
+    def _on_failed(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        respond({})
+        self.fail(fields["error"], fields["exit_code"])
+
+    # --- what happens to nodes ----------------------------------------------------------------------
+
+    def leave(self, peer: Peer, reason: str) -> None:
+        """A node has finished, or is out of the run for another reason."""
+        if self.members.pop(peer, None) is None:
+            return
+        self.gone[peer] = reason
+        lease = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else None
+        self._event("leave", peer, reason=reason, returned=lease.count if lease else 0)
+        self._notify(peer, reason)
+
+    def died(self, peer: Peer, reason: str) -> None:
+        """A node's process ended without saying goodbye."""
+        if peer in self.gone or self.failure is not None:
+            return
+        self.lost[str(peer)] = reason
+        strategy = self.strategy
+        if not self.running:
+            self.fail(f"{peer} {reason} before training began")
+        elif peer.role == "server":
+            self.fail(f"{peer} {reason}; its part of the parameters is gone")
+        elif strategy is None or strategy.lockstep:
+            self.fail(f"{peer} {reason}; under {strategy} no worker can go on without it (async can)")
+        else:
+            self.leave(peer, reason)
+            if not any(each.role == "worker" for each in self.members) and not self.digest:
+                self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
+
+    def fail(self, message: str, exit_code: int = 1) -> None:
+        """The first failure is the run's."""
+        if self.failure is None:
+            self.failure = Failure(message, exit_code)
+            if self._folder is not None:
+                self._folder.event(
+                    {"node": "coordinator", "t": self.clock(), "event": "fail", "message": message}
+                )
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.digest) and not self.members
+
+    # --- the summary --------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        wall = max(self.ended - self.began, 1e-9)
+        workers = [totals for peer, totals in self.totals.items() if peer.role == "worker"]
+        summary = {
+            "strategy": str(self.strategy),
+            "workers": self.workers,
+            "servers": self.servers,
+            "wall_s": wall,
+            "samples_per_s": sum(each.samples for each in workers) / wall,
+            "steps": sum(each.steps for each in workers),
+            "samples": sum(each.samples for each in workers),
+            "bytes_sent": sum(each.bytes_sent for each in self.totals.values()),
+            "compute_s": sum(each.compute_s for each in workers),
+            "wait_s": sum(each.wait_s for each in workers),
+            "staleness": spread(self.staleness),
+            "metrics": self.metrics,
+            "lost": self.lost,
+            "digest": self.digest,
+        }
+        if self._folder is not None:
+            summary["folder"] = str(self._folder.path)
+            self._folder.summary(summary)
+        return summary
+
+    def progress(self) -> tuple[int, int]:
+        """Steps and samples of all workers so far."""
+        workers = [totals for peer, totals in self.totals.items() if peer.role == "worker"]
+        return sum(each.steps for each in workers), sum(each.samples for each in workers)
+
+    def _settle(self, strategy: Strategy) -> None:
+        """Now it is known which strategy runs, and so whether it needs servers."""
+        self.strategy = strategy
+        if strategy.servers:
+            self.servers = self.servers or 1
+        elif self.servers:
+            raise UsageError(f"{strategy} needs no servers; leave --servers out")
+        strategy.check(self.workers, self.servers)
+        if self.servers:
+            self._start_servers(self.servers)
+
+    def _event(self, kind: str, peer: Peer, **fields: Any) -> None:
+        if self._folder is not None:
+            self._folder.event(
+                {"node": "coordinator", "t": self.clock(), "event": kind, "peer": str(peer), **fields}
+            )
