@@ -1,0 +1,503 @@
+"""Simulated: every node is a greenlet, and only time is made up.
+
+Workers run the user's own unmodified script and compute real gradients. Whatever blocks switches to the
+event loop, which moves virtual time to the next event: the end of a step, the arrival of a message. There
+is one thread, one queue and one seed, so a run has one result, bit for bit.
+
+Rules that keep it honest:
+- `Fiber.block` is the only place where a node gives up control.
+- Events at the same time happen in the order they were made.
+- Each worker owns its torch random state, and each fiber its autograd mode; they are swapped at switches.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import heapq
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from polyrhythm.collectives.arithmetic import reduce, split
+from polyrhythm.errors import PolyrhythmError, UsageError, WaitError
+from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
+from polyrhythm.session import Seat, ServerDone, _Member, seat, session
+from polyrhythm.worlds.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.record import RunFolder
+    from polyrhythm.strategy import Strategy
+    from polyrhythm.worlds.cluster import Cluster, Costs
+
+
+class Deadlock(WaitError):
+    """Every node waits for another one."""
+
+
+class Loop:
+    """The event queue and the virtual clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.beat: Callable[[], None] = lambda: None  # called now and then on the wall clock
+        self._queue: list[tuple[float, int, Callable[..., Any], Any]] = []
+        self._serial = 0
+        self.hub = getcurrent()
+
+    def at(self, moment: float, function: Callable[..., Any], argument: Any) -> None:
+        """Calls the function at that moment. Events of one moment keep the order they were made in."""
+        self._serial += 1
+        heapq.heappush(self._queue, (moment, self._serial, function, argument))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Lets time pass until the queue is empty or `until` holds, asked after every event."""
+        self.hub = getcurrent()
+        queue, pop = self._queue, heapq.heappop
+        next_beat = time.monotonic() + 0.2
+        while queue and not until():
+            self.now, _, function, argument = pop(queue)
+            self.events += 1
+            function(argument)
+            if not self.events & 255 and time.monotonic() > next_beat:
+                self.beat()
+                next_beat = time.monotonic() + 0.2
+
+
+class Fiber:
+    """One line of control of a node: its script, or something it spawned."""
+
+    def __init__(self, loop: Loop, node: SimulatedNode, function: Callable[[], None]) -> None:
+        self.loop, self.node = loop, node
+        self.waiting: tuple[str, ...] | None = None
+        self._greenlet = greenlet(function)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._since = 0.0
+
+    def start(self, _: object = None) -> None:
+        self.node.world.lend_random_state(self.node)
+        torch.set_grad_enabled(True)
+        self._greenlet.parent = self.loop.hub  # it may have been made by another fiber
+        self._greenlet.switch()
+
+    def resume(self, value: object = None) -> None:
+        if not self._greenlet.dead:
+            self.node.world.lend_random_state(self.node)
+            self._greenlet.switch(value)
+
+    def block(self, *what: str) -> Any:
+        """Gives up control until somebody resumes this fiber. `what` says what it waits for."""
+        self.waiting, self._since = what, self.loop.now
+        grad = torch.is_grad_enabled()
+        self.node.fiber = None
+        value = self.loop.hub.switch()
+        self.node.fiber = self
+        if torch.is_grad_enabled() != grad:
+            torch.set_grad_enabled(grad)
+        self.waiting = None
+        return value
+
+    def sleep(self, seconds: float) -> None:
+        self.loop.at(self.loop.now + seconds, self.resume, None)
+        self.block("its own computing")
+
+    def kill(self) -> None:
+        if not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._greenlet.dead)
+
+    def __str__(self) -> str:
+        what = " ".join(self.waiting or ("nothing",))
+        return f"{self.node.me} waits since {self._since:.6g} s for {what}"
+
+
+class _SimulatedReply(Reply):
+    def __init__(self, node: SimulatedNode, to: Peer, kind: str, into: Sequence[Tensor]) -> None:
+        self.node, self.to, self.kind, self.into = node, to, kind, into
+        self.message: Message | None = None
+        self.fiber: Fiber | None = None
+
+    def wait(self) -> Message:
+        while self.message is None:
+            self.fiber = self.node.current()
+            self.fiber.block(str(self.to), "to answer", repr(self.kind))
+        return self.message
+
+    def arrive(self, message: Message) -> None:
+        self.message = message
+        if self.fiber is not None:
+            self.fiber.resume()
+
+
+class _SimulatedTask(Task):
+    def __init__(self, node: SimulatedNode, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.node, self.error, self.waiter = node, None, None
+        self._function, self._args = function, args
+        self.fiber = Fiber(node.world.loop, node, self._run)
+
+    error: BaseException | None
+    waiter: Fiber | None
+
+    def _run(self) -> None:
+        self.node.fiber = self.fiber
+        try:
+            self._function(*self._args)
+        except PolyrhythmError as error:
+            self.error = error
+        if self.waiter is not None:
+            self.node.world.loop.at(self.node.now(), self.waiter.resume, None)
+
+    def join(self) -> None:
+        while not self.fiber.dead:
+            self.waiter = self.node.current()
+            self.waiter.block("what it spawned")
+        if self.error is not None:
+            raise self.error
+
+
+class SimulatedNode(Node):
+    """A node on virtual time."""
+
+    def __init__(self, world: Simulated, me: Peer) -> None:
+        self.world, self.me, self.seed = world, me, world.seed
+        self.fiber: Fiber | None = None
+        self.random_state: Tensor | None = None
+        self.bytes_sent = 0
+        self._key = (me.role, me.rank)
+        self._inbox: deque[Message] = deque()
+        self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
+        self._asks: dict[int, _SimulatedReply] = {}
+        self._sequence = 0
+        self._changed = False
+        self._rounds = 0
+
+    def current(self) -> Fiber:
+        if self.fiber is None:
+            raise UsageError(f"{self.me}: only code that its world runs may wait")
+        return self.fiber
+
+    @property
+    def workers(self) -> Sequence[Peer]:
+        return self.world.present["worker"]
+
+    @property
+    def servers(self) -> Sequence[Peer]:
+        return self.world.present["server"]
+
+    def now(self) -> float:
+        return self.world.loop.now
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
+        self._sequence += 1
+        copies = tuple(tensor.clone() for tensor in tensors)
+        self._post(to, Message(self.me, kind, self._sequence, fields, copies))
+
+    def ask(
+        self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
+    ) -> Reply:
+        self._sequence += 1
+        reply = self._asks[self._sequence] = _SimulatedReply(self, to, kind, into)
+        self._post(to, Message(self.me, kind, self._sequence, fields, tensors, asked=True))
+        return reply
+
+    def _post(self, to: Peer, message: Message) -> None:
+        nbytes = 0
+        for tensor in message.tensors:
+            nbytes += tensor.nbytes
+        self.bytes_sent += nbytes
+        there = self.world.nodes[to]
+        self.world.carry(self._key, there._key, nbytes, there._arrive, message)
+
+    def _arrive(self, message: Message) -> None:
+        self._inbox.append(message)
+        for index, (fiber, kinds) in enumerate(self._receivers):
+            if not kinds or message.kind in kinds:
+                del self._receivers[index]
+                fiber.resume()
+                return
+
+    def receive(self, *kinds: str) -> Message | None:
+        fiber, inbox = self.current(), self._inbox
+        while True:
+            for index, message in enumerate(inbox):
+                if not kinds or message.kind in kinds:
+                    del inbox[index]
+                    self.log(
+                        "deliver", sender=str(message.sender), sequence=message.sequence, kind=message.kind
+                    )
+                    if self.me.role == "server" and message.tensors:
+                        self._take_time(self.world.costs.apply_time(self.rank))
+                    return message
+            if self._changed:
+                self._changed = False
+                return None
+            self._receivers.append((fiber, kinds))
+            fiber.block("a message", *kinds)
+
+    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        asker = self.world.nodes[message.sender]
+        reply = asker._asks.pop(message.sequence)
+        nbytes = 0
+        # Nobody may look at `into` before the answer arrives, so it can be filled now, without a snapshot.
+        for place, tensor in zip(reply.into, tensors, strict=False):
+            place.copy_(tensor)
+        for tensor in tensors:
+            nbytes += tensor.nbytes
+        self.bytes_sent += nbytes
+        self._sequence += 1
+        given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
+        answer = Message(self.me, message.kind, self._sequence, fields, given)
+        self.world.carry(self._key, asker._key, nbytes, reply.arrive, answer)
+
+    def membership_changed(self) -> None:
+        self._changed = True
+        waiting, self._receivers = self._receivers, []
+        for fiber, _ in waiting:
+            self.world.loop.at(self.now(), fiber.resume, None)
+
+    # --- collectives --------------------------------------------------------------------------------
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum", weight: float = 1.0) -> None:
+        if self.world.workers > 1:
+            self._collect("all_reduce", tensors, weight, op)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        if self.world.workers > 1:
+            self._collect("broadcast", tensors, 1.0, str(root))
+
+    def _collect(self, kind: str, tensors: Sequence[Tensor], weight: float, detail: str) -> None:
+        """Enters the next collective; the last to come does the arithmetic for all."""
+        self._rounds += 1
+        here = self.world.collectives.setdefault(self._rounds, {})
+        here[self.rank] = (kind, tensors, weight, detail, self.current())
+        if len(here) == self.world.workers:
+            del self.world.collectives[self._rounds]
+            self._complete(here)
+        self.current().block(kind, f"number {self._rounds} with all workers")
+
+    def _complete(self, here: dict[int, tuple[str, Sequence[Tensor], float, str, Fiber]]) -> None:
+        ranks = sorted(here)
+        kind, mine, _, detail, _ = here[ranks[0]]
+        for rank in ranks:
+            if (here[rank][0], here[rank][3]) != (kind, detail):
+                raise PolyrhythmError(
+                    f"worker {rank} is in {here[rank][0]} ({here[rank][3]}) where worker {ranks[0]} is in "
+                    f"{kind} ({detail}): all workers must take the same collectives in the same order"
+                )
+        world, nbytes = self.world, sum(tensor.nbytes for tensor in mine)
+        if kind == "all_reduce":
+            weights = [here[rank][2] for rank in ranks]
+            for vectors in zip(*(here[rank][1] for rank in ranks), strict=True):
+                reduce(vectors, weights, detail, vectors)
+                self._count(vectors, ranks)
+        else:
+            self._spread(here, ranks, int(detail))
+        done = world.loop.now + world.costs.all_reduce(ranks, nbytes)
+        for rank in ranks:
+            world.loop.at(done, here[rank][4].resume, None)
+
+    def _spread(self, here: dict[int, Any], ranks: Sequence[int], root: int) -> None:
+        for rank in ranks:
+            if rank != root:
+                for place, value in zip(here[rank][1], here[root][1], strict=True):
+                    place.copy_(value)
+                    self.world.nodes[Peer("worker", root)].bytes_sent += value.nbytes
+
+    def _count(self, vectors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        """What each worker would have sent: its part of the others' slices, and its own reduced."""
+        size = vectors[0].element_size()
+        for rank, (start, stop) in zip(ranks, split(vectors[0].numel(), len(ranks)), strict=True):
+            own = stop - start
+            sent = vectors[0].numel() - own + (len(ranks) - 1) * own
+            self.world.nodes[Peer("worker", rank)].bytes_sent += sent * size
+
+    # --- the rest -----------------------------------------------------------------------------------
+
+    def spawn(self, function: Callable[..., None], *args: Any) -> Task:
+        task = _SimulatedTask(self, function, args)
+        self.world.loop.at(self.now(), task.fiber.start, None)
+        return task
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        self.world.coordinator.record(self.me, {"t": self.world.loop.now, "event": event, **fields})
+
+    def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
+        totals = self.world.coordinator.totals[self.me]
+        totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
+        totals.compute_s, totals.wait_s = compute_s, wait_s
+
+    def _take_time(self, seconds: float) -> None:
+        if seconds > 0:
+            self.current().sleep(seconds)
+
+
+class _SimulatedSeat(Seat):
+    processes = False
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self.node: SimulatedNode = node
+        self.me = node.me
+
+    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+        answers: list[dict[str, Any]] = []
+        fiber = self.node.current()
+        blocked = False
+
+        def respond(answer: dict[str, Any]) -> None:
+            answers.append(answer)
+            if blocked:
+                self.node.world.loop.at(self.node.now(), fiber.resume, None)
+
+        self.node.world.coordinator.handle(self.me, kind, fields, respond)
+        blocked = True
+        while not answers:
+            fiber.block("all nodes", "to get as far as", repr(kind))
+        return answers[0]
+
+    def join(self, strategy: str | None) -> dict[str, Any]:
+        return self.request("join", strategy=strategy)
+
+    def bring(self, digest: str, blob: bytes) -> None:
+        self.node.world.coordinator.result(self.me, digest, blob)
+
+    def computed(self) -> None:
+        world = self.node.world
+        self.node._take_time(world.costs.step_time(self.me.rank, world.loop.now))
+
+    def flush(self) -> None:
+        pass
+
+
+class Simulated:
+    """A world of greenlets. `run` trains to the end and returns the coordinator with all that is known."""
+
+    def __init__(
+        self,
+        program: Callable[[], None],
+        *,
+        workers: int,
+        servers: int = 0,
+        strategy: Strategy | None = None,
+        cluster: Cluster,
+        seed: int = 0,
+        folder: RunFolder | None = None,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
+        self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
+        self.loop = Loop()
+        self.nodes: dict[Peer, SimulatedNode] = {}
+        self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
+        self.collectives: dict[int, dict[int, Any]] = {}
+        self.costs: Costs = cluster.place(workers, servers, seed)
+        self._fibers: list[Fiber] = []
+        self._say = say
+        self._owner: SimulatedNode | None = None
+        self._home_state = torch.get_rng_state()
+        self.coordinator: Coordinator = Coordinator(
+            workers=workers,
+            servers=servers,
+            strategy=strategy,
+            seed=seed,
+            clock=lambda: self.loop.now,
+            start_servers=self._start_servers,
+            notify=self._left,
+            folder=folder,
+        )
+        for rank in range(workers):
+            self._start(Peer("worker", rank))
+
+    def run(self) -> Coordinator:
+        grad = torch.is_grad_enabled()
+        try:
+            self.loop.run(lambda: self.coordinator.failure is not None)
+            if self.coordinator.failure is None and not self.coordinator.finished:
+                waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
+                self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+        finally:
+            for fiber in self._fibers:
+                fiber.kill()
+            torch.set_rng_state(self._home_state)
+            torch.set_grad_enabled(grad)
+        return self.coordinator
+
+    def carry(
+        self,
+        source: tuple[str, int],
+        target: tuple[str, int],
+        nbytes: int,
+        arrive: Callable[..., Any],
+        what: Message,
+    ) -> None:
+        """Brings a message over the network: `arrive(what)` is called when its last byte is there."""
+        loop, costs = self.loop, self.costs
+        if costs.free or source == target:
+            loop.at(loop.now, arrive, what)
+            return
+        head, span = costs.depart(source, target, nbytes, loop.now)
+        loop.at(head, self._land, (target, nbytes, span, arrive, what))
+
+    def _land(self, message: tuple[tuple[str, int], int, float, Callable[..., Any], Message]) -> None:
+        target, nbytes, span, arrive, what = message
+        self.loop.at(self.costs.land(target, nbytes, self.loop.now, span), arrive, what)
+
+    def lend_random_state(self, node: SimulatedNode) -> None:
+        """Puts a worker's own random state in place; servers draw nothing."""
+        if node is self._owner or node.me.role == "server":
+            return
+        if self._owner is not None:
+            self._owner.random_state = torch.get_rng_state()
+        if node.random_state is not None:
+            torch.set_rng_state(node.random_state)
+        self._owner = node
+
+    def _start_servers(self, count: int) -> None:
+        self.costs = self.cluster.place(self.workers, count, self.seed)
+        for rank in range(count):
+            self._start(Peer("server", rank))
+
+    def _start(self, me: Peer) -> None:
+        node = self.nodes[me] = SimulatedNode(self, me)
+        self.present[me.role].append(me)
+        fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
+        self._fibers.append(fiber)
+        self.loop.at(self.loop.now, fiber.start, None)
+
+    def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
+        """A node's life: the user's script from its first to its last line."""
+        node.fiber = fiber
+        seat.set(_SimulatedSeat(node))
+        try:
+            self.program()
+            mine = session.get()
+            if not isinstance(mine, _Member):
+                raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
+            mine.close()
+        except (ServerDone, GreenletExit):
+            pass
+        except PolyrhythmError as error:
+            self.coordinator.fail(str(error), error.exit_code)
+        except Exception as error:
+            for line in traceback.format_exc().rstrip().splitlines():
+                self._say(f"[{node.me}] {line}")
+            self.coordinator.fail(f"{node.me} failed: {type(error).__name__}: {error}")
+
+    def _left(self, peer: Peer, reason: str) -> None:
+        self.present[peer.role] = [each for each in self.present[peer.role] if each != peer]
+        for node in self.nodes.values():
+            node.membership_changed()
