@@ -1,0 +1,102 @@
+"""Shared memory of one host: large sparse anonymous files that all nodes of a launcher inherit by fork.
+
+The files have no name, so nothing can leak: the kernel frees them with the last process that has them.
+Each node allocates in the arenas that it owns and reads and writes in all; only pages that are used exist.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+import threading
+
+from polyrhythm.errors import PolyrhythmError
+
+ALIGNMENT = 64
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class Arenas:
+    """`count` arenas of `size` bytes each, made by the launcher before it forks the nodes."""
+
+    def __init__(self, count: int, size: int = 1 << 36) -> None:
+        self.count = count
+        self.size = size
+        self._files = [_anonymous(size) for _ in range(count)]
+        self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+        self._holes = [[(0, size)] for _ in range(count)]
+        self._used: list[dict[int, int]] = [{} for _ in range(count)]
+        self._lock = threading.Lock()
+
+    def view(self, index: int) -> memoryview:
+        """The writable bytes of an arena, mapped when first asked for."""
+        mapped = self._maps.get(index)
+        if mapped is None:
+            with self._lock:
+                mapped = self._maps.get(index)
+                if mapped is None:
+                    memory = mmap.mmap(self._files[index], self.size, flags=mmap.MAP_SHARED | _NORESERVE)
+                    mapped = self._maps[index] = (memory, memoryview(memory))
+        return mapped[1]
+
+    def allocate(self, index: int, nbytes: int) -> int:
+        """The offset of `nbytes` unused bytes, in the first hole that fits. Only the owner allocates."""
+        align = mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else ALIGNMENT
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            holes = self._holes[index]
+            for at, (start, room) in enumerate(holes):
+                offset = -(-start // align) * align
+                left = start + room - offset - size
+                if left >= 0:
+                    around = ((start, offset - start), (offset + size, left))
+                    holes[at : at + 1] = [hole for hole in around if hole[1]]
+                    self._used[index][offset] = size
+                    return offset
+        raise PolyrhythmError(f"arena {index} of {self.size} bytes has no room for {nbytes} more")
+
+    def free(self, index: int, offset: int) -> None:
+        """Gives back what `allocate` returned, for reuse."""
+        with self._lock:
+            size = self._used[index].pop(offset)
+            holes = self._holes[index]
+            at = bisect.bisect(holes, (offset, 0))
+            if at < len(holes) and holes[at][0] == offset + size:
+                size += holes.pop(at)[1]
+            if at and sum(holes[at - 1]) == offset:
+                at -= 1
+                start, room = holes.pop(at)
+                offset, size = start, room + size
+            holes.insert(at, (offset, size))
+
+    def close(self) -> None:
+        """Lets go of the files and the maps; a map still seen by a tensor goes when the tensor goes."""
+        with self._lock:
+            for memory, view in self._maps.values():
+                with contextlib.suppress(BufferError):
+                    view.release()
+                    memory.close()
+            self._maps.clear()
+            while self._files:
+                os.close(self._files.pop())
+
+
+def _anonymous(size: int) -> int:
+    """A sparse file without a name, sealed against changing its size where the system can."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryFile() as file:
+            os.ftruncate(file.fileno(), size)
+            return os.dup(file.fileno())
+    import fcntl
+
+    file_number = os.memfd_create("polyrhythm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file_number, size)
+    # A file that shrinks under a map kills whoever reads there.
+    seals = [getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")]
+    if all(seals):
+        fcntl.fcntl(file_number, fcntl.F_ADD_SEALS, seals[0] | seals[1] | seals[2])
+    return file_number

@@ -1,0 +1,341 @@
+"""One connection between two nodes: a stream socket that carries messages straight from and to memory.
+
+Addresses are `unix:@name` (Linux abstract sockets), `unix:/path` (elsewhere) and `tcp:host:port`. Within a
+host the bytes are plain: who could read them could read the node's memory. Between hosts they travel as
+records
+
+    plaintext length u32 | AES-256-GCM ciphertext and tag
+
+whose nonces are counters and whose length is authenticated, so that none can be changed, dropped or repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from polyrhythm.errors import UsageError, WireError
+from polyrhythm.wire.frame import PREFIX_SIZE, UNSHARED, Bounds, Header, decode_header, encode, header_length
+from polyrhythm.wire.handshake import TIMEOUT, Identity, Keys, shake
+
+RECORD = 1 << 20
+_WRITE = 1 << 18  # plaintext per record that we write: larger ones measured no faster
+_SMALL = 1 << 16  # a message up to this size becomes one record
+_TAG = 16
+_AHEAD = 1 << 11
+_VECTORS = 1024
+_SOCKET_BUFFER = 1 << 20
+_AT_ONCE = 1 << 30  # some systems refuse to read more than 2 GiB in one call
+_LENGTH = struct.Struct("!I")
+
+
+class Channel:
+    """An authenticated connection. Any thread may send; one thread receives."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        them: Identity,
+        keys: Keys | None = None,
+        bounds: Bounds = UNSHARED,
+        wait: float = 300.0,
+    ) -> None:
+        self.peer = them.peer
+        self.host = them.host
+        self.instance = them.instance
+        self.bounds = bounds
+        self.number = 0  # a higher one is newer
+        self.broken = False  # no more can be sent
+        self.drained = False  # and no more will be received
+        self._sock = sock
+        self._name = str(them.peer)
+        self._lock = threading.Lock()
+        self._prefix = memoryview(bytearray(PREFIX_SIZE))
+        self._seal = _Seal(keys.sending) if keys else None
+        self._in = _Open(keys.receiving, sock, self._name) if keys else _Plain(sock)
+        # A blocking socket with a send timeout costs no poll() per call, as settimeout would.
+        seconds = max(wait, 0.001)
+        interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+    def send(self, header: Header, buffers: Sequence[memoryview] = ()) -> None:
+        """Sends a message. Raises OSError if the connection broke, and BlockingIOError if nobody reads."""
+        chunks = [memoryview(encode(header)), *(view for view in buffers if view.nbytes)]
+        with self._lock:
+            if self.broken:
+                raise ConnectionError("the connection is closed")
+            try:
+                if self._seal:
+                    for record in self._seal.records(chunks):
+                        self._sock.sendall(record)
+                else:
+                    self._send_plain(chunks)
+            except BaseException:
+                self.close()  # half a message may be out: nothing sensible can follow it
+                raise
+
+    def _send_plain(self, chunks: list[memoryview]) -> None:
+        sent = self._sock.sendmsg(chunks[:_VECTORS])
+        first = 0
+        while True:
+            while first < len(chunks) and sent >= chunks[first].nbytes:
+                sent -= chunks[first].nbytes
+                first += 1
+            if first == len(chunks):
+                return
+            chunks[first] = chunks[first][sent:]
+            sent = self._sock.sendmsg(chunks[first : first + _VECTORS])
+
+    def receive_header(self) -> Header:
+        """The header of the next message. Its inline tensors must then be received, in order."""
+        self.receive_into(self._prefix)
+        body = bytearray(header_length(self._prefix, self._name))
+        self.receive_into(memoryview(body))
+        return decode_header(body, self._name, self.bounds)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fills the bytes of `view`."""
+        self._in.read_into(view)
+
+    def close(self) -> None:
+        """Ends the connection for both directions; a thread that is blocked in it gets an OSError."""
+        self.broken = True
+        hang_up(self._sock)
+
+    def release(self) -> None:
+        """Closes the socket itself. For the thread that receives, so that no other is using its number."""
+        self.close()
+        with self._lock:
+            self._sock.close()
+
+
+class _Seal:
+    """Turns messages into encrypted records."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = _cipher(key)
+        self._into = getattr(self._cipher, "encrypt_into", None)
+        self._count = 0
+        self._scratch = memoryview(bytearray(_LENGTH.size + _WRITE + _TAG))
+
+    def records(self, chunks: list[memoryview]) -> Any:
+        """The records of a message, one after another in the same memory."""
+        if sum(chunk.nbytes for chunk in chunks) <= _SMALL:
+            chunks = [memoryview(b"".join(chunks))]
+        for chunk in chunks:
+            for start in range(0, chunk.nbytes, _WRITE):
+                yield self._record(chunk[start : start + _WRITE])
+
+    def _record(self, plain: memoryview) -> memoryview:
+        length = _LENGTH.pack(plain.nbytes)
+        nonce = self._count.to_bytes(12, "big")
+        self._count += 1
+        record = self._scratch[: _LENGTH.size + plain.nbytes + _TAG]
+        record[: _LENGTH.size] = length
+        if self._into:
+            self._into(nonce, plain, length, record[_LENGTH.size :])
+        else:
+            record[_LENGTH.size :] = self._cipher.encrypt(nonce, plain, length)
+        return record
+
+
+class _Plain:
+    """Reads small pieces ahead, so that a small message costs one system call, and large ones directly."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._rest = self._ahead[:0]
+
+    def read_into(self, view: memoryview) -> None:
+        done, size = 0, view.nbytes
+        while done < size:
+            if self._rest:
+                some = min(len(self._rest), size - done)
+                view[done : done + some] = self._rest[:some]
+                self._rest = self._rest[some:]
+                done += some
+            elif size - done >= _AHEAD:
+                return read_into(self._sock, view[done:])
+            else:
+                got = self._sock.recv_into(self._ahead)
+                if not got:
+                    raise ConnectionError("the connection was closed")
+                self._rest = self._ahead[:got]
+
+
+class _Open:
+    """Reads encrypted records as one stream of bytes, where possible straight into their destination."""
+
+    def __init__(self, key: bytes, sock: socket.socket, name: str) -> None:
+        self._cipher = _cipher(key)
+        self._into = getattr(self._cipher, "decrypt_into", None)
+        self._sock = sock
+        self._name = name
+        self._count = 0
+        self._length = memoryview(bytearray(_LENGTH.size))
+        self._scratch = memoryview(bytearray(_WRITE + _TAG))
+        self._rest = memoryview(b"")
+
+    def read_into(self, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            if self._rest:
+                size = min(len(self._rest), view.nbytes - done)
+                view[done : done + size] = self._rest[:size]
+                self._rest = self._rest[size:]
+            else:
+                size = self._next_record(view[done:])
+            done += size
+
+    def _next_record(self, view: memoryview) -> int:
+        """Decrypts a record into `view` if it fits, else keeps it; the number of bytes that are in `view`."""
+        read_into(self._sock, self._length)
+        (size,) = _LENGTH.unpack(self._length)
+        if not 0 < size <= RECORD:
+            raise WireError(f"{self._name} sent a record of {size} bytes, not of 1 to {RECORD}")
+        if len(self._scratch) < size + _TAG:
+            self._scratch = memoryview(bytearray(RECORD + _TAG))
+        sealed = self._scratch[: size + _TAG]
+        read_into(self._sock, sealed)
+        fits = size <= view.nbytes
+        plain = view[:size] if fits else memoryview(bytearray(size))
+        nonce = self._count.to_bytes(12, "big")
+        self._count += 1
+        try:
+            if self._into:
+                self._into(nonce, sealed, bytes(self._length), plain)
+            else:
+                plain[:] = self._cipher.decrypt(nonce, sealed, bytes(self._length))
+        except Exception:  # InvalidTag, which is not imported here
+            raise WireError(f"bytes from {self._name} were changed on the way") from None
+        if not fits:
+            self._rest = plain
+        return size if fits else 0
+
+
+def _cipher(key: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
+def read_into(sock: socket.socket, view: memoryview) -> None:
+    """Fills `view` from a socket."""
+    done, size = 0, view.nbytes
+    while done < size:
+        got = sock.recv_into(view[done : done + _AT_ONCE], 0, socket.MSG_WAITALL)
+        if not got:
+            raise ConnectionError("the connection was closed")
+        done += got
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Wakes whoever is blocked in this socket, and makes every later use of it fail."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address where others find it."""
+    kind, rest = split(address)
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+        reachable = socket.gethostname() if host in ("", "0.0.0.0", "[::]") else host
+        return sock, f"tcp:{reachable}:{sock.getsockname()[1]}"
+    if not rest:
+        name = f"polyrhythm-{os.urandom(8).hex()}"
+        rest = f"@{name}" if sys.platform == "linux" else f"{tempfile.mkdtemp()}/{name[-8:]}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(_unix_name(rest))
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    return sock, f"unix:{rest}"
+
+
+def unlink(address: str) -> None:
+    """Removes what a listening unix socket leaves in the file system: nothing on Linux."""
+    kind, rest = split(address)
+    if kind == "unix" and not rest.startswith("@"):
+        with contextlib.suppress(OSError):
+            os.unlink(rest)
+            os.rmdir(os.path.dirname(rest))
+
+
+def dial(address: str, timeout: float = TIMEOUT) -> socket.socket:
+    """A socket connected to an address."""
+    kind, rest = split(address)
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), timeout)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(_unix_name(rest))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def open_channel(
+    sock: socket.socket,
+    me: Identity,
+    key: bytes,
+    *,
+    dialed: bool,
+    where: str,
+    encrypt: bool = True,
+    bounds: Bounds = UNSHARED,
+    wait: float = 300.0,
+    timeout: float = TIMEOUT,
+) -> Channel:
+    """Shakes hands on a new connection. Arenas are only offered to a peer that sees the same ones."""
+    tcp = sock.family != socket.AF_UNIX
+    if tcp:
+        _tune(sock)
+    else:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+    them, keys = shake(sock, me, key, dialed=dialed, encrypt=encrypt and tcp, where=where, timeout=timeout)
+    if not me.host or them.host != me.host:
+        bounds = Bounds(bounds.inline)
+    return Channel(sock, them, keys, bounds, wait)
+
+
+def split(address: str) -> tuple[str, str]:
+    """The kind of an address and the rest of it."""
+    kind, _, rest = address.partition(":")
+    if kind == "tcp":
+        _, colon, port = rest.rpartition(":")
+        if not colon:
+            return kind, f"{rest}:0"
+        if port.isdecimal():
+            return kind, rest
+    elif kind == "unix":
+        return kind, rest
+    raise UsageError(f"{address!r} is no address: write unix: or unix:@name or tcp:host:port")
+
+
+def _unix_name(rest: str) -> str:
+    return "\0" + rest[1:] if rest.startswith("@") else rest
+
+
+def _tune(sock: socket.socket) -> None:
+    """Small messages leave at once, and a host that vanished is noticed within half a minute."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,187 @@
+"""Channels: handshakes, plain and encrypted streams, and what a stranger can do to them."""
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from polyrhythm.errors import UsageError, WireError
+from polyrhythm.node import Peer
+from polyrhythm.wire import handshake
+from polyrhythm.wire.channel import dial, listen, open_channel, split
+from polyrhythm.wire.frame import Header, Part
+from polyrhythm.wire.handshake import Identity
+
+KEY, OTHER = bytes(32), bytes(31) + b"\1"
+WORKER, SERVER = Identity(Peer("worker", 1), "here"), Identity(Peer("server", 0), "here")
+KINDS = [("unix:", True), ("tcp:127.0.0.1", True), ("tcp:127.0.0.1:0", False)]
+
+
+def sockets(address):
+    listener, address = listen(address)
+    dialed = dial(address)
+    accepted, _ = listener.accept()
+    listener.close()
+    return dialed, accepted
+
+
+def both(first, second):
+    """What two functions return or raise when they run at once."""
+    results = [None, None]
+
+    def run(at, function):
+        try:
+            results[at] = function()
+        except Exception as error:
+            results[at] = error
+
+    thread = threading.Thread(target=run, args=(0, first))
+    thread.start()
+    run(1, second)
+    thread.join(20)
+    return results
+
+
+def pair(address, encrypt=True, keys=(KEY, KEY), timeout=5.0, encrypt_there=None):
+    there = encrypt if encrypt_there is None else encrypt_there
+    a, b = sockets(address)
+    ends = both(
+        lambda: open_channel(a, WORKER, keys[0], dialed=True, where="B", encrypt=encrypt, timeout=timeout),
+        lambda: open_channel(b, SERVER, keys[1], dialed=False, where="A", encrypt=there, timeout=timeout),
+    )
+    for end, sock in zip(ends, (a, b), strict=True):
+        if isinstance(end, Exception):
+            sock.close()
+    return ends
+
+
+@pytest.mark.parametrize(("address", "encrypt"), KINDS)
+def test_messages_arrive_as_they_were_sent(address, encrypt):
+    left, right = pair(address, encrypt)
+    assert (left.peer, right.peer, left.host) == (SERVER.peer, WORKER.peer, "here")
+    rng = np.random.default_rng(0)
+    sizes = [[], [0], [5], [3_000_001, 0, 17], [70_000] * 3, [1] * 3000]
+    for number, counts in enumerate(sizes):
+        arrays = [rng.integers(0, 255, n, np.uint8) for n in counts]
+        header = Header("x", number, fields={"n": number}, parts=[Part("uint8", n) for n in counts])
+        thread = threading.Thread(target=left.send, args=(header, [a.data for a in arrays]))
+        thread.start()
+        assert right.receive_header() == header
+        for array in arrays:
+            got = np.empty_like(array)
+            right.receive_into(got.data)
+            assert np.array_equal(got, array)
+        thread.join()
+    left.release()
+    with pytest.raises(ConnectionError):
+        right.receive_header()
+    right.release()
+
+
+def test_many_threads_may_send():
+    left, right = pair("unix:")
+    threads = [
+        threading.Thread(
+            target=lambda n=n: [
+                left.send(Header("x", n, parts=[Part("uint8", 9000)]), [memoryview(bytes([n]) * 9000)])
+                for _ in range(50)
+            ]
+        )
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    body = memoryview(bytearray(9000))
+    for _ in range(200):
+        header = right.receive_header()
+        right.receive_into(body)
+        assert bytes(body) == bytes([header.sequence]) * 9000
+    left.release()
+    right.release()
+
+
+@pytest.mark.parametrize(("address", "encrypt"), KINDS)
+def test_a_wrong_key_is_a_clear_error_at_both_ends(address, encrypt):
+    for end in pair(address, encrypt, keys=(KEY, OTHER)):
+        assert isinstance(end, WireError)
+        assert "does not have the key of this run" in str(end)
+
+
+def test_encryption_cannot_be_talked_away():
+    for end in pair("tcp:127.0.0.1", True, encrypt_there=False):
+        assert isinstance(end, WireError)
+        assert "opposite" in str(end)
+
+
+def test_reflecting_what_a_node_says_proves_nothing():
+    a, b = sockets("unix:")
+
+    def mirror():
+        while data := b.recv(1000):
+            b.sendall(data)
+
+    threading.Thread(target=mirror, daemon=True).start()
+    with pytest.raises(WireError, match="key of this run"):
+        open_channel(a, WORKER, KEY, dialed=True, where="the mirror")
+    a.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(handshake._HELLO.size)])
+def test_a_stranger_gets_no_further_than_the_hello(data):
+    a, b = sockets("unix:")
+    a.sendall(data)
+    with pytest.raises((WireError, TimeoutError)):
+        open_channel(b, SERVER, KEY, dialed=False, where="a stranger", timeout=0.1)
+    a.close()
+    b.close()
+
+
+def test_records_cannot_be_changed_dropped_or_repeated():
+    for attack in ("change", "length", "drop", "repeat"):
+        left, right = pair("tcp:127.0.0.1")
+        records = [bytes(next(left._seal.records([memoryview(b"x" * 100)]))) for _ in range(2)]
+        if attack == "change":
+            records[0] = records[0][:50] + bytes([records[0][50] ^ 1]) + records[0][51:]
+        elif attack == "length":
+            records[0] = records[0][:3] + bytes([records[0][3] - 1]) + records[0][4:]
+        left._sock.sendall(b"".join(records[1:] if attack == "drop" else [records[0]] * 2))
+        body = memoryview(bytearray(100))
+        with pytest.raises(WireError, match=r"server 0|worker 1"):
+            right.receive_into(body)
+            right.receive_into(body)
+        left.release()
+        right.release()
+
+
+def test_ciphers_without_encrypt_into_speak_the_same():
+    left, right = pair("tcp:127.0.0.1")
+    left._seal._into = right._in._into = None
+    left.send(Header("x", 1, parts=[Part("uint8", 5)]), [memoryview(b"hello")])
+    assert right.receive_header().kind == "x"
+    body = bytearray(5)
+    right.receive_into(memoryview(body))
+    assert body == b"hello"
+    left.release()
+    right.release()
+
+
+def test_nobody_reading_ends_a_send():
+    left, right = pair("unix:")
+    left._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, np.array([0, 50_000], np.int64).tobytes())
+    with pytest.raises(BlockingIOError):
+        left.send(Header("x", 1, parts=[Part("uint8", 1 << 24)]), [memoryview(bytes(1 << 24))])
+    with pytest.raises(OSError, match="closed"):
+        left.send(Header("x", 1))
+    left.release()
+    right.release()
+
+
+def test_addresses():
+    assert split("tcp:[::1]:80") == ("tcp", "[::1]:80")
+    for bad in ("", "here", "udp:x:1", "tcp:host:port"):
+        with pytest.raises(UsageError, match="no address"):
+            split(bad)
+    with pytest.raises(UsageError, match="at most 16 bytes"):
+        Identity(Peer("a very long role indeed", 0)).check()

@@ -1,0 +1,576 @@
+"""The transport between real processes and threads: answers, loss, repetition and back-pressure."""
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+from polyrhythm.node import Peer
+from polyrhythm.wire import Arenas, Buffer, Transport
+from polyrhythm.wire.channel import dial, hang_up, listen
+
+KEY = bytes(range(32))
+WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
+ADDRESSES = ["unix:", "tcp:127.0.0.1"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    def state():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = state()
+    yield
+    deadline = time.monotonic() + 3
+    while state() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state() == before
+
+
+@contextlib.contextmanager
+def nodes(listen="unix:", server=None, worker=None, **both):
+    server = Transport(SERVER, **{"key": KEY, "listen": listen, **both, **(server or {})})
+    worker = Transport(WORKER, **{"key": KEY, "listen": listen, **both, **(worker or {})})
+    worker.introduce(SERVER, server.address)
+    try:
+        yield server, worker
+    finally:
+        worker.close()
+        server.close()
+
+
+class Proxy:
+    """Forwards bytes to an address, keeps what it saw, and can cut its connections or change a byte."""
+
+    def __init__(self, target):
+        self.target = target
+        self.seen = bytearray()
+        self.tamper_at = None
+        self.sockets = []
+        self.listener, self.address = listen("tcp:127.0.0.1" if target.startswith("tcp") else "unix:")
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = dial(self.target)
+                far.settimeout(None)
+                self.sockets += [near, far]
+                for a, b in ((near, far), (far, near)):
+                    self.threads.append(threading.Thread(target=self.pump, args=(a, b)))
+                    self.threads[-1].start()
+
+    def pump(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                if self.tamper_at is not None and len(data) > self.tamper_at:
+                    data[self.tamper_at] ^= 1
+                    self.tamper_at = None
+                self.seen += data
+                target.sendall(data)
+        hang_up(target)
+
+    def cut(self):
+        for sock in self.sockets:
+            hang_up(sock)
+
+    def close(self):
+        hang_up(self.listener)
+        self.threads[0].join()
+        self.cut()
+        for thread in self.threads[1:]:
+            thread.join()
+        for sock in (self.listener, *self.sockets):
+            sock.close()
+
+
+def floats(*values):
+    return Buffer("float32", np.array(values, np.float32).data.cast("B"))
+
+
+def values(buffer):
+    return np.frombuffer(buffer.view, buffer.dtype).tolist()
+
+
+def shared(arenas, index, count):
+    at = arenas.allocate(index, 4 * count)
+    return Buffer("float32", arenas.view(index)[at : at + 4 * count], index, at)
+
+
+def double(server, number=1):
+    for _ in range(number):
+        message = server.receive(timeout=10)
+        server.answer(
+            message, [floats(*(2 * x for x in values(b))) for b in message.buffers], {"of": message.kind}
+        )
+
+
+def serve_in_a_process(listen, serve, **options):
+    """The address of a server in a child process, and how to wait for the child's end."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        code = 1
+        try:
+            server = Transport(SERVER, KEY, listen=listen, **options)
+            os.write(writing, server.address.encode())
+            serve(server)
+            server.close()
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    address = os.read(reading, 200).decode()
+    os.close(reading)
+    return address, lambda: os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("lend", [False, True])
+def test_ask_and_answer_between_processes(address, lend):
+    arenas = Arenas(1, 1 << 30)
+    options = {"arenas": arenas, "host": "h"} if lend else {}
+    where, ended = serve_in_a_process(address, lambda server: double(server, 20), **options)
+    worker = Transport(WORKER, KEY, listen=address, **options)
+    worker.introduce(SERVER, where)
+    for number in range(20):
+        count = 1 + number * 9973
+        out, into = (shared(arenas, 0, count) for _ in range(2))
+        np.frombuffer(out.view, np.float32)[:] = number
+        answer = worker.ask(SERVER, "double", [out], [into]).wait(10)
+        assert answer.fields == {"of": "double"}
+        assert answer.buffers[0].view is into.view
+        assert (np.frombuffer(into.view, np.float32) == 2 * number).all()
+    assert worker.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
+    assert ended() == 0
+    worker.close()
+    del out, into, answer
+    arenas.close()
+
+
+def test_lent_tensors_do_not_travel():
+    arenas = Arenas(1, 1 << 30)
+    with nodes(arenas=arenas, host="h") as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        big = shared(arenas, 0, 1 << 20)
+        pending = worker.ask(SERVER, "x", [big], [big])
+        message = server.receive()
+        assert message.buffers[0].arena == 0 and message.buffers[0].offset == big.offset
+        server.answer(message, [Buffer("float32", memoryview(bytes(4 << 20)))])
+        pending.wait(10)
+        assert len(proxy.seen) < 2000
+        assert server.bytes_sent == worker.bytes_sent == 4 << 20
+        proxy.close()
+    del big, message, pending
+    arenas.close()
+
+
+def test_between_hosts_arenas_are_not_named():
+    mine, theirs = Arenas(1, 1 << 20), Arenas(1, 1 << 20)
+    options = {"server": {"arenas": theirs, "host": "elsewhere"}, "worker": {"arenas": mine, "host": "h"}}
+    with nodes(**options) as (server, worker):
+        out, into = shared(mine, 0, 3), shared(mine, 0, 3)
+        out.view[:] = floats(1, 2, 3).view
+        pending = worker.ask(SERVER, "x", [out], [into])
+        message = server.receive(timeout=5)
+        assert message.buffers[0].arena == -1 and values(message.buffers[0]) == [1, 2, 3]
+        server.answer(message, [floats(4, 5, 6)])
+        pending.wait(5)
+        assert values(into) == [4, 5, 6]
+    del out, into, pending
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_messages_in_both_directions_over_one_connection(address):
+    with nodes(address) as (server, worker):
+        worker.send(SERVER, "hello", [floats(1), floats(), floats(2, 3)], {"name": "w"})
+        message = server.receive(["hello"], timeout=5)
+        assert (message.sender, message.asked, message.fields) == (WORKER, False, {"name": "w"})
+        assert [values(b) for b in message.buffers] == [[1], [], [2, 3]]
+        pending = server.ask(WORKER, "back", [floats(7)])
+        double(worker)
+        assert values(pending.wait(5).buffers[0]) == [14]
+        assert len(server._links._sockets) == 1
+
+
+def test_receive_chooses_by_kind_and_keeps_order():
+    with nodes() as (server, worker):
+        for number, kind in enumerate("abab"):
+            worker.send(SERVER, kind, fields={"n": number})
+        got = [server.receive(["b"], 5), server.receive(timeout=5), server.receive(["a", "b"], 5)]
+        assert [m.fields["n"] for m in got] == [1, 0, 2]
+        assert server.receive(["c"], timeout=0.01) is None
+
+
+def test_wake_ends_the_receives_that_wait_now():
+    with nodes() as (server, worker):
+        results = []
+        threads = [threading.Thread(target=lambda: results.append(server.receive())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        server.wake()
+        for thread in threads:
+            thread.join(5)
+        assert results == [None] * 3
+        worker.send(SERVER, "x")
+        assert server.receive(timeout=5).kind == "x"
+
+
+def test_refusals_and_misuse():
+    with nodes() as (server, worker):
+        pending = worker.ask(SERVER, "x")
+        message = server.receive()
+        server.refuse(message, "no such shard: ask server 1")
+        with pytest.raises(PolyrhythmError, match=r"^no such shard"):
+            pending.wait(5)
+        assert pending.done
+        with pytest.raises(UsageError, match="answered already"):
+            server.answer(message)
+        for call in (
+            lambda: worker.send(Peer("server", 7), "x"),
+            lambda: worker.send(SERVER, "!x"),
+            lambda: worker.send(SERVER, "x", [Buffer("complex", memoryview(b""))]),
+            lambda: worker.send(SERVER, "x", fields={"f": object()}),
+        ):
+            with pytest.raises(UsageError):
+                call()
+
+
+def test_another_layout_is_refused():
+    errors = []
+    with nodes(on_error=errors.append) as (server, worker):
+        server.layout, worker.layout = "aaaa", "bbbb"
+        with pytest.raises(WireError, match=r"worker 1 sent 'x' for layout bbbb, server 0 has aaaa"):
+            worker.ask(SERVER, "x", [floats(1)]).wait(5)
+        worker.layout = ""
+        worker.send(SERVER, "y")
+        assert server.receive(timeout=5).kind == "y"
+    assert len(errors) == 1
+
+
+def test_an_answer_of_another_shape_is_an_error():
+    with nodes() as (server, worker):
+        into = floats(0, 0)
+        pending = worker.ask(SERVER, "x", into=[into])
+        server.answer(server.receive(), [floats(1, 2, 3)])
+        with pytest.raises(WireError, match="server 0 answered 'x' with"):
+            pending.wait(5)
+        assert values(into) == [0, 0]
+        pending = worker.ask(SERVER, "x", into=[into])
+        server.answer(server.receive(), [floats(1, 2)])
+        assert values(pending.wait(5).buffers[0]) == [1, 2]
+
+
+def test_many_threads_ask_at_once():
+    with nodes(queue=4) as (server, worker):
+        serving = threading.Thread(target=double, args=(server, 400))
+        serving.start()
+        wrong = []
+
+        def ask(number):
+            for step in range(100):
+                answer = worker.ask(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
+                if set(values(answer.buffers[0])) != {2.0 * (number + step)}:
+                    wrong.append((number, step))
+
+        threads = [threading.Thread(target=ask, args=(number * 1000,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in (*threads, serving):
+            thread.join(30)
+        assert not wrong
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_wrong_key_cannot_join_and_others_are_served(address):
+    errors = []
+    with nodes(address, server={"on_error": errors.append}) as (server, worker):
+        stranger = Transport(Peer("worker", 9), os.urandom(32), listen=address)
+        stranger.introduce(SERVER, server.address)
+        with pytest.raises(WireError, match="does not have the key of this run"):
+            stranger.send(SERVER, "x")
+        silent = [dial(server.address) for _ in range(3)]
+        pending = worker.ask(SERVER, "x", [floats(1)])
+        double(server)
+        assert values(pending.wait(5).buffers[0]) == [2]
+        assert server.receive(timeout=0.01) is None
+        stranger.close()
+        for sock in silent:
+            sock.close()
+    assert len(errors) == 1 and "key of this run" in errors[0]
+
+
+def test_a_peer_is_who_it_was_introduced_as():
+    with nodes() as (server, worker):
+        worker.introduce(Peer("server", 5), server.address)
+        with pytest.raises(WireError, match=r"server 5 at .* is server 0"):
+            worker.send(Peer("server", 5), "x")
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_bytes_between_hosts_are_secret(encrypt):
+    with nodes("tcp:127.0.0.1", encrypt=encrypt) as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        marker = b"a marker in the tensor" * 4
+        worker.send(
+            SERVER, "the kind", [Buffer("uint8", memoryview(marker))], {"note": "a marker in the fields"}
+        )
+        assert bytes(server.receive(timeout=5).buffers[0].view) == marker
+        for text in (b"a marker in the tensor", b"a marker in the fields", b"the kind"):
+            assert (text in proxy.seen) is not encrypt
+        proxy.close()
+
+
+def test_tampering_is_detected_and_the_node_lives_on():
+    errors = []
+    with nodes("tcp:127.0.0.1", server={"on_error": errors.append}) as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        worker.ask(SERVER, "x")
+        server.answer(server.receive(timeout=5))
+        proxy.tamper_at = 600
+        worker.send(SERVER, "y", [Buffer("uint8", memoryview(bytes(1000)))])
+        assert server.receive(timeout=0.2) is None
+        assert errors == ["bytes from worker 1 were changed on the way"]
+        pending = worker.ask(SERVER, "z", [floats(1)])
+        double(server)
+        assert values(pending.wait(5).buffers[0]) == [2]
+        proxy.close()
+
+
+def test_bad_bytes_from_a_peer_fail_its_asks_and_end_only_its_connection():
+    errors = []
+    with nodes(worker={"on_error": errors.append}) as (server, worker):
+        pending = worker.ask(SERVER, "x")
+        message = server.receive(timeout=5)
+        message._line.channel._sock.sendall(b"no message at all")
+        with pytest.raises(WireError, match="server 0 sent b'no '"):
+            pending.wait(5)
+        assert len(errors) == 1
+        again = worker.ask(SERVER, "x", [floats(1)])
+        double(server)
+        assert values(again.wait(5).buffers[0]) == [2]
+
+
+def test_too_large_a_message_is_refused_before_memory_is_taken():
+    errors = []
+    with nodes(server={"limit": 1000, "on_error": errors.append}) as (server, worker):
+        worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1001)))])
+        assert server.receive(timeout=0.2) is None
+        assert re.search("worker 1 sent 'x' with 1001 bytes", errors[0])
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_cut_connection_repeats_the_ask_but_not_its_delivery(address):
+    with nodes(address) as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        pending = worker.ask(SERVER, "push", [floats(3)])
+        message = server.receive(timeout=5)
+        line = message._line
+        proxy.cut()
+        deadline = time.monotonic() + 5
+        while message._line is line and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert server.receive(timeout=0.05) is None
+        server.answer(message, [floats(6)])
+        assert values(pending.wait(5).buffers[0]) == [6]
+        proxy.close()
+
+
+def test_an_ask_whose_answer_was_lost_comes_again_as_a_duplicate():
+    with nodes() as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        pending = worker.ask(SERVER, "push", [floats(3)])
+        message = server.receive(timeout=5)
+        assert not message.duplicate
+        message._line.channel.close()
+        server.answer(message)
+        repeated = server.receive(timeout=5)
+        assert repeated.duplicate and repeated.sequence == message.sequence
+        assert values(repeated.buffers[0]) == [3]
+        server.answer(repeated, fields={"applied": "before"})
+        assert pending.wait(5).fields == {"applied": "before"}
+        proxy.close()
+
+
+def test_asks_survive_many_cuts_and_each_is_counted_once():
+    with nodes() as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        taken, stop = [], threading.Event()
+
+        def serve():
+            while not stop.is_set():
+                if (message := server.receive(timeout=0.05)) is not None:
+                    if not message.duplicate:
+                        taken.append(message.fields["n"])
+                    server.answer(message, message.buffers)
+
+        def disturb():
+            while not stop.wait(0.03):
+                proxy.cut()
+
+        threads = [threading.Thread(target=serve), threading.Thread(target=disturb)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(60):
+                into = floats(*[0] * 5000)
+                worker.ask(SERVER, "push", [floats(*[number] * 5000)], [into], {"n": number}).wait(20)
+                assert set(values(into)) == {number}
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert taken == list(range(60))
+        proxy.close()
+
+
+def test_a_restarted_peer_is_not_taken_for_its_own_repetition():
+    with nodes() as (server, worker):
+        worker.send(SERVER, "x")
+        assert server.receive(timeout=5).sequence == 1
+        again = Transport(WORKER, KEY)
+        again.introduce(SERVER, server.address)
+        again.send(SERVER, "x")
+        message = server.receive(timeout=5)
+        assert (message.sequence, message.duplicate) == (1, False)
+        again.close()
+
+
+def test_a_full_queue_holds_the_sender_back():
+    with nodes(queue=3) as (server, worker):
+        sent, payload = [], Buffer("uint8", memoryview(bytes(1 << 20)))
+
+        def send():
+            for number in range(40):
+                worker.send(SERVER, "x", [payload], {"n": number})
+                sent.append(number)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        while len(server._inbox._messages) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert len(server._inbox._messages) == 3
+        assert len(sent) < 10
+        assert [server.receive(timeout=5).fields["n"] for _ in range(40)] == list(range(40))
+        thread.join(5)
+
+
+def test_lost_ends_waits_and_names_all():
+    with nodes() as (server, worker):
+        worker.send(SERVER, "last words")
+        pending = worker.ask(SERVER, "push")
+        threading.Timer(0.2, worker.lost, (SERVER, "its process ended")).start()
+        expected = (
+            r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its process ended$"
+        )
+        with pytest.raises(PeerLost, match=expected):
+            pending.wait()
+        with pytest.raises(
+            PeerLost, match=r"worker 1 waited .* for server 0 to take in 'x': server 0 is gone"
+        ):
+            worker.send(SERVER, "x")
+        server.lost(WORKER, "it left")
+        assert server.receive(timeout=5).kind == "last words"
+        worker.introduce(SERVER, server.address)
+        worker.send(SERVER, "back")
+        assert server.receive(["back"], timeout=5)
+
+
+def test_lost_ends_a_send_that_is_blocked():
+    with nodes(queue=1) as (_, worker):
+        threading.Timer(0.2, worker.lost, (SERVER, "it hangs")).start()
+        with pytest.raises(PeerLost, match="it hangs"):
+            while True:
+                worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1 << 20)))])
+
+
+def test_a_peer_that_is_not_there_yet_is_waited_for():
+    with nodes() as (_, worker):
+        sock, address = listen("unix:")
+        sock.close()
+        late = Peer("server", 1)
+        worker.introduce(late, address)
+        made = []
+        timer = threading.Timer(0.2, lambda: made.append(Transport(late, KEY, listen=address)))
+        timer.start()
+        worker.send(late, "x")
+        timer.join()
+        assert made[0].receive(timeout=5).kind == "x"
+        made[0].close()
+
+
+def test_every_wait_ends_and_says_who_waited_for_whom():
+    with nodes(wait=0.2, queue=1) as (_, worker):
+        for wait, whom in (
+            (lambda: worker.ask(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
+            (lambda: worker.receive(["b", "a"]), "anyone to send 'a' or 'b'"),
+            (
+                lambda: [
+                    worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1 << 22)))]) for _ in range(9)
+                ],
+                "server 0 to take in 'x'",
+            ),
+        ):
+            with pytest.raises(WaitError, match=rf"^worker 1 waited \d\.\d\d s for {whom}"):
+                wait()
+        sock, address = listen("unix:")
+        sock.close()
+        worker.introduce(Peer("server", 1), address)
+        with pytest.raises(WaitError, match=r"worker 1 waited .* for server 1 to take in 'x': .*refused"):
+            worker.send(Peer("server", 1), "x")
+
+
+def test_close_ends_all_waits():
+    with nodes() as (_, worker):
+        pending = worker.ask(SERVER, "x")
+        threading.Timer(0.1, worker.close).start()
+        with pytest.raises(WaitError, match="worker 1 is closed"):
+            worker.receive()
+        with pytest.raises(WaitError, match="worker 1 is closed"):
+            pending.wait()
+        worker.close()
+        with pytest.raises(WaitError, match="worker 1 is closed"):
+            worker.send(SERVER, "x")
+
+
+def test_a_request_memory_is_used_again_only_after_the_answer():
+    with nodes() as (server, worker):
+        first, second = (worker.ask(SERVER, "x", [floats(*[n] * 1000)]) for n in (1, 2))
+        messages = [server.receive(timeout=5) for _ in range(2)]
+        assert [values(m.buffers[0])[0] for m in messages] == [1, 2]
+        memory = messages[0]._memory
+        server.answer(messages[0])
+        first.wait(5)
+        third = worker.ask(SERVER, "x", [floats(*[3] * 1000)])
+        message = server.receive(timeout=5)
+        assert message._memory is memory
+        assert values(messages[1].buffers[0])[0] == 2
+        for m in (messages[1], message):
+            server.answer(m)
+        second.wait(5)
+        third.wait(5)
+
+
+def test_a_socket_that_vanishes_in_the_handshake_is_nothing_special():
+    with nodes() as (server, worker):
+        for _ in range(5):
+            socket.socket.close(dial(server.address))
+        worker.send(SERVER, "x")
+        assert server.receive(timeout=5).kind == "x"
