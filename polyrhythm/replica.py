@@ -208,6 +208,25 @@ class Replica:
         """Each parameter group's settings as plain values: they travel with every push."""
         return [hyper_parameters(group) for group in self.optimizer.param_groups]
 
+    def restore(self, states: Sequence[State]) -> None:
+        """Puts the state of an optimizer that works elsewhere, in slices, back into the user's own."""
+        whole: dict[int, dict[str, Any]] = {}
+        for slices, tensors in states:
+            queue = iter(tensors)
+            for index, low, high, plain, names in slices:
+                parameter = self.layout.parameters[index]
+                entry = whole.setdefault(index, {})
+                entry.update(plain)
+                for name, sliced in names:
+                    value = next(queue)
+                    if not sliced:
+                        entry[name] = value.clone().reshape(())
+                        continue
+                    place = entry.setdefault(name, torch.empty_like(parameter, dtype=value.dtype))
+                    place.view(-1)[low:high].copy_(value)
+        for index, entry in whole.items():
+            self.optimizer.state[self.layout.parameters[index]] = entry
+
     # --- what it remembers --------------------------------------------------------------------------
 
     def buffer(self, name: str) -> tuple[Tensor, ...]:
@@ -235,6 +254,11 @@ class Replica:
                 copied.copy_(mine)
         self._shown.train(self.model.training)
         return self._shown
+
+
+# A shard's optimizer state: for each slice (parameter index, low, high, plain values, [name, sliced?] of its
+# tensors), and the tensors of all slices in this order.
+State = tuple[list[tuple[int, int, int, dict[str, Any], list[tuple[str, bool]]]], list[Tensor]]
 
 
 class Shard:
@@ -272,6 +296,7 @@ class Shard:
         self.seen: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self._slices: list[tuple[int, Tensor, int, int, int]] = []
+        self._bounds: list[tuple[int, int]] = []  # of each slice inside its parameter
         self._take_over()
 
     @property
@@ -291,6 +316,7 @@ class Shard:
             slice_ = nn.Parameter(self.parameters[piece.part][begin:end].view(shape))
             members[piece.group].append(slice_)
             self._slices.append((index, slice_, piece.part, begin, end))
+            self._bounds.append((low, high))
             old = self.layout.parameters[index]
             if old in state:
                 self.optimizer.state[slice_] = {
@@ -303,6 +329,18 @@ class Shard:
             group["params"] = slices
         for parameter in self.layout.parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def state(self) -> State:
+        """The optimizer's state for this range, for `Replica.restore`."""
+        slices, tensors = [], []
+        for (index, slice_, *_), (low, high) in zip(self._slices, self._bounds, strict=True):
+            entry = self.optimizer.state.get(slice_, {})
+            plain = {name: value for name, value in entry.items() if not isinstance(value, Tensor)}
+            held = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+            names = [(name, value.dim() > 0 and value.numel() == high - low) for name, value in held.items()]
+            slices.append((index, low, high, plain, names))
+            tensors += [value.detach().reshape(-1) for value in held.values()]
+        return slices, tensors
 
     def buffer(self, name: str) -> tuple[Tensor, ...]:
         """Persistent vectors as long as this range by name, zero at first."""

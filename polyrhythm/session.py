@@ -151,6 +151,7 @@ class _Member(Session):
         torch.manual_seed(mix("worker", self.seed, self.rank))
         shared = [self._share(loader) for loader in loaders]
         optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
         _watch_backward()
         self.strategy.start(node, replica)
         self._mark = node.now()

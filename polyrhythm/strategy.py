@@ -147,6 +147,9 @@ class Strategy(Configured):
         """The parameters the run has agreed on so far, as flat vectors; called by all workers."""
         return replica.parameters
 
+    def restore(self, node: Node, replica: Replica) -> None:
+        """Brings the optimizer's state to this worker, where it is kept elsewhere; before `state_dict()`."""
+
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         """The final parameters, as flat vectors; called by the last worker, after all have finished."""
         return replica.parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from polyrhythm.errors import UsageError
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -26,10 +27,24 @@ class AllReduce(Strategy):
     """
 
     name: ClassVar[str] = "allreduce"
+    codecs: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
 
     def ready(self, node: Node, replica: Replica) -> None:
-        node.all_reduce(*replica.gradient, replica.present, op="mean", weight=replica.weigh())
+        weight = replica.weigh()
+        if self.codec is None:
+            node.all_reduce(*replica.gradient, replica.present, op="mean", weight=weight)
+            return
+        coded = [self.codec.encode(part) for part in replica.gradient]
+        node.all_reduce(*coded, replica.present, op="mean", weight=weight)
+        for part, code in zip(replica.gradient, coded, strict=True):
+            part.copy_(self.codec.decode(code, part.numel(), part.dtype))
+
+    def check(self, workers: int, servers: int) -> None:
+        if self.codec is not None and not self.codec.summable:
+            raise UsageError(
+                f"{self}: what {self.codec.name} sends cannot be summed; use it with async or sync"
+            )
 
     def step(self, node: Node, replica: Replica) -> None:
         replica.apply()

@@ -86,6 +86,10 @@ class ParameterServer(Strategy):
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         return self._pull(node, replica, replica.parameters)
 
+    def restore(self, node: Node, replica: Replica) -> None:
+        answers = [node.ask(server, "state").wait() for server in node.servers]
+        replica.restore([(answer["slices"], list(answer.tensors)) for answer in answers])
+
     def _pull(
         self, node: Node, replica: Replica, into: Sequence[Tensor], look: bool = False
     ) -> Sequence[Tensor]:
@@ -111,7 +115,7 @@ class ParameterServer(Strategy):
         readers: list[Message] = []  # those who wait for parameters
         initialized = False
         while True:
-            message = node.receive("initialize", "push", "pull")
+            message = node.receive("initialize", "push", "pull", "state")
             if message is None and not node.workers:
                 return
             if message is not None:
@@ -121,6 +125,9 @@ class ParameterServer(Strategy):
                         mine.copy_(given)
                     initialized = True
                     node.answer(message)
+                elif message.kind == "state":
+                    slices, tensors = shard.state()
+                    node.answer(message, *tensors, slices=slices)
                 elif message.kind == "push" and message.sequence > shard.seen.get(worker, 0):
                     shard.seen[worker] = message.sequence
                     group.append(message)
