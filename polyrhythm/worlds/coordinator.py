@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.record import RunFolder, spread
 from polyrhythm.strategy import Strategy, parse
-from polyrhythm.worlds.leases import Leases
+from polyrhythm.worlds.leases import Lease, Leases
 
 COORDINATOR = Peer("coordinator", 0)  # its name on the wire
 
@@ -128,7 +128,7 @@ class Coordinator:
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         self._layouts[peer] = fields["layout"]
-        first = min(self._layouts)
+        first = next(iter(self._layouts))  # that came; the lowest rank may be this very peer
         if self._layouts[first] != self._layouts[peer]:
             self.fail(
                 f"{peer} and {first} have different models (layouts {self._layouts[peer]} and "
@@ -144,12 +144,18 @@ class Coordinator:
 
     def _on_lease(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         workers = sum(1 for each in self.members if each.role == "worker")
-        lease = self.leases.take(peer.rank, fields["epoch"], fields["batches"], workers)
+        lease = self.leases.take(peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers)
         if lease is None:
             respond({"over": True})
         else:
-            self._event("lease", peer, epoch=lease.epoch, first=lease.first, count=lease.count)
-            respond({"epoch": lease.epoch, "first": lease.first, "count": lease.count})
+            self._event("lease", peer, loader=fields["loader"], **asdict(lease))
+            respond(asdict(lease))
+
+    def _on_give_back(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        lease = Lease(fields["epoch"], fields["first"], fields["count"])
+        self.leases.give_back(peer.rank, fields["loader"], lease)
+        self._event("give back", peer, **fields)
+        respond({})
 
     def _on_events(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         for line in fields["lines"]:
@@ -181,8 +187,14 @@ class Coordinator:
         respond({})
 
     def _on_bye(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        """A node is done. The last worker is asked to bring the final parameters before it goes."""
-        last = peer.role == "worker" and not any(e.role == "worker" and e != peer for e in self.members)
+        """A node is done. One worker is asked to bring the final parameters before it goes.
+
+        It is the last one, for only then are they final; in lockstep worker 0, for there all have the same
+        and so the buffers are always of the same worker.
+        """
+        others = any(each.role == "worker" and each != peer for each in self.members)
+        lockstep = self.strategy is not None and self.strategy.lockstep
+        last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
         respond({"last": last})
         if not last:
             self.leave(peer, "finished")
@@ -206,8 +218,8 @@ class Coordinator:
         if self.members.pop(peer, None) is None:
             return
         self.gone[peer] = reason
-        lease = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else None
-        self._event("leave", peer, reason=reason, returned=lease.count if lease else 0)
+        returned = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0
+        self._event("leave", peer, reason=reason, returned=returned)
         self._notify(peer, reason)
 
     def died(self, peer: Peer, reason: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import heapq
+import random
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -270,44 +272,43 @@ class SimulatedNode(Node):
 
     # --- collectives --------------------------------------------------------------------------------
 
-    def all_reduce(self, *tensors: Tensor, op: str = "sum", weight: float = 1.0) -> None:
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         if self.world.workers > 1:
-            self._collect("all_reduce", tensors, weight, op)
+            self._collect("all_reduce", tensors, op)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         if self.world.workers > 1:
-            self._collect("broadcast", tensors, 1.0, str(root))
+            self._collect("broadcast", tensors, str(root))
 
-    def _collect(self, kind: str, tensors: Sequence[Tensor], weight: float, detail: str) -> None:
+    def _collect(self, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
         """Enters the next collective; the last to come does the arithmetic for all."""
         self._rounds += 1
         here = self.world.collectives.setdefault(self._rounds, {})
-        here[self.rank] = (kind, tensors, weight, detail, self.current())
+        here[self.rank] = (kind, tensors, detail, self.current())
         if len(here) == self.world.workers:
             del self.world.collectives[self._rounds]
             self._complete(here)
         self.current().block(kind, f"number {self._rounds} with all workers")
 
-    def _complete(self, here: dict[int, tuple[str, Sequence[Tensor], float, str, Fiber]]) -> None:
+    def _complete(self, here: dict[int, tuple[str, Sequence[Tensor], str, Fiber]]) -> None:
         ranks = sorted(here)
-        kind, mine, _, detail, _ = here[ranks[0]]
+        kind, mine, detail, _ = here[ranks[0]]
         for rank in ranks:
-            if (here[rank][0], here[rank][3]) != (kind, detail):
+            if (here[rank][0], here[rank][2]) != (kind, detail):
                 raise PolyrhythmError(
-                    f"worker {rank} is in {here[rank][0]} ({here[rank][3]}) where worker {ranks[0]} is in "
+                    f"worker {rank} is in {here[rank][0]} ({here[rank][2]}) where worker {ranks[0]} is in "
                     f"{kind} ({detail}): all workers must take the same collectives in the same order"
                 )
         world, nbytes = self.world, sum(tensor.nbytes for tensor in mine)
         if kind == "all_reduce":
-            weights = [here[rank][2] for rank in ranks]
             for vectors in zip(*(here[rank][1] for rank in ranks), strict=True):
-                reduce(vectors, weights, detail, vectors)
+                reduce(vectors, detail, vectors)
                 self._count(vectors, ranks)
         else:
             self._spread(here, ranks, int(detail))
         done = world.loop.now + world.costs.all_reduce(ranks, nbytes)
         for rank in ranks:
-            world.loop.at(done, here[rank][4].resume, None)
+            world.loop.at(done, here[rank][3].resume, None)
 
     def _spread(self, here: dict[int, Any], ranks: Sequence[int], root: int) -> None:
         for rank in ranks:
@@ -423,7 +424,7 @@ class Simulated:
             self._start(Peer("worker", rank))
 
     def run(self) -> Coordinator:
-        grad = torch.is_grad_enabled()
+        grad, others = torch.is_grad_enabled(), (np.random.get_state(), random.getstate())
         try:
             self.loop.run(lambda: self.coordinator.failure is not None)
             if self.coordinator.failure is None and not self.coordinator.finished:
@@ -433,6 +434,8 @@ class Simulated:
             for fiber in self._fibers:
                 fiber.kill()
             torch.set_rng_state(self._home_state)
+            np.random.set_state(others[0])
+            random.setstate(others[1])
             torch.set_grad_enabled(grad)
         return self.coordinator
 
@@ -462,8 +465,7 @@ class Simulated:
             return
         if self._owner is not None:
             self._owner.random_state = torch.get_rng_state()
-        if node.random_state is not None:
-            torch.set_rng_state(node.random_state)
+        torch.set_rng_state(self._home_state if node.random_state is None else node.random_state)
         self._owner = node
 
     def _start_servers(self, count: int) -> None:

@@ -1,0 +1,141 @@
+"""`allreduce` against DistributedDataParallel, 2 workers on this host, batch 50 each.
+
+Both systems train the Fashion-MNIST network (1,111,946 parameters) in the same two processes, one torch
+thread each, on the same data, in alternating blocks of steps. A third model that exchanges nothing takes
+its turn too: what a step costs beyond it is the price of the exchange.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.processes import apart
+from benchmarks.report import Row, ratio
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WORKERS, BATCH = 2, 50
+
+
+def measure(quick: bool) -> tuple[list[Row], list[str]]:
+    rounds, steps = (5, 10) if quick else (25, 10)
+    with tempfile.TemporaryDirectory() as folder:
+        apart(_launch, folder, rounds, steps)
+        times = json.loads((Path(folder) / "times.json").read_text())
+    speed = {name: [steps * BATCH * WORKERS / seconds for seconds in times[name]] for name in times}
+    middle = {name: statistics.median(values) for name, values in speed.items()}
+    rows = [
+        Row(
+            "samples/s against DDP", middle["ours"], "/s", middle["ddp"],
+            ratio=ratio(speed["ours"], speed["ddp"]), bar=1.0,
+        ),
+        Row(
+            "samples/s against no exchange", middle["ours"], "/s", middle["alone"],
+            ratio=ratio(speed["ours"], speed["alone"]),
+        ),
+    ]  # fmt: skip
+    waiting = statistics.median(w / t for w, t in zip(times["waiting"], times["ours"], strict=True))
+    beyond = {name: 1 - ratio(times["alone"], times[name]) for name in ("ours", "ddp")}
+    notes = [
+        f"of a step of ours {waiting:.0%} is inside all_reduce, waiting for the other worker included",
+        f"beyond a step without exchange: ours {beyond['ours']:.0%}, DDP {beyond['ddp']:.0%} of a step",
+    ]
+    return rows, notes
+
+
+def _launch(folder: str, rounds: int, steps: int) -> None:
+    from polyrhythm.launch import run
+
+    program = functools.partial(_worker, Path(folder), rounds, steps)
+    run(program, workers=WORKERS, strategy="allreduce", threads=1, runs=None)
+
+
+def network() -> nn.Module:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+    )
+
+
+def _worker(folder: Path, rounds: int, steps: int) -> None:
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import polyrhythm as pr
+
+    session = pr.init()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder / 'store'}"
+    distributed.init_process_group("gloo", init_method=store, rank=session.rank, world_size=WORKERS)
+    data = [(torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))) for _ in range(8)]
+
+    def block(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        distributed.barrier()
+        began = time.perf_counter()
+        for number in range(steps):
+            x, y = data[number % len(data)]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        distributed.barrier()
+        return time.perf_counter() - began
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    theirs = DistributedDataParallel(network())
+    their_optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
+    alone = made()
+    loader = DataLoader(TensorDataset(torch.zeros(2)), batch_size=1)
+    ours, our_optimizer, _ = session.prepare(*made(), loader)
+    waiting = _timed(session)
+
+    # In an empty context there is no session, so that only our own blocks have our hook after backward.
+    systems: dict[str, Callable[[], float]] = {
+        "ours": lambda: block(ours, our_optimizer),
+        "ddp": lambda: contextvars.Context().run(block, theirs, their_optimizer),
+        "alone": lambda: contextvars.Context().run(block, *alone),
+    }
+    for system in systems.values():
+        system()
+    times: dict[str, list[float]] = {name: [] for name in (*systems, "waiting")}
+    for number in range(rounds):
+        order = list(systems) if number % 2 else list(reversed(systems))
+        for name in order:
+            waiting[0] = 0.0
+            times[name].append(systems[name]())
+            if name == "ours":
+                times["waiting"].append(waiting[0])
+    distributed.destroy_process_group()
+    if session.rank == 0:
+        (folder / "times.json").write_text(json.dumps(times))
+
+
+def _timed(session: Any) -> list[float]:
+    """Adds up the seconds that this worker spends in all_reduce."""
+    spent, node = [0.0], session._node
+    all_reduce = node.all_reduce
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        all_reduce(*args, **kwargs)
+        spent[0] += time.perf_counter() - began
+
+    node.all_reduce = timed
+    return spent

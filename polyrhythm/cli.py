@@ -1,0 +1,183 @@
+"""The command line. Nothing here imports torch: `--help` and a typing mistake are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from polyrhythm import __version__
+from polyrhythm.errors import PolyrhythmError
+
+_EXAMPLES = """\
+examples:
+  polyrhythm run train.py --workers 4 --strategy allreduce      four processes, no server
+  polyrhythm run train.py --workers 4 --strategy async          four processes and a parameter server
+  polyrhythm run train.py -n 4 -s async --servers 2 -- --lr 0.1 what follows -- goes to the script
+  polyrhythm simulate train.py -n 64 -s local:8 --cluster office.toml
+  polyrhythm strategies                                         what --strategy can be
+
+The script needs three lines: import polyrhythm, session = polyrhythm.init(), and
+model, optimizer, loader = session.prepare(model, optimizer, loader).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other mistake."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(
+        prog="polyrhythm",
+        description="Your PyTorch loop, unchanged. Choose in one line how the workers keep time.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"polyrhythm {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="train a script on real processes of this machine",
+        description="Trains a script on real processes: workers, and servers if the strategy has them.",
+        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not begin.",
+    )
+    _common(run, "runs")
+    run.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a peer (1800 s)"
+    )
+    run.add_argument(
+        "--listen", default=None, metavar="HOST:PORT",
+        help="let nodes talk over TCP, encrypted; the coordinator is at this address (port 0: any)",
+    )  # fmt: skip
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="train a script on virtual workers in one process",
+        description="Trains a script on virtual workers: gradients are real, time is virtual, the result is "
+        "the same bit for bit every time.",
+        epilog="Arguments for the script follow --.",
+    )
+    _common(simulate, "runs")
+    simulate.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="how fast hosts and links are (TOML; without it: equal hosts, free network)",
+    )
+
+    listing = commands.add_parser(
+        "strategies", help="list every strategy with its fields, defaults and paper"
+    )
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    return top
+
+
+def _common(command: argparse.ArgumentParser, runs: str) -> None:
+    command.add_argument("script", help="the training script")
+    command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
+    command.add_argument(
+        "-s", "--strategy", metavar="S",
+        help="how they keep time, such as allreduce, async or local:8; wins over the one in the script",
+    )  # fmt: skip
+    command.add_argument(
+        "--servers", type=int, default=0, metavar="P", help="parameter servers, if the strategy has them (1)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of models, data order and simulated time (0)")
+    command.add_argument(
+        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
+    )
+    command.add_argument("--runs", default=runs, metavar="DIR", help="where run folders go (%(default)s)")
+    command.add_argument("--name", help="name of the run folder (date and strategy)")
+    command.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    rest: list[str] = []
+    if "--" in given:
+        rest = given[given.index("--") + 1 :]
+        given = given[: given.index("--")]
+    options = parser().parse_args(given)
+    try:
+        if options.command == "strategies":
+            return _strategies(options.json)
+        return _train(options, rest)
+    except PolyrhythmError as error:
+        print(f"polyrhythm: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("polyrhythm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from polyrhythm.launch import run, simulate
+    from polyrhythm.launch.screen import HEAD, Screen, row, table
+
+    common: dict[str, Any] = {
+        "workers": options.workers, "strategy": options.strategy, "servers": options.servers,
+        "arguments": rest, "seed": options.seed, "threads": options.threads,
+        "runs": options.runs, "name": options.name,
+        "screen": Screen(sys.stderr, quiet=options.quiet),
+    }  # fmt: skip
+    with _silent() if options.json else contextlib.nullcontext():
+        if options.command == "run":
+            listen = f"tcp:{options.listen}" if options.listen else "unix:"
+            summary = run(options.script, timeout=options.timeout, listen=listen, **common)
+        else:
+            summary = simulate(options.script, cluster=options.cluster, **common)
+    if options.json:
+        print(json.dumps(summary))
+        return 0
+    print(table(HEAD, [row(summary)]))
+    others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
+    if others:
+        print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
+    for node, reason in summary["lost"].items():
+        print(f"lost: {node} {reason}; the others trained on")
+    if "folder" in summary:
+        print(f"folder: {summary['folder']}")
+    return 0
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Sends to standard error what anybody else writes to standard output, child processes included."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(ours, 1)
+        os.close(ours)
+
+
+def _strategies(as_json: bool) -> int:
+    from polyrhythm.strategy import Strategy, describe
+
+    rows = describe("strategy")
+    if as_json:
+        print(json.dumps([row._asdict() for row in rows]))
+        return 0
+    print("A strategy is written name:value,field=value; the value after the colon sets the first field.\n")
+    for each in rows:
+        main = Strategy.registry[each.name].main
+        print(f"{each.name}:{main.upper()}" if main else each.name)
+        print(f"    {each.summary}")
+        for name, takes, default in sorted(each.fields, key=lambda field: field[0] != main):
+            print(f"    {name} = {default}  ({takes})")
+        print(f"    {each.paper}\n")
+    return 0

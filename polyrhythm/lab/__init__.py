@@ -1,0 +1,1 @@
+"""Looking at strategies side by side."""

@@ -1,0 +1,39 @@
+"""`make demo`: the digits example on four real workers, once with every strategy there is, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from polyrhythm.errors import PolyrhythmError
+from polyrhythm.launch import run
+from polyrhythm.launch.screen import HEAD, Screen, row, table
+from polyrhythm.strategy import describe
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("script", nargs="?", default="examples/digits.py")
+    options.add_argument("-n", "--workers", type=int, default=4)
+    options.add_argument("--runs", default="runs")
+    given = options.parse_args()
+    rows = []
+    names = [each.name for each in describe("strategy")]
+    print(f"{given.script} on {given.workers} workers with {', '.join(names)}", flush=True)
+    try:
+        for name in names:
+            print(f"\n{name}", flush=True)
+            summary = run(
+                given.script, workers=given.workers, strategy=name, runs=given.runs, screen=Screen(sys.stdout)
+            )
+            print(f"done: {summary['folder']}", flush=True)
+            rows.append(row(summary))
+    except PolyrhythmError as error:
+        print(f"polyrhythm: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n" + table(HEAD, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""`run` and `simulate`: a run from Python, a notebook or the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.launch.program import Program
+from polyrhythm.launch.screen import Screen, Spoken, shown
+from polyrhythm.record import RunFolder, name_run
+from polyrhythm.strategy import Strategy, parse
+
+if TYPE_CHECKING:
+    from polyrhythm.worlds.coordinator import Coordinator
+
+Summary = dict[str, Any]
+
+
+def run(
+    program: str | Path | Callable[[], Any],
+    *,
+    workers: int = 2,
+    strategy: str | Strategy | None = None,
+    servers: int = 0,
+    arguments: Sequence[str] = (),
+    seed: int = 0,
+    threads: int = 0,
+    timeout: float = 1800.0,
+    listen: str = "unix:",
+    runs: str | Path | None = "runs",
+    name: str | None = None,
+    screen: Screen | None = None,
+) -> Summary:
+    """Trains a script, or a function, on real processes of this host; returns the summary.
+
+    `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given).
+    `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
+    """
+    from polyrhythm.launch.local import Launcher, polite
+
+    what = Program(program, arguments)
+    chosen = _check(strategy, workers, servers)
+    port = re.fullmatch(r"tcp:(?:\[.*\]|[^:]*):(\d{1,5})", listen)
+    if listen != "unix:" and (port is None or int(port[1]) >= 1 << 16):
+        where = listen.removeprefix("tcp:")
+        raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
+    folder = _folder(runs, name, chosen)
+    try:
+        config = _config("run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout)
+        if folder is not None:
+            folder.config(config)
+        with polite():
+            launcher = Launcher(
+                what, workers=workers, servers=servers, strategy=chosen, seed=seed, threads=threads,
+                wait=timeout, listen=listen, folder=folder, screen=screen,
+            )  # fmt: skip
+            coordinator = launcher.run()
+        _settled(folder, config, coordinator)
+        return _summary(coordinator)
+    finally:
+        _close(folder)
+
+
+def simulate(
+    program: str | Path | Callable[[], Any],
+    *,
+    workers: int = 2,
+    strategy: str | Strategy | None = None,
+    servers: int = 0,
+    cluster: str | Path | None = None,
+    arguments: Sequence[str] = (),
+    seed: int = 0,
+    threads: int = 0,
+    runs: str | Path | None = None,
+    name: str | None = None,
+    screen: Screen | None = None,
+) -> Summary:
+    """Trains a script, or a function, on virtual workers in this process; returns the summary.
+
+    Gradients are real, time is virtual: `cluster` is a file that says how fast hosts and links are; without
+    one all hosts are equal and the network is free. The same seed gives the same result, bit for bit.
+    """
+    what = Program(program, arguments)
+    chosen = _check(strategy, workers, servers)
+    from polyrhythm.worlds.cluster import Cluster
+
+    model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
+    model.place(workers, servers, seed)
+    import torch
+
+    from polyrhythm.worlds.simulated import Simulated
+
+    screen = screen or Screen(quiet=True)
+    folder = _folder(runs, name, chosen)
+    before = torch.get_num_threads()
+    try:
+        config = _config(
+            "simulate", what, workers, servers, chosen, seed, threads=threads,
+            cluster=None if cluster is None else str(cluster),
+        )  # fmt: skip
+        if folder is not None:
+            folder.config(config)
+        # As many as a worker has on real processes: the bits of a sum depend on it.
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // workers))
+        world = Simulated(
+            what.load(), workers=workers, servers=servers, strategy=chosen, cluster=model, seed=seed,
+            folder=folder, say=screen.line,
+        )  # fmt: skip
+        world.loop.beat = lambda: screen.progress(_progress(world.coordinator, world.loop.now))
+        with _spoken(screen):
+            coordinator = world.run()
+        _settled(folder, config, coordinator)
+        return _summary(coordinator)
+    finally:
+        torch.set_num_threads(before)
+        screen.close()
+        _close(folder)
+
+
+def _check(strategy: str | Strategy | None, workers: int, servers: int) -> Strategy | None:
+    """All that can be known to be wrong before anything starts."""
+    if workers < 1:
+        raise UsageError(f"workers is {workers}; there must be 1 or more")
+    if servers < 0:
+        raise UsageError(f"servers is {servers}; there cannot be fewer than 0")
+    chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    if chosen is not None:
+        if servers and not chosen.servers:
+            raise UsageError(f"{chosen} needs no servers; leave --servers out")
+        chosen.check(workers, servers or 1)
+    return chosen
+
+
+def _folder(runs: str | Path | None, name: str | None, strategy: Strategy | None) -> RunFolder | None:
+    return None if runs is None else RunFolder(Path(runs), name or name_run(str(strategy or "script")))
+
+
+def _config(
+    world: str,
+    program: Program,
+    workers: int,
+    servers: int,
+    strategy: Strategy | None,
+    seed: int,
+    **more: Any,
+) -> dict[str, Any]:
+    from polyrhythm import __version__
+
+    return {
+        "polyrhythm": __version__, "world": world, "program": program.name, "arguments": program.arguments,
+        "workers": workers, "servers": servers, "strategy": str(strategy) if strategy else None,
+        "seed": seed, **more,
+    }  # fmt: skip
+
+
+def _close(folder: RunFolder | None) -> None:
+    try:
+        if folder is not None:
+            folder.close()
+    except OSError as error:
+        raise PolyrhythmError(f"the run folder is not complete: {error.strerror}") from None
+
+
+def _settled(folder: RunFolder | None, config: dict[str, Any], coordinator: Coordinator) -> None:
+    """Records what is only known since the script has chosen it."""
+    if folder is not None and coordinator.strategy is not None and coordinator.failure is None:
+        folder.config(config | {"strategy": str(coordinator.strategy), "servers": coordinator.servers})
+
+
+def _summary(coordinator: Coordinator) -> Summary:
+    failure = coordinator.failure
+    if failure is not None:
+        kind = UsageError if failure.exit_code == UsageError.exit_code else PolyrhythmError
+        error = kind(failure.message)
+        error.exit_code = failure.exit_code
+        raise error
+    return coordinator.summary()
+
+
+@contextlib.contextmanager
+def _spoken(screen: Screen) -> Iterator[None]:
+    """What virtual workers print is shown like what processes print: line by line, with who said it."""
+    from polyrhythm.session import seat
+
+    def write(text: str) -> None:
+        here = seat.get()
+        screen.line(f"[{here.me}] {text}" if here else text)
+
+    with contextlib.redirect_stdout(Spoken(write)), contextlib.redirect_stderr(Spoken(write)):
+        yield
+
+
+def _progress(coordinator: Coordinator, now: float) -> str:
+    steps, samples = coordinator.progress()
+    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *shown(coordinator.metrics)]
+    return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

@@ -1,0 +1,281 @@
+"""Processes: every node is a process, and blocking is a wait on a socket.
+
+Tensors that live in this host's shared memory (`Node.empty`) are lent to neighbours by reference; others,
+and all that goes to another host, travel as bytes. Tensors on a GPU are staged through host memory.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyrhythm.collectives import direct
+from polyrhythm.errors import PolyrhythmError, WaitError
+from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
+from polyrhythm.session import Seat
+from polyrhythm.wire.frame import DTYPES
+from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
+from polyrhythm.worlds.coordinator import COORDINATOR
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.wire.arena import Arenas
+
+
+FLUSH_EVERY = 0.5  # seconds between two parcels of event log
+PARCEL = 1000  # lines in one at most: a header has a limit
+
+_TYPE = {name: getattr(torch, name) for name in DTYPES}
+_NAME = {kind: name for name, kind in _TYPE.items()}
+
+
+class _Arrived(Message):
+    """A message that remembers how to answer it."""
+
+    origin: Incoming
+
+
+class _ProcessReply(Reply):
+    def __init__(self, pending: Pending, staged: list[tuple[Tensor, Tensor]]) -> None:
+        self._pending, self._staged = pending, staged
+
+    def wait(self) -> Message:
+        message = _message(self._pending.wait())
+        for place, host in self._staged:
+            place.copy_(host)
+        return message
+
+
+class _Thread(Task):
+    def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+
+        def body() -> None:
+            try:
+                context.run(function, *args)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=body, name=f"polyrhythm {function.__name__}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class ProcessNode(Node):
+    """This process as a node."""
+
+    def __init__(
+        self,
+        me: Peer,
+        transport: Transport,
+        seed: int,
+        began: float,
+        arenas: Arenas | None = None,
+        arena: int = -1,
+    ) -> None:
+        self.me, self.seed, self.transport = me, seed, transport
+        self._began = began
+        self._arenas, self._arena = arenas, arena
+        self._view = arenas.view(arena) if arenas else memoryview(b"")
+        self._memory = torch.frombuffer(self._view, dtype=torch.uint8) if arenas else torch.empty(0)
+        self._base = self._memory.data_ptr()
+        self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
+        self._changed = False
+        self._collectives = 0
+        self._lines: list[dict[str, Any]] = []
+        self._totals: dict[str, Any] | None = None
+        self._flushed = 0.0
+        self._lock = threading.Lock()
+        self._watch: threading.Thread | None = None
+
+    # --- who is there -------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Sequence[Peer]:
+        return self._present["worker"]
+
+    @property
+    def servers(self) -> Sequence[Peer]:
+        return self._present["server"]
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def meet(self, peers: Sequence[tuple[str, int, str]]) -> None:
+        """Learns who is in the run and where; from now on hears of those who come and go."""
+        for role, rank, address in peers:
+            self._joined(Peer(role, rank), address)
+        self._watch = threading.Thread(
+            target=self._watch_membership, name="polyrhythm membership", daemon=True
+        )
+        self._watch.start()
+
+    def _joined(self, peer: Peer, address: str) -> None:
+        if peer != self.me:
+            self.transport.introduce(peer, address)
+        if peer not in self._present[peer.role]:
+            self._present[peer.role] = sorted([*self._present[peer.role], peer])
+
+    def _watch_membership(self) -> None:
+        while True:
+            try:
+                notice = self.transport.receive(("joined", "left"), timeout=60.0)
+            except WaitError:
+                return  # the transport is closed
+            if notice is None:
+                continue
+            peer = Peer(notice.fields["role"], notice.fields["rank"])
+            if notice.kind == "joined":
+                self._joined(peer, notice.fields["address"])
+            else:
+                self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
+                self.transport.lost(peer, notice.fields["reason"])
+            self._changed = True
+            self.transport.wake()
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
+        self.transport.send(to, kind, [self._buffer(tensor) for tensor in tensors], fields)
+
+    def ask(
+        self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
+    ) -> Reply:
+        staged, places = [], []
+        for place in into:
+            host = place if place.device.type == "cpu" else torch.empty_like(place, device="cpu")
+            if host is not place:
+                staged.append((place, host))
+            places.append(self._buffer(host))
+        pending = self.transport.ask(to, kind, [self._buffer(tensor) for tensor in tensors], places, fields)
+        return _ProcessReply(pending, staged)
+
+    def receive(self, *kinds: str) -> Message | None:
+        while True:
+            incoming = self.transport.receive(kinds, timeout=None if not self._changed else 0)
+            if incoming is not None:
+                message = _message(incoming)
+                self.log("deliver", sender=str(message.sender), sequence=message.sequence, kind=message.kind)
+                return message
+            if self._changed:
+                self._changed = False
+                return None
+
+    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        assert isinstance(message, _Arrived)
+        self.transport.answer(message.origin, [self._buffer(tensor) for tensor in tensors], fields)
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        offset = tensor.data_ptr() - self._base
+        if 0 <= offset < self._view.nbytes and tensor.is_contiguous():
+            view = self._view[offset : offset + tensor.nbytes]
+            return Buffer(_NAME[tensor.dtype], view, self._arena, offset)
+        host = tensor.detach().cpu().contiguous()
+        return Buffer(_NAME[host.dtype], host.view(torch.uint8).numpy().data)
+
+    # --- collectives --------------------------------------------------------------------------------
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        self._collectives += 1
+        if len(self.workers) > 1:
+            direct.all_reduce(self, tensors, op, self._collectives)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self._collectives += 1
+        if len(self.workers) > 1:
+            direct.broadcast(self, tensors, root, self._collectives)
+
+    # --- the rest -----------------------------------------------------------------------------------
+
+    def spawn(self, function: Callable[..., None], *args: Any) -> Task:
+        return _Thread(function, args)
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        if self._arenas is None or torch.device(device).type != "cpu" or not count:
+            return torch.empty(count, dtype=dtype, device=device)
+        nbytes = count * dtype.itemsize
+        offset = self._arenas.allocate(self._arena, nbytes)
+        return self._memory[offset : offset + nbytes].view(dtype)
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        with self._lock:
+            self._lines.append({"t": self.now(), "event": event, **fields})
+        if len(self._lines) >= PARCEL or self.now() - self._flushed > FLUSH_EVERY:
+            self.flush()
+
+    def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
+        self._totals = {
+            "event": "totals", "steps": steps, "samples": samples, "bytes_sent": self.transport.bytes_sent,
+            "compute_s": compute_s, "wait_s": wait_s,
+        }  # fmt: skip
+
+    def flush(self) -> None:
+        """Sends what the event log has gathered."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if self._totals is not None:
+                lines.append({"t": self.now(), **self._totals})
+                self._totals = None
+            self._flushed = self.now()
+        if lines:
+            self.transport.send(COORDINATOR, "events", (), {"lines": lines})
+
+    def close(self) -> None:
+        self.transport.close()
+        if self._watch is not None:
+            self._watch.join()
+
+
+def _message(incoming: Incoming) -> _Arrived:
+    message = _Arrived(
+        incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
+        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.asked,
+    )  # fmt: skip
+    message.origin = incoming
+    return message
+
+
+def _tensor(buffer: Buffer) -> Tensor:
+    if not len(buffer.view):
+        return torch.empty(0, dtype=_TYPE[buffer.dtype])
+    return torch.frombuffer(buffer.view, dtype=_TYPE[buffer.dtype])
+
+
+class ProcessSeat(Seat):
+    """A process's place in a run; the coordinator is the launcher."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self.node: ProcessNode = node
+        self.me = node.me
+
+    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+        answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
+        if "error" in answer:
+            raise PolyrhythmError(answer["error"])
+        if kind == "prepared":
+            self.node.transport.layout = fields["layout"]
+        return answer
+
+    def join(self, strategy: str | None) -> dict[str, Any]:
+        welcome = self.request("join", strategy=strategy, address=self.node.transport.address)
+        self.node.seed = welcome["seed"]
+        self.node.meet([(role, rank, address) for role, rank, address in welcome["peers"]])
+        return welcome
+
+    def bring(self, digest: str, blob: bytes) -> None:
+        buffer = Buffer("uint8", memoryview(bytearray(blob)))
+        self.node.transport.ask(COORDINATOR, "result", [buffer], fields={"digest": digest}).wait()
+
+    def flush(self) -> None:
+        self.node.flush()
