@@ -61,7 +61,10 @@ def main() -> None:
     args = arguments()
     torch.manual_seed(args.seed)
     session = pr.init()
-    train_set, test_set = mnist(args.data)
+    try:
+        train_set, test_set = mnist(args.data)
+    except pr.UsageError as error:
+        raise SystemExit(str(error)) from error
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     loader = DataLoader(subset(train_set, args.subset), batch_size=args.batch, shuffle=True)

@@ -118,11 +118,8 @@ class Node(ABC):
         are snapshotted. The message's own tensors must not be used afterwards."""
 
     @abstractmethod
-    def all_reduce(self, *tensors: Tensor, op: str = "sum", weight: float = 1.0) -> None:
-        """Replaces each tensor by its sum, mean, max or min over all workers, in place.
-
-        The mean is weighted: sum(weight * tensor) / sum(weight), taken in rank order.
-        """
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        """Replaces each tensor by its sum, mean, max or min over all workers, in place."""
 
     @abstractmethod
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,9 @@ class Layout:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that evaluates the loss itself: no strategy can step in between."""
+    """Refuses optimizers that no strategy can step in for."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError("SparseAdam needs sparse gradients, and flat vectors are dense; use Adam or SGD")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = type(optimizer).__name__
@@ -133,11 +136,37 @@ class Replica:
             parameter.data = place
         self._optimizer_step = optimizer.step
         self._has: list[bool] = [False] * len(self._views)
-        self._norm: Tensor | None = None
-        self._samples = self._expected = 0
+        self._sums: list[Tensor] = []
+        self._scale, self._before = 1.0, tuple[Tensor, ...]()
+        self.touched = False  # a backward pass has reached the parameters
+        for parameter in self.layout.parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._touch)  # type: ignore[no-untyped-call]
         self._shown: nn.Module | None = None
 
     # --- the gradient -------------------------------------------------------------------------------
+
+    def _touch(self, _: Tensor) -> None:
+        self.touched = True
+
+    def scale(self, factor: float) -> None:
+        """From here on a new gradient counts this much: a fair share of the examples counts 1."""
+        self._scale = factor
+
+    def before_backward(self) -> None:
+        """Keeps what was accumulated so far, if what is added now has to be scaled."""
+        if self._scale != 1:
+            self.gather()
+            self._before = tuple(vector.clone() for vector in self.gradient)
+
+    def after_backward(self) -> None:
+        """Brings the new gradient into the flat vector, scaled, and sums it up: NaN stays in a sum."""
+        self.gather()
+        self.touched = False
+        if self._scale != 1:
+            for vector, before in zip(self.gradient, self._before, strict=True):
+                vector.sub_(before).mul_(self._scale).add_(before) if self._scale else vector.copy_(before)
+        self._sums = [vector.sum() for vector in self.gradient]
 
     def gather(self) -> bool:
         """Brings what backward left in `.grad` into the flat gradient; False if nothing has a gradient."""
@@ -167,14 +196,10 @@ class Replica:
                 self._has[index] = has
                 self.layout.parameters[index].grad = self._views[index] if has else None
 
-    def note_finite(self) -> None:
-        """Remembers whether this worker's own gradient is finite; one pass of reading, no wait for a GPU."""
-        with torch.no_grad():
-            self._norm = torch.stack([vector.sum().float().cpu() for vector in self.gradient]).sum()
-
     def check_finite(self, worker: object) -> None:
-        if self._norm is not None and not torch.isfinite(self._norm):
-            self.note_finite()  # the sum of large finite numbers may overflow: look at each before saying so
+        """Raises `NotFinite` if this worker's gradient was not finite; the step must not be taken."""
+        if not all(math.isfinite(float(total)) for total in self._sums):
+            # The sum of large finite numbers may overflow too: look at each before saying so.
             if all(bool(torch.isfinite(vector).all()) for vector in self.gradient):
                 return
             raise NotFinite(
@@ -192,17 +217,6 @@ class Replica:
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
         self._optimizer_step()
-
-    def counted(self, samples: int, expected: int) -> None:
-        """The loader gave out a batch: `samples` examples that count, where a full batch has `expected`."""
-        self._samples += samples
-        self._expected += expected
-
-    def weigh(self) -> float:
-        """How much data this worker used since the last call, as a share of full batches."""
-        weight = self._samples / self._expected if self._expected else 1.0
-        self._samples = self._expected = 0
-        return weight
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """Each parameter group's settings as plain values: they travel with every push."""
@@ -354,7 +368,10 @@ class Shard:
         """One update of this range by the user's optimizer, with the pusher's hyper-parameters."""
         for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
             for key, value in settings.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         missing = set(absent)
         for index, slice_, part, begin, end in self._slices:
             slice_.grad = None if index in missing else gradient[part][begin:end].view(slice_.shape)

@@ -13,6 +13,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,7 @@ class _Member(Session):
         self._mark = self._exchange = self._compute = self._wait = 0.0
         self._charged = False
         # The same on every node, so that all build the same model.
-        torch.manual_seed(mix("model", self.seed))
-        np.random.seed(mix("numpy", self.seed) & 0xFFFFFFFF)
-        random.seed(mix("python", self.seed))
+        _seed("model", self.seed)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
         if self._replica is not None:
@@ -148,8 +147,8 @@ class _Member(Session):
             )
         replica = self._replica = Replica(model, optimizer, node.empty)
         self._seat.request("prepared", layout=replica.layout.hash)
-        torch.manual_seed(mix("worker", self.seed, self.rank))
-        shared = [self._share(loader) for loader in loaders]
+        _seed("worker", self.seed, self.rank)  # from here on each draws its own
+        shared = [self._share(loader, number) for number, loader in enumerate(loaders)]
         optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
         _watch_backward()
@@ -191,14 +190,19 @@ class _Member(Session):
 
     # --- a worker's step ----------------------------------------------------------------------------
 
+    def before_backward(self) -> None:
+        if self._replica is not None:
+            self._replica.before_backward()
+
     def after_backward(self) -> None:
-        """A backward pass has ended: the gradient is complete on this worker."""
-        replica = self._replica
-        if replica is None or not replica.gather():
-            return
+        """A backward pass has ended: unless it was another model's, the gradient is complete."""
+        if self._replica is not None and self._replica.touched:
+            self._complete(self._replica)
+
+    def _complete(self, replica: Replica) -> None:
         self._seat.computed()
         self._charged = True
-        replica.note_finite()
+        replica.after_backward()
         before = self._node.now()
         with torch.no_grad():
             self.strategy.ready(self._node, replica)
@@ -215,13 +219,16 @@ class _Member(Session):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
             return loss
 
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that one made earlier does not complain
         return step
 
     def _step(self, replica: Replica) -> None:
         node = self._node
-        replica.gather()
-        if not self._charged:
-            self._seat.computed()
+        if self._charged:
+            replica.gather()
+        else:  # gradients that did not come by `backward()`
+            replica.before_backward()
+            self._complete(replica)
         self._charged = False
         replica.steps += 1
         replica.check_finite(node.me)
@@ -246,25 +253,28 @@ class _Member(Session):
 
     # --- sharing out --------------------------------------------------------------------------------
 
-    def _share(self, loader: DataLoader[Any]) -> SharedLoader:
+    def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
+        def take(epoch: int, batches: int) -> Lease | None:
+            answer = self._seat.request("lease", loader=number, epoch=epoch, batches=batches)
+            return None if "over" in answer else Lease(**answer)
+
+        def give_back(lease: Lease) -> None:
+            self._seat.request("give_back", loader=number, **asdict(lease))
+
         return SharedLoader(
             loader,
             rank=self.rank,
             workers=self.workers,
             seed=self.seed,
-            lease=None if self.strategy.lockstep else self._lease,
+            leases=None if self.strategy.lockstep else (take, give_back),
             counted=self._counted,
             epoch=self._epoch,
             processes=self._seat.processes,
         )
 
-    def _lease(self, epoch: int, batches: int) -> Lease | None:
-        answer = self._seat.request("lease", epoch=epoch, batches=batches)
-        return None if "over" in answer else Lease(answer["epoch"], answer["first"], answer["count"])
-
-    def _counted(self, samples: int, expected: int) -> None:
+    def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None
-        self._replica.counted(samples, expected)
+        self._replica.scale(scale)
         self._samples += samples
 
     # --- a server's life ----------------------------------------------------------------------------
@@ -279,6 +289,12 @@ class _Member(Session):
         self._seat.flush()
         self._seat.request("bye")
         raise ServerDone
+
+
+def _seed(*parts: object) -> None:
+    torch.manual_seed(mix(*parts))
+    np.random.seed(mix(*parts) & 0xFFFFFFFF)
+    random.seed(mix(*parts))
 
 
 def _pack(vectors: Sequence[Tensor], model: nn.Module) -> tuple[str, bytes]:
@@ -314,7 +330,9 @@ def _watch_backward() -> None:
 
 
 def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
-    _backward(*args, **kwargs)
     mine = session.get()
-    if isinstance(mine, _Member):
-        mine.after_backward()
+    if not isinstance(mine, _Member):
+        return _backward(*args, **kwargs)
+    mine.before_backward()
+    _backward(*args, **kwargs)
+    mine.after_backward()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.collectives.arithmetic import reduce, split
-from polyrhythm.errors import PeerLost
+from polyrhythm.errors import PeerLost, WaitError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from polyrhythm.node import Message, Node, Peer
 
 
-def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, weight: float, number: int) -> None:
+def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, number: int) -> None:
     """Replaces each tensor by its reduction over all workers; `number` tells this collective from others."""
     workers = list(node.workers)
     mine = workers.index(node.me)
@@ -35,15 +35,13 @@ def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, weight: float, nu
     ):  # each starts with its neighbour, so that nobody is asked by all at once
         other = (mine + distance) % len(workers)
         asked = part(other)
-        replies.append(node.ask(workers[other], f"reduce {number}", *asked, into=asked, weight=weight, op=op))
+        replies.append(node.ask(workers[other], f"reduce {number}", *asked, into=asked))
     own = part(mine)
     requests = _gather(node, f"reduce {number}", workers)
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
-    weights = {request.sender: request["weight"] for request in requests} | {node.me: weight}
-    ordered = [weights[worker] for worker in workers]
     for index, place in enumerate(own):
         if place.numel():
-            reduce([given[worker][index].to(place.device) for worker in workers], ordered, op, [place])
+            reduce([given[worker][index].to(place.device) for worker in workers], op, [place])
     for request in requests:
         node.answer(request, *own)
     for reply in replies:
@@ -63,14 +61,17 @@ def broadcast(node: Node, tensors: Sequence[Tensor], root: int, number: int) -> 
 
 def _gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
     """One request of this kind from every other worker, or `PeerLost` once one of them is gone."""
-    requests: list[Message] = []
+    requests: dict[Peer, Message] = {}
     while len(requests) < len(workers) - 1:
-        request = node.receive(kind)
+        try:
+            request = node.receive(kind)
+        except WaitError as error:
+            silent = [worker for worker in workers if worker not in (*requests, node.me)]
+            raise WaitError(f"{error}; {', '.join(map(str, silent))} did not") from None
         if request is not None:
-            requests.append(request)
+            requests[request.sender] = request
             continue
-        gone = [worker for worker in workers if worker not in node.workers]
-        silent = [worker for worker in gone if worker not in {each.sender for each in requests}]
-        if silent:
-            raise PeerLost(f"{node.me} waited in '{kind}' for {', '.join(map(str, silent))}, which is gone")
-    return requests
+        for worker in workers:
+            if worker not in (*requests, *node.workers):
+                raise PeerLost(f"{node.me} waited in {kind!r} for {worker}, which is gone")
+    return list(requests.values())

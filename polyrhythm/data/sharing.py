@@ -3,8 +3,8 @@
 Every worker draws the same order for an epoch from the run's seed, so nothing about the data travels.
 
 - Lockstep strategies cut the order into rounds of one batch per worker. The last round is dealt out evenly
-  whatever is left; a worker that gets nothing borrows examples at weight 0, so that it can take the step
-  with the others. No example is dropped, none counts twice, and nobody waits for somebody who is done.
+  whatever is left; a worker that gets nothing borrows examples, which count for nothing, so that it can
+  take the step with the others. No example is dropped, none counts twice, and nobody waits for somebody who is done.
 - The others lease batches from the coordinator as they go: a fast worker takes more, and each epoch still
   sees each example once.
 """
@@ -23,6 +23,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from polyrhythm.errors import UsageError
 from polyrhythm.worlds.leases import Lease
 
+Take = Callable[[int, int], Lease | None]  # (epoch, its number of batches) -> the next ones to train on
+GiveBack = Callable[[Lease], None]
+
 
 def mix(*parts: object) -> int:
     """One seed from several values, the same in every process."""
@@ -40,8 +43,8 @@ class SharedLoader:
         rank: int,
         workers: int,
         seed: int,
-        lease: Callable[[int, int], Lease | None] | None,
-        counted: Callable[[int, int], None],
+        leases: tuple[Take, GiveBack] | None,
+        counted: Callable[[int, float], None],
         epoch: int = 0,
         processes: bool = True,
     ) -> None:
@@ -54,9 +57,9 @@ class SharedLoader:
         self.loader = loader
         self.epoch = epoch
         self._rank, self._workers, self._seed = rank, workers, seed
-        self._lease, self._counted = lease, counted
+        self._leases, self._counted = leases, counted
         self._drawn: dict[int, list[list[int]]] = {}
-        self._counts: deque[tuple[int, int]] = deque()
+        self._counts: deque[tuple[int, float]] = deque()
         several = loader.num_workers if processes else 0
         self._inner: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -75,22 +78,23 @@ class SharedLoader:
 
     def __len__(self) -> int:
         batches = self._order(self.epoch)
-        if self._lease is not None or not self._splits:
+        if self._leases is not None or not self._splits:
             return math.ceil(len(batches) / self._workers)
         return math.ceil(sum(map(len, batches)) / (self._workers * self._batch_size))
 
     def __iter__(self) -> Iterator[Any]:
         self._counts.clear()
-        for batch in self._inner:
-            self._counted(*self._counts.popleft())
-            yield batch
-        self.epoch += 1
+        try:
+            for batch in self._inner:
+                self._counted(*self._counts.popleft())
+                yield batch
+        finally:  # an epoch that is left early is over too
+            self.epoch += 1
 
     def indexes(self) -> Iterator[list[int]]:
         """The examples of each batch of this worker in the present epoch."""
-        for indexes, weight in self._leased() if self._lease is not None else self._dealt():
-            expected = self._batch_size if self._splits else len(indexes)
-            self._counts.append((len(indexes) if weight else 0, expected))
+        for indexes, scale in self._leased() if self._leases is not None else self._dealt():
+            self._counts.append((len(indexes) if scale else 0, scale))
             yield indexes
 
     @property
@@ -100,7 +104,7 @@ class SharedLoader:
 
     @property
     def _batch_size(self) -> int:
-        return int(self.loader.batch_size or 1)
+        return int(getattr(self.loader.batch_sampler, "batch_size", 1))
 
     def _order(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch as one machine would see them."""
@@ -116,30 +120,45 @@ class SharedLoader:
                 self._drawn[epoch] = [list(batch) for batch in self.loader.batch_sampler]
         return self._drawn[epoch]
 
-    def _dealt(self) -> Iterator[tuple[list[int], bool]]:
-        """Rounds of one batch per worker."""
+    def _dealt(self) -> Iterator[tuple[list[int], float]]:
+        """Rounds of one batch per worker, each with the factor that makes a plain mean over workers right.
+
+        In a full round it is 1. With n of the round's examples it is n * workers / examples, for the mean of
+        a batch stands for n examples, and the mean over workers divides by their number.
+        """
         batches = self._order(self.epoch)
         if not self._splits:
             for first in range(0, len(batches), self._workers):
                 dealt = batches[first : first + self._workers]
                 mine = self._rank < len(dealt)
-                yield dealt[self._rank if mine else 0], mine
+                batch = dealt[self._rank if mine else 0]
+                yield batch, mine * len(batch) * self._workers / sum(map(len, dealt))
             return
         order = [index for batch in batches for index in batch]
         size = self._workers * self._batch_size
         for first in range(0, len(order), size):
             round_ = order[first : first + size]
-            # Two examples each at least, where possible: BatchNorm cannot train on one.
-            sharing = min(self._workers, max(1, len(round_) // 2))
+            sharing = self._workers
+            if len(round_) < size:  # two examples each, where possible: BatchNorm cannot train on one
+                fewest = math.ceil(len(round_) / self._batch_size)
+                sharing = min(sharing, max(fewest, len(round_) // 2))
             mine = self._rank < sharing
-            yield round_[(self._rank if mine else 0) :: sharing], mine
+            batch = round_[(self._rank if mine else 0) :: sharing]
+            yield batch, mine * len(batch) * self._workers / len(round_)
 
-    def _leased(self) -> Iterator[tuple[list[int], bool]]:
-        assert self._lease is not None
+    def _leased(self) -> Iterator[tuple[list[int], float]]:
+        assert self._leases is not None
+        take, give_back = self._leases
         batches = len(self._order(self.epoch))
-        while (lease := self._lease(self.epoch, batches)) is not None:
-            for number in range(lease.first, lease.first + lease.count):
-                yield self._order(lease.epoch)[number], True
+        while (lease := take(self.epoch, batches)) is not None:
+            done = 0
+            try:
+                for number in range(lease.first, lease.first + lease.count):
+                    done += 1
+                    yield self._order(lease.epoch)[number], 1.0
+            except GeneratorExit:  # the script left its loop: others may have what it has not seen
+                give_back(Lease(lease.epoch, lease.first + done, lease.count - done))
+                raise
 
 
 class _Batches:

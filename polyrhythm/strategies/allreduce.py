@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 class AllReduce(Strategy):
     """All workers average their gradients, then each takes the same step (bulk-synchronous SGD).
 
-    The average is weighted by the number of samples, G = sum(n_i g_i) / sum(n_i), so it is the gradient of
-    the union of the batches. It is taken at the end of `backward()`: what the script does with gradients
-    before `optimizer.step()`, such as clipping, it does to the average.
+    The average is the gradient of the union of the batches. It is taken at the end of `backward()`: what the
+    script does with gradients before `optimizer.step()`, such as clipping, it does to the average.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce"))
@@ -31,12 +30,11 @@ class AllReduce(Strategy):
     paper: ClassVar[str] = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
 
     def ready(self, node: Node, replica: Replica) -> None:
-        weight = replica.weigh()
         if self.codec is None:
-            node.all_reduce(*replica.gradient, replica.present, op="mean", weight=weight)
+            node.all_reduce(*replica.gradient, replica.present, op="mean")
             return
         coded = [self.codec.encode(part) for part in replica.gradient]
-        node.all_reduce(*coded, replica.present, op="mean", weight=weight)
+        node.all_reduce(*coded, replica.present, op="mean")
         for part, code in zip(replica.gradient, coded, strict=True):
             part.copy_(self.codec.decode(code, part.numel(), part.dtype))
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LocalSGD(Strategy):
     """Every worker steps alone; every `period` steps all average their parameters (local SGD).
 
-    w_i <- w_i - lr * g_i, and every H-th step w_i <- sum(n_j w_j) / sum(n_j), where n_j counts the samples
-    since the last average. Between averages nothing is sent. Each worker keeps its own optimizer state.
+    w_i <- w_i - lr * g_i, and every H-th step w_i <- mean_j w_j. Between averages nothing is sent. Each
+    worker keeps its own optimizer state.
 
     >>> import polyrhythm as pr
     >>> pr.parse("local:16").period
@@ -41,11 +41,11 @@ class LocalSGD(Strategy):
     def step(self, node: Node, replica: Replica) -> None:
         replica.apply()
         if replica.steps % self.period == 0:
-            node.all_reduce(*replica.parameters, op="mean", weight=replica.weigh())
+            node.all_reduce(*replica.parameters, op="mean")
 
     def finish(self, node: Node, replica: Replica) -> None:
         if replica.steps % self.period:
-            node.all_reduce(*replica.parameters, op="mean", weight=replica.weigh())
+            node.all_reduce(*replica.parameters, op="mean")
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         average = replica.buffer("average")

@@ -65,7 +65,7 @@ class ParameterServer(Strategy):
         self._pull(node, replica, replica.parameters)
 
     def step(self, node: Node, replica: Replica) -> None:
-        settings, absent, samples = replica.hyper_parameters(), replica.absent, replica.weigh()
+        settings, absent = replica.hyper_parameters(), replica.absent
         replies = []
         for server, start, stop in self._ranges(node, replica):
             gradient = cut(replica.gradient, start, stop)
@@ -74,7 +74,7 @@ class ParameterServer(Strategy):
             reply = node.ask(
                 server, "push", *gradient, into=cut(replica.parameters, start, stop),
                 step=replica.steps, version=replica.version[server.rank],
-                samples=samples, absent=absent, groups=settings,
+                absent=absent, groups=settings,
             )  # fmt: skip
             replies.append((server, reply))
         for server, reply in replies:
@@ -149,7 +149,7 @@ class ParameterServer(Strategy):
                 readers = waiting
 
     def _apply(self, node: Node, shard: Shard, group: Sequence[Message]) -> None:
-        """Applies the mean of a group, in rank order, each push weighted by its samples and its staleness."""
+        """Applies the mean of a group, taken in rank order, each push weighted by its staleness."""
         pushes = sorted(group, key=lambda push: (push.sender, push.sequence))
         gradients, stale = [], []
         for push in pushes:
@@ -164,7 +164,7 @@ class ParameterServer(Strategy):
         if len(pushes) > 1:
             mean = shard.buffer("mean")
             for part, inputs in zip(mean, zip(*gradients, strict=True), strict=True):
-                reduce(inputs, [push["samples"] for push in pushes], "mean", [part])
+                reduce(inputs, "mean", [part])
         absent = set.intersection(*(set(push["absent"]) for push in pushes))
         shard.apply(mean, sorted(absent), pushes[0]["groups"])
         for push, staleness in zip(pushes, stale, strict=True):
@@ -186,7 +186,8 @@ class ParameterServer(Strategy):
 class Sync(ParameterServer):
     """The server waits for a push of every worker, applies their mean, and answers all (hard synchronous).
 
-    G = sum(n_i g_i) / sum(n_i) over all workers; staleness is always 0. The same bits as `allreduce`.
+    G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
+    `allreduce`.
 
     >>> import polyrhythm as pr
     >>> pr.parse("sync").lockstep

@@ -107,7 +107,7 @@ class Inbox:
         self._flows: dict[Peer, Flow] = {}
         self._wakes = 0
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)
+        self._waiting: list[tuple[Collection[str], threading.Condition]] = []
         self._room = threading.Condition(self._lock)
         self.closed = False
 
@@ -146,7 +146,7 @@ class Inbox:
                 flow.unanswered[sequence] = message
             self._messages.append(message)
             line.unreceived += 1
-            self._arrived.notify_all()
+            self._wake_one(message.kind)
             while line.unreceived >= self._queue and not (self.closed or line.channel.broken):
                 self._room.wait()
 
@@ -160,7 +160,25 @@ class Inbox:
                 left = deadline - time.monotonic()
                 if message is not None or left <= 0 or wakes != self._wakes or self.closed:
                     return message
-                self._arrived.wait(left)
+                waiter = (kinds, threading.Condition(self._lock))
+                self._waiting.append(waiter)
+                try:
+                    waiter[1].wait(left)
+                finally:
+                    if waiter in self._waiting:
+                        self._waiting.remove(waiter)
+
+    def _wake_one(self, kind: str) -> None:
+        """Wakes only a thread that wants such a message."""
+        for at, (kinds, arrived) in enumerate(self._waiting):
+            if not kinds or kind in kinds:
+                del self._waiting[at]
+                return arrived.notify()
+
+    def _wake_all(self) -> None:
+        for _, arrived in self._waiting:
+            arrived.notify()
+        self._waiting.clear()
 
     def _pop(self, kinds: Collection[str]) -> Incoming | None:
         for at, message in enumerate(self._messages):
@@ -187,7 +205,7 @@ class Inbox:
     def wake(self) -> None:
         with self._lock:
             self._wakes += 1
-            self._arrived.notify_all()
+            self._wake_all()
 
     def wake_readers(self) -> None:
         """Makes the readers that wait for room look whether their connection still lives."""
@@ -197,5 +215,5 @@ class Inbox:
     def close(self) -> None:
         with self._lock:
             self.closed = True
-            self._arrived.notify_all()
+            self._wake_all()
             self._room.notify_all()
