@@ -29,3 +29,9 @@ class PeerLost(WaitError):
 
 class NotFinite(PolyrhythmError):
     """A gradient holds NaN or infinity; names the worker and the step."""
+
+
+class Interrupted(PolyrhythmError):
+    """Ctrl-C, or a polite request to end: what a run hears; its caller gets a KeyboardInterrupt."""
+
+    exit_code = 130

@@ -32,7 +32,7 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
         for piece in block[1:]:
             result = getattr(result, _FOLD[op])(piece)
         if op == "mean" and len(inputs) > 1:
-            result = result / len(inputs)
+            result.div_(len(inputs))
         for output in outputs:
             output[start : start + BLOCK].copy_(result)
 

@@ -41,9 +41,12 @@ def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, number: int) -> N
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
     for index, place in enumerate(own):
         if place.numel():
-            reduce([given[worker][index].to(place.device) for worker in workers], op, [place])
+            # What was asked is overwritten by the answer, block by block while it is in the cache: where it
+            # lies in shared memory, that is its place, and there is nothing left to copy.
+            outputs = [place, *(request.tensors[index] for request in requests)]
+            reduce([given[worker][index].to(place.device) for worker in workers], op, outputs)
     for request in requests:
-        node.answer(request, *own)
+        node.answer(request, *request.tensors)
     for reply in replies:
         reply.wait()
 

@@ -4,7 +4,7 @@ Every worker draws the same order for an epoch from the run's seed, so nothing a
 
 - Lockstep strategies cut the order into rounds of one batch per worker. The last round is dealt out evenly
   whatever is left; a worker that gets nothing borrows examples, which count for nothing, so that it can
-  take the step with the others. No example is dropped, none counts twice, and nobody waits for somebody who is done.
+  take the step with the others. No example is dropped, none counts twice, and nobody waits in vain.
 - The others lease batches from the coordinator as they go: a fast worker takes more, and each epoch still
   sees each example once.
 """

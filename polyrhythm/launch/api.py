@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, Spoken, shown
 from polyrhythm.record import RunFolder, name_run
@@ -91,6 +90,9 @@ def simulate(
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
     model.place(workers, servers, seed)
+    from polyrhythm.launch.local import threads_each
+
+    each = threads or threads_each(0, workers)
     import torch
 
     from polyrhythm.worlds.simulated import Simulated
@@ -106,7 +108,7 @@ def simulate(
         if folder is not None:
             folder.config(config)
         # As many as a worker has on real processes: the bits of a sum depend on it.
-        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // workers))
+        torch.set_num_threads(each)
         world = Simulated(
             what.load(), workers=workers, servers=servers, strategy=chosen, cluster=model, seed=seed,
             folder=folder, say=screen.line,
@@ -174,6 +176,8 @@ def _settled(folder: RunFolder | None, config: dict[str, Any], coordinator: Coor
 
 def _summary(coordinator: Coordinator) -> Summary:
     failure = coordinator.failure
+    if failure is not None and failure.exit_code == Interrupted.exit_code:
+        raise KeyboardInterrupt
     if failure is not None:
         kind = UsageError if failure.exit_code == UsageError.exit_code else PolyrhythmError
         error = kind(failure.message)

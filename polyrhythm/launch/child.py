@@ -25,7 +25,7 @@ from polyrhythm.worlds.processes import ProcessNode, ProcessSeat
 def live(me: Peer, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]) -> int:
     """Runs the script as this node; returns the exit code of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all of us in order
-    torch.set_num_threads(passport.threads)
+    torch.set_num_threads(passport.threads if me.role == "worker" else max(1, passport.threads // 2))
     transport = Transport(
         me,
         passport.key,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
 from polyrhythm.launch.zygote import Passport, Zygote
@@ -33,12 +33,6 @@ GRACE = 3.0  # seconds between asking a process to end and ending it
 ARENA = 1 << 38  # bytes of address space per node; only what is used becomes memory
 SPARE = 16  # arenas for servers that only the script asks for
 _POLITE = (signal.SIGINT, signal.SIGTERM)
-
-
-class Interrupted(PolyrhythmError):
-    """Ctrl-C, or a polite request to end."""
-
-    exit_code = 130
 
 
 class Launcher:
@@ -61,7 +55,7 @@ class Launcher:
         self._screen = screen or Screen(quiet=True)
         self._workers = workers
         self._arenas = Arenas(workers + max(servers, SPARE), ARENA)
-        threads = _threads(threads, workers)
+        threads = threads_each(threads, workers)
         self._began = time.monotonic()
         key = secrets.token_bytes(32)
         host = secrets.token_hex(8)
@@ -347,21 +341,21 @@ def _cause(status: int) -> str:
     return "ended before it had finished" if status == 0 else f"ended with exit code {status}"
 
 
-def _threads(wanted: int, workers: int) -> int:
-    """How many torch threads a node gets.
+def threads_each(wanted: int, workers: int) -> int:
+    """How many torch threads a worker gets: the cores are shared out, unless something else is wanted.
 
-    A fork has the OpenMP pool of its parent but none of the pool's threads, and would wait for them forever:
-    in a process that has torch with several threads already, such as a notebook, nodes get one each.
+    A fork has the OpenMP pool of its parent but none of the pool's threads, and would wait for them forever.
+    So from a process that has imported torch, such as a notebook, workers get one thread each.
     """
-    torch = sys.modules.get("torch")
-    alone = torch is not None and torch.get_num_threads() > 1
-    if alone and wanted > 1:
-        raise UsageError(
-            f"{wanted} threads per worker cannot be had from a process in which torch has several itself: "
-            "call torch.set_num_threads(1) first, right after importing torch, or use `polyrhythm run`"
-        )
+    if "torch" in sys.modules:
+        if wanted > 1:
+            raise UsageError(
+                f"{wanted} threads per worker cannot be had from a process that has imported torch; "
+                "use `polyrhythm run` on the command line"
+            )
+        return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if alone else wanted or max(1, cores // workers)
+    return wanted or max(1, cores // workers)
 
 
 def _any_port(listen: str) -> str:

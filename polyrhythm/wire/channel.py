@@ -25,6 +25,7 @@ from polyrhythm.errors import UsageError, WireError
 from polyrhythm.wire.frame import PREFIX_SIZE, UNSHARED, Bounds, Header, decode_header, encode, header_length
 from polyrhythm.wire.handshake import TIMEOUT, Identity, Keys, shake
 
+STALL = 10.0  # seconds after which a message that stopped half-way breaks its connection
 RECORD = 1 << 20
 _WRITE = 1 << 18  # plaintext per record that we write: larger ones measured no faster
 _SMALL = 1 << 16  # a message up to this size becomes one record
@@ -55,15 +56,23 @@ class Channel:
         self.broken = False  # no more can be sent
         self.drained = False  # and no more will be received
         self._sock = sock
+        self._file = sock.fileno()  # also when it is closed: to be told from others
         self._name = str(them.peer)
         self._lock = threading.Lock()
         self._prefix = memoryview(bytearray(PREFIX_SIZE))
         self._seal = _Seal(keys.sending) if keys else None
         self._in = _Open(keys.receiving, sock, self._name) if keys else _Plain(sock)
         # A blocking socket with a send timeout costs no poll() per call, as settimeout would.
-        seconds = max(wait, 0.001)
-        interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _interval(wait))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(STALL))
+
+    def fileno(self) -> int:
+        return self._file
+
+    @property
+    def ahead(self) -> bool:
+        """Whether bytes of a next message have been read already."""
+        return self._in.ahead
 
     def send(self, header: Header, buffers: Sequence[memoryview] = ()) -> None:
         """Sends a message. Raises OSError if the connection broke, and BlockingIOError if nobody reads."""
@@ -116,6 +125,11 @@ class Channel:
             self._sock.close()
 
 
+def _interval(seconds: float) -> bytes:
+    seconds = max(seconds, 0.001)
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
 class _Seal:
     """Turns messages into encrypted records."""
 
@@ -154,6 +168,10 @@ class _Plain:
         self._ahead = memoryview(bytearray(_AHEAD))
         self._rest = self._ahead[:0]
 
+    @property
+    def ahead(self) -> bool:
+        return bool(self._rest)
+
     def read_into(self, view: memoryview) -> None:
         done, size = 0, view.nbytes
         while done < size:
@@ -183,6 +201,10 @@ class _Open:
         self._length = memoryview(bytearray(_LENGTH.size))
         self._scratch = memoryview(bytearray(_WRITE + _TAG))
         self._rest = memoryview(b"")
+
+    @property
+    def ahead(self) -> bool:
+        return bool(self._rest)
 
     def read_into(self, view: memoryview) -> None:
         done = 0

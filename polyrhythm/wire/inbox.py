@@ -9,7 +9,6 @@ marked `duplicate`, so that it can be answered again without being applied again
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -96,6 +95,7 @@ class Line:
     flow: Flow
     pool: Pool = field(default_factory=Pool)
     unreceived: int = 0
+    resting: bool = False
 
 
 class Inbox:
@@ -105,11 +105,7 @@ class Inbox:
         self._queue = queue
         self._messages: deque[Incoming] = deque()
         self._flows: dict[Peer, Flow] = {}
-        self._wakes = 0
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Collection[str], threading.Condition]] = []
-        self._room = threading.Condition(self._lock)
-        self.closed = False
 
     def join(self, channel: Channel) -> Line:
         """A new connection. A peer that was restarted counts from 1 again, so it begins a new flow."""
@@ -119,8 +115,8 @@ class Inbox:
                 flow = self._flows[channel.peer] = Flow(channel.instance)
             return Line(channel, flow)
 
-    def put(self, line: Line, message: Incoming) -> None:
-        """Takes a message in; blocks while too many messages of this connection have not been received."""
+    def put(self, line: Line, message: Incoming) -> bool:
+        """Takes a message in. False says that the connection must rest until `take` says otherwise."""
         flow, sequence = line.flow, message.sequence
         with self._lock:
             original = flow.unanswered.get(sequence)
@@ -132,11 +128,11 @@ class Inbox:
                     if original in self._messages:
                         line_before.unreceived -= 1
                         line.unreceived += 1
-                        self._room.notify_all()
-                return line.pool.give(message._memory)
+                line.pool.give(message._memory)
+                return line.unreceived < self._queue
             if sequence in flow.seen:
                 if not message.asked:
-                    return
+                    return True
                 message.duplicate = True
             flow.seen[sequence] = None
             if len(flow.seen) > REMEMBERED:
@@ -146,50 +142,29 @@ class Inbox:
                 flow.unanswered[sequence] = message
             self._messages.append(message)
             line.unreceived += 1
-            self._wake_one(message.kind)
-            while line.unreceived >= self._queue and not (self.closed or line.channel.broken):
-                self._room.wait()
+            line.resting = line.unreceived >= self._queue
+            return not line.resting
 
-    def take(self, kinds: Collection[str], timeout: float) -> Incoming | None:
-        """The next message of these kinds; None when time is over, after `wake` and when closed."""
-        deadline = time.monotonic() + timeout
+    def has(self, kinds: Collection[str]) -> bool:
+        """Whether there is a message of these kinds."""
+        messages = self._messages
+        if not kinds or not messages:
+            return bool(messages)
         with self._lock:
-            wakes = self._wakes
-            while True:
-                message = self._pop(kinds)
-                left = deadline - time.monotonic()
-                if message is not None or left <= 0 or wakes != self._wakes or self.closed:
-                    return message
-                waiter = (kinds, threading.Condition(self._lock))
-                self._waiting.append(waiter)
-                try:
-                    waiter[1].wait(left)
-                finally:
-                    if waiter in self._waiting:
-                        self._waiting.remove(waiter)
+            return any(message.kind in kinds for message in messages)
 
-    def _wake_one(self, kind: str) -> None:
-        """Wakes only a thread that wants such a message."""
-        for at, (kinds, arrived) in enumerate(self._waiting):
-            if not kinds or kind in kinds:
-                del self._waiting[at]
-                return arrived.notify()
-
-    def _wake_all(self) -> None:
-        for _, arrived in self._waiting:
-            arrived.notify()
-        self._waiting.clear()
-
-    def _pop(self, kinds: Collection[str]) -> Incoming | None:
-        for at, message in enumerate(self._messages):
-            if not kinds or message.kind in kinds:
-                del self._messages[at]
-                line = message._line
-                assert line is not None
-                line.unreceived -= 1
-                if line.unreceived == self._queue - 1:
-                    self._room.notify_all()
-                return message
+    def take(self, kinds: Collection[str]) -> tuple[Incoming, Line | None] | None:
+        """The next message of these kinds, and the connection that need not rest any longer."""
+        with self._lock:
+            for at, message in enumerate(self._messages):
+                if not kinds or message.kind in kinds:
+                    del self._messages[at]
+                    line = message._line
+                    assert line is not None
+                    line.unreceived -= 1
+                    rested = line.resting and line.unreceived < self._queue
+                    line.resting = line.resting and not rested
+                    return message, line if rested else None
         return None
 
     def settle(self, message: Incoming) -> Line:
@@ -201,19 +176,3 @@ class Inbox:
                     f"{message.kind!r} from {message.sender} was not asked, or is answered already"
                 )
             return line
-
-    def wake(self) -> None:
-        with self._lock:
-            self._wakes += 1
-            self._wake_all()
-
-    def wake_readers(self) -> None:
-        """Makes the readers that wait for room look whether their connection still lives."""
-        with self._lock:
-            self._room.notify_all()
-
-    def close(self) -> None:
-        with self._lock:
-            self.closed = True
-            self._wake_all()
-            self._room.notify_all()

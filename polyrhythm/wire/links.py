@@ -1,4 +1,4 @@
-"""The connections of a node: made when first needed or when a peer makes one, each with its reader thread."""
+"""The connections of a node: made when first needed, or when a peer makes one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Link:
 
 
 class Links:
-    """All links of a node. `read` is what the reader thread of a connection does until that ends."""
+    """All links of a node. `adopt` gets every connection that is ready for use, and owns it from then on."""
 
     def __init__(
         self,
         me: Identity,
         key: bytes,
         address: str,
-        read: Callable[[Channel], None],
+        adopt: Callable[[Channel], None],
         on_error: Callable[[str], None],
         *,
         encrypt: bool,
@@ -48,7 +48,7 @@ class Links:
         self.closing = threading.Event()
         self._me = me
         self._key = key
-        self._read = read
+        self._adopt = adopt
         self._on_error = on_error
         self._encrypt = encrypt
         self._bounds = bounds
@@ -60,7 +60,7 @@ class Links:
         self._threads: list[threading.Thread] = []
         self._strangers = threading.Semaphore(_STRANGERS)
         self._listener, self.address = listen(address)
-        self._spawn(self._accept)
+        self.spawn(self._accept)
 
     def __getitem__(self, peer: Peer) -> Link:
         link = self._links.get(peer)
@@ -77,16 +77,14 @@ class Links:
                 return link.channel
             if link.address:
                 number, sock = next(self._numbers), dial(link.address)
-                channel = self._open(sock, number, f"{link.peer} at {link.address}", link.peer)
-                self._spawn(self._run, channel, sock)
-                return channel
+                return self._open(sock, number, f"{link.peer} at {link.address}", link.peer)
         if link.channel is None:
             raise UsageError(f"{self._me.peer} does not know where {link.peer} is")
         raise ConnectionError(f"{link.peer} has not connected again")
 
     def end_soon(self, channel: Channel) -> None:
         """Ends the connection to a peer that is gone: by itself, as a rule, once all is read."""
-        self._spawn(self._end, channel)
+        self.spawn(self._end, channel)
 
     def _end(self, channel: Channel) -> None:
         self.closing.wait(LINGER)
@@ -108,7 +106,7 @@ class Links:
         unlink(self.address)
 
     def _open(self, sock: socket.socket, number: int, where: str, expected: Peer | None = None) -> Channel:
-        """Makes a new socket a connection that others may use; it still needs its reader."""
+        """Makes a new socket a connection that others may use."""
         try:
             with self._lock:
                 self._sockets.add(sock)
@@ -127,23 +125,15 @@ class Links:
             if expected not in (None, channel.peer):
                 raise WireError(f"{where} is {channel.peer}")
         except BaseException:
-            self._forget(sock)
             sock.close()
             raise
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
         channel.number = number
         self[channel.peer].channel = channel
+        self._adopt(channel)
         return channel
-
-    def _run(self, channel: Channel, sock: socket.socket) -> None:
-        try:
-            self._read(channel)
-        finally:
-            self._forget(sock)
-            channel.release()
-
-    def _forget(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.discard(sock)
 
     def _accept(self) -> None:
         self._listener.settimeout(1.0)  # in case `close` cannot reach it
@@ -157,22 +147,21 @@ class Links:
                 continue
             if self._strangers.acquire(blocking=False):
                 # Numbered here, in the order in which they were made: handshakes may overtake each other.
-                self._spawn(self._greet, sock, next(self._numbers))
+                self.spawn(self._greet, sock, next(self._numbers))
             else:
                 sock.close()
 
     def _greet(self, sock: socket.socket, number: int) -> None:
         try:
-            channel = self._open(sock, number, f"a process that connected to {self._me.peer}")
+            self._open(sock, number, f"a process that connected to {self._me.peer}")
         except WireError as error:
-            return self._on_error(str(error))
+            self._on_error(str(error))
         except OSError:
-            return
+            pass
         finally:
             self._strangers.release()
-        self._run(channel, sock)
 
-    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
+    def spawn(self, function: Callable[..., None], *args: Any) -> None:
         with self._lock:
             closing = self.closing.is_set()
             if not closing:

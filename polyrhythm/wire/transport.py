@@ -28,6 +28,7 @@ from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, 
 from polyrhythm.node import Peer
 from polyrhythm.wire.arena import ALIGNMENT, Arenas
 from polyrhythm.wire.channel import Channel
+from polyrhythm.wire.engine import Engine
 from polyrhythm.wire.frame import DTYPES, Bounds, Header, Part
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Buffer, Inbox, Incoming, Line, fresh
@@ -54,8 +55,6 @@ class Pending:
         self._channel: Channel | None = None  # that the answer will come by; None while a thread is sending
         self._answer: Incoming | None = None
         self._failure: Callable[[float], PolyrhythmError] | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
 
     @property
     def done(self) -> bool:
@@ -64,8 +63,7 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Incoming:
         """The answer, with `into` filled. Raises what came instead of it."""
         began = time.monotonic()
-        if not self.done and self._gate.acquire(timeout=self._transport.wait if timeout is None else timeout):
-            self._gate.release()
+        self._transport._engine.wait(lambda: self.done, self._transport.wait if timeout is None else timeout)
         if self._answer is not None:
             return self._answer
         waited = time.monotonic() - began
@@ -102,9 +100,14 @@ class Transport:
         self.wait = wait
         self.layout = ""
         self.bytes_sent = 0
+        # One-way kinds that are taken in as they come, by whoever reads, instead of waiting to be received.
+        self.handlers: dict[str, Callable[[Incoming], None]] = {}
         self._arenas = arenas
         self._on_error = on_error or logging.getLogger("polyrhythm.wire").warning
         self._inbox = Inbox(queue)
+        self._lines: dict[Channel, Line] = {}
+        self._wakes = 0
+        self._engine = Engine(self._take, str(me))
         self._sequence = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
@@ -112,9 +115,13 @@ class Transport:
         identity = Identity(me, host if arenas else "", os.urandom(16))
         identity.check()
         bounds = Bounds(limit, arenas.count, arenas.size) if arenas else Bounds(limit)
-        self._links = Links(
-            identity, key, listen, self._read, self._on_error, encrypt=encrypt, bounds=bounds, wait=wait
-        )
+        try:
+            self._links = Links(
+                identity, key, listen, self._adopt, self._on_error, encrypt=encrypt, bounds=bounds, wait=wait
+            )
+        except BaseException:
+            self._engine.close()
+            raise
         self.address = self._links.address
 
     # What a node does.
@@ -160,7 +167,9 @@ class Transport:
         """Answers an ask, whose own buffers must not be used afterwards."""
         parts, views = _parts(buffers), [buffer.view for buffer in buffers]
         if to._into and self._arenas and _shape(parts) == _shape(to._into):
-            for place, view in zip(to._into, views, strict=True):
+            for place, view, buffer in zip(to._into, views, buffers, strict=True):
+                if (place.arena, place.offset) == (buffer.arena, buffer.offset):
+                    continue  # answered in place
                 _copy(self._arenas.view(place.arena)[place.offset : place.offset + place.nbytes], view)
             parts, views = to._into, []
         self._reply(to, to.kind, fields or {}, parts, views)
@@ -172,20 +181,33 @@ class Transport:
 
     def receive(self, kinds: Collection[str] = (), timeout: float | None = None) -> Incoming | None:
         """The next message of these kinds (any, if empty) in order of arrival; None on timeout or `wake`."""
-        began = time.monotonic()
-        message = self._inbox.take(kinds, self.wait if timeout is None else timeout)
-        if message is None:
-            waited = time.monotonic() - began
-            what = "to send " + (" or ".join(repr(kind) for kind in sorted(kinds)) or "anything")
-            if self._inbox.closed:
+        began, wakes = time.monotonic(), self._wakes
+        deadline = began + (self.wait if timeout is None else timeout)
+        closing = self._links.closing.is_set
+        while (taken := self._inbox.take(kinds)) is None:
+            left = deadline - time.monotonic()
+            waited, what = (
+                time.monotonic() - began,
+                "to send " + (" or ".join(map(repr, sorted(kinds))) or "anything"),
+            )
+            if closing():
                 raise WaitError(_waited(self.me, waited, "anyone", what, f"{self.me} is closed"))
-            if timeout is None and waited >= self.wait:
-                raise WaitError(_waited(self.me, waited, "anyone", what))
+            if wakes != self._wakes:
+                return None
+            if left <= 0:
+                if timeout is None:
+                    raise WaitError(_waited(self.me, waited, "anyone", what))
+                return None
+            self._engine.wait(lambda: self._inbox.has(kinds) or wakes != self._wakes or closing(), left)
+        message, rested = taken
+        if rested is not None:
+            self._engine.resume(rested.channel)
         return message
 
     def wake(self) -> None:
         """Makes every `receive` that is waiting now return None."""
-        self._inbox.wake()
+        self._wakes += 1
+        self._engine.notify()
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Ends all waits for a peer that is gone. What it sent before, answers included, still arrives."""
@@ -194,15 +216,18 @@ class Transport:
         if link.channel is None or link.channel.broken:
             self._fail_all(PeerLost, f"{peer} is gone: {reason}", peer)
         else:
-            self._links.end_soon(link.channel)  # its reader comes to the end and fails what is left
-        self._inbox.wake_readers()
+            self._links.end_soon(link.channel)  # whoever reads comes to its end and fails what is left
+        self._engine.notify()
 
     def close(self) -> None:
         """Ends all threads and connections. May be called again."""
+        if self._links.closing.is_set():
+            return
         self._links.closing.set()
-        self._inbox.close()
         self._fail_all(WaitError, f"{self.me} is closed")
+        self._engine.notify()
         self._links.close()
+        self._engine.close()
 
     # Sending.
 
@@ -241,7 +266,6 @@ class Transport:
             except OSError as error:
                 if time.monotonic() - began > self.wait:
                     why = str(error)
-            self._inbox.wake_readers()  # one may be waiting for room on the connection that broke
             waited, what = time.monotonic() - began, f"to take in {kind!r}"
             if link.gone is not None:
                 raise PeerLost(_waited(self.me, waited, to, what, f"{to} is gone: {link.gone}"))
@@ -274,16 +298,23 @@ class Transport:
 
     # Receiving.
 
-    def _read(self, channel: Channel) -> None:
-        """The life of a reader thread."""
-        line, bad = self._inbox.join(channel), ""
+    def _adopt(self, channel: Channel) -> None:
+        self._lines[channel] = self._inbox.join(channel)
+        self._engine.add(channel)
+
+    def _take(self, channel: Channel) -> bool:
+        """Reads what a connection has, a message at least. False when it has come to its end."""
+        line, bad = self._lines[channel], ""
         try:
             while True:
                 header = channel.receive_header()
                 if header.reply_to:
                     self._take_answer(line, header)
-                else:
-                    self._take_in(line, header)
+                elif not self._take_in(line, header):
+                    self._engine.pause(channel)
+                    return True
+                if not channel.ahead:
+                    return True
         except WireError as error:
             bad = str(error)
         except OSError:
@@ -298,6 +329,12 @@ class Transport:
             stranded = [pending for pending in self._pending.values() if pending._channel is channel]
             for pending in stranded:
                 pending._channel = None
+        del self._lines[channel]
+        if stranded:
+            self._links.spawn(self._repeat, stranded, bad)  # connecting takes its time, and others wait
+        return False
+
+    def _repeat(self, stranded: list[Pending], bad: str) -> None:
         for pending in stranded:
             self._again(pending, bad)
 
@@ -315,7 +352,7 @@ class Transport:
                 error = failure
         self._end(pending, failure=lambda _: error)
 
-    def _take_in(self, line: Line, header: Header) -> None:
+    def _take_in(self, line: Line, header: Header) -> bool:
         channel, kind = line.channel, header.kind
         if header.layout and self.layout and header.layout != self.layout:
             self._drain(channel, header)
@@ -326,11 +363,15 @@ class Transport:
             error = f"{theirs}, {ours}: all nodes must build the same model"
             if header.asked:
                 channel.send(Header(_BAD, next(self._sequence), header.sequence, fields={"error": error}))
-            return self._on_error(error)
+            self._on_error(error)
+            return True
         buffers, memory = self._receive(line, header)
         message = Incoming(channel.peer, kind, header.sequence, header.asked, header.fields, buffers)
         message._into, message._memory = header.into, memory
-        self._inbox.put(line, message)
+        if kind in self.handlers and not header.asked:
+            self.handlers[kind](message)
+            return True
+        return self._inbox.put(line, message)
 
     def _take_answer(self, line: Line, header: Header) -> None:
         channel = line.channel
@@ -400,7 +441,7 @@ class Transport:
             self._pending.pop(pending._header.sequence, None)
             if not pending.done:
                 pending._answer, pending._failure = answer, failure
-                pending._gate.release()
+        self._engine.notify()
 
     def _fail_all(self, kind: type[PolyrhythmError], why: str, peer: Peer | None = None) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives import direct
-from polyrhythm.errors import PolyrhythmError, WaitError
+from polyrhythm.errors import PolyrhythmError
 from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat
 from polyrhythm.wire.frame import DTYPES
@@ -97,7 +97,7 @@ class ProcessNode(Node):
         self._totals: dict[str, Any] | None = None
         self._flushed = 0.0
         self._lock = threading.Lock()
-        self._watch: threading.Thread | None = None
+        transport.handlers["left"] = self._left
 
     # --- who is there -------------------------------------------------------------------------------
 
@@ -113,36 +113,19 @@ class ProcessNode(Node):
         return time.monotonic() - self._began
 
     def meet(self, peers: Sequence[tuple[str, int, str]]) -> None:
-        """Learns who is in the run and where; from now on hears of those who come and go."""
+        """Learns who is in the run and where."""
         for role, rank, address in peers:
-            self._joined(Peer(role, rank), address)
-        self._watch = threading.Thread(
-            target=self._watch_membership, name="polyrhythm membership", daemon=True
-        )
-        self._watch.start()
+            peer = Peer(role, rank)
+            if peer != self.me:
+                self.transport.introduce(peer, address)
+            self._present[role] = sorted([*self._present[role], peer])
 
-    def _joined(self, peer: Peer, address: str) -> None:
-        if peer != self.me:
-            self.transport.introduce(peer, address)
-        if peer not in self._present[peer.role]:
-            self._present[peer.role] = sorted([*self._present[peer.role], peer])
-
-    def _watch_membership(self) -> None:
-        while True:
-            try:
-                notice = self.transport.receive(("joined", "left"), timeout=60.0)
-            except WaitError:
-                return  # the transport is closed
-            if notice is None:
-                continue
-            peer = Peer(notice.fields["role"], notice.fields["rank"])
-            if notice.kind == "joined":
-                self._joined(peer, notice.fields["address"])
-            else:
-                self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
-                self.transport.lost(peer, notice.fields["reason"])
-            self._changed = True
-            self.transport.wake()
+    def _left(self, notice: Incoming) -> None:
+        peer = Peer(notice.fields["role"], notice.fields["rank"])
+        self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
+        self.transport.lost(peer, notice.fields["reason"])
+        self._changed = True
+        self.transport.wake()
 
     # --- messages -----------------------------------------------------------------------------------
 
@@ -174,7 +157,12 @@ class ProcessNode(Node):
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Arrived)
-        self.transport.answer(message.origin, [self._buffer(tensor) for tensor in tensors], fields)
+        own = message.tensors and len(tensors) == len(message.tensors)
+        if own and all(mine is given for mine, given in zip(tensors, message.tensors, strict=True)):
+            buffers = message.origin.buffers  # answered in place
+        else:
+            buffers = [self._buffer(tensor) for tensor in tensors]
+        self.transport.answer(message.origin, buffers, fields)
 
     def _buffer(self, tensor: Tensor) -> Buffer:
         offset = tensor.data_ptr() - self._base
@@ -206,7 +194,7 @@ class ProcessNode(Node):
             return torch.empty(count, dtype=dtype, device=device)
         nbytes = count * dtype.itemsize
         offset = self._arenas.allocate(self._arena, nbytes)
-        return self._memory[offset : offset + nbytes].view(dtype)
+        return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
 
     def log(self, event: str, /, **fields: Any) -> None:
         with self._lock:
@@ -233,8 +221,6 @@ class ProcessNode(Node):
 
     def close(self) -> None:
         self.transport.close()
-        if self._watch is not None:
-            self._watch.join()
 
 
 def _message(incoming: Incoming) -> _Arrived:

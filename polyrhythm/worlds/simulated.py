@@ -113,6 +113,7 @@ class Fiber:
 
     def kill(self) -> None:
         if not self._greenlet.dead:
+            self.node.fiber = self  # a loader that closes gives its lease back
             self._greenlet.throw(GreenletExit)
 
     @property

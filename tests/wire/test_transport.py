@@ -200,7 +200,7 @@ def test_messages_in_both_directions_over_one_connection(address):
         pending = server.ask(WORKER, "back", [floats(7)])
         double(worker)
         assert values(pending.wait(5).buffers[0]) == [14]
-        assert len(server._links._sockets) == 1
+        assert len(server._engine._channels) == 1
 
 
 def test_receive_chooses_by_kind_and_keeps_order():
