@@ -324,5 +324,11 @@ def test_too_few_hosts_says_how_many_there_are(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match="6 workers, but only 4 hosts; use --workers 4 or fewer, raise a count"
     ) as caught:
-        Cluster.load(EXAMPLES / "cluster.toml").place(6, 1, 0)
-    assert "cluster.toml" in line(caught)
+        cluster(tmp_path, "[[hosts]]\ncount = 3\n[[hosts]]\ncount = 1").place(6, 1, 0)
+    assert "c.toml" in line(caught)
+
+
+def test_the_examples_have_room_for_any_number() -> None:
+    for path in sorted(EXAMPLES.glob("*.toml")):
+        for workers in (1, 4, 64):
+            Cluster.load(path).place(workers, 1, 0)

@@ -1,0 +1,143 @@
+"""What becomes of a run when one of its nodes fails: it ends soon and says why, or it goes on without it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polyrhythm as pr
+from polyrhythm.launch.screen import Screen
+from tests.scripts.train import EXAMPLES, train
+
+SOON = 10.0  # seconds in which a run that cannot go on has to be over
+LOCKSTEP = ["allreduce", "sync", "local:4"]
+
+
+def run(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[str, str, dict[str, Any]]:
+    """The error, if any, what the nodes printed, and the summary."""
+    output = io.StringIO()
+    began = time.monotonic()
+    error, summary = "", {}
+    try:
+        summary = pr.run(
+            partial(train, **how), workers=3, strategy=strategy, runs=None, timeout=timeout,
+            screen=Screen(output),
+        )  # fmt: skip
+    except pr.PolyrhythmError as failure:
+        assert failure.exit_code == 1
+        error = str(failure)
+    assert time.monotonic() - began < SOON
+    return error, output.getvalue(), summary
+
+
+@pytest.mark.parametrize("strategy", [*LOCKSTEP, "async"])
+def test_raises(strategy: str) -> None:
+    """The traceback of a worker that raises is shown, once, and the error says which one and what."""
+    error, output, _ = run(strategy, do="raise")
+    assert error == "worker 1 failed: RuntimeError: the user's own mistake"
+    assert output.count("Traceback") == 1
+    assert re.search(r"^\[worker 1\] Traceback.*\n\[worker 1\]   File .*/scripts/train\.py", output, re.M)
+    assert "[worker 1] RuntimeError: the user's own mistake" in output
+
+
+@pytest.mark.parametrize("strategy", LOCKSTEP)
+def test_killed_in_lockstep(strategy: str) -> None:
+    """Where no worker can go on without the other, a killed one ends the run, by name."""
+    error, output, _ = run(strategy, do="kill")
+    assert error.startswith("worker 1 was killed by SIGKILL; ")
+    assert "Traceback" not in output
+
+
+def test_killed_on_its_own(tmp_path: Path) -> None:
+    """Asynchronous workers train on without a killed one, and on every example that it had taken."""
+    error, _, summary = run("async", do="kill", folder=tmp_path, pause=0.02)
+    assert not error
+    assert summary["lost"] == {"worker 1": "was killed by SIGKILL"}
+    trained = [int(word) for path in tmp_path.glob("examples *") for word in path.read_text().split()]
+    assert set(trained) == set(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_server_killed(strategy: str, tmp_path: Path) -> None:
+    """Nobody can go on without a server; the error names it and says what is lost."""
+    error, output, _ = run(strategy, do="kill the server", folder=tmp_path)
+    assert error == "server 0 was killed by SIGKILL; its part of the parameters is gone"
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("strategy", "who"), [("allreduce", "worker 1"), ("sync", "server 0")])
+def test_hangs(strategy: str, who: str) -> None:
+    """No wait is endless: the error says who waited for whom, for what and for how long."""
+    error, _, _ = run(strategy, do="hang", timeout=2.0)
+    assert re.match(r"(worker [02]|server 0) waited 2\.\d+ s for ", error)
+    assert who in error
+
+
+def test_vanishes() -> None:
+    """A worker that ends its process in the middle of training has not finished, whatever its exit code."""
+    error, _, _ = run("allreduce", do="vanish")
+    assert error.startswith("worker 1 ended before it had finished; ")
+    error, _, summary = run("async", do="vanish", pause=0.02)
+    assert not error
+    assert summary["lost"] == {"worker 1": "ended before it had finished"}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_exit_code(strategy: str) -> None:
+    """`sys.exit(3)` is a failure, `sys.exit(0)` at the end of the script is not."""
+    assert run(strategy, do="exit 3")[0] == "worker 1 ended the script with exit code 3"
+    error, _, summary = run(strategy, do="exit 0")
+    assert not error
+    assert summary["samples"] == EXAMPLES
+
+
+def test_progress_bar() -> None:
+    """Of a progress bar, which rewrites its line, the last state is shown; other bytes do no harm."""
+
+    def script() -> None:
+        sys.stdout.buffer.write(b"10 %\r50 %\r100 %\n\xff\n")
+        train(do="quiet")
+
+    output = io.StringIO()
+    pr.run(script, workers=1, strategy="allreduce", threads=1, runs=None, screen=Screen(output, quiet=True))
+    assert output.getvalue() == "[worker 0] 100 %\n[worker 0] \ufffd\n"
+
+
+def test_after_torch_with_threads() -> None:
+    """A process whose torch has worked with several threads can start a run: its nodes do not hang."""
+    code = """if True:
+        import torch, polyrhythm as pr
+        from tests.scripts.train import train
+        torch.set_num_threads(2)
+        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+        torch.randn(1000, 1000).exp().sum()
+        print(pr.run(train, workers=1, strategy="async", runs=None, timeout=20)["samples"])
+        try:
+            pr.run(train, workers=1, threads=2, strategy="async", runs=None)
+        except pr.UsageError as error:
+            print(error)
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
+    samples, error = done.stdout.splitlines()
+    assert samples == str(EXAMPLES)
+    assert error.startswith("2 threads per worker cannot be had")
+
+
+def test_data_processes() -> None:
+    """Processes that a DataLoader started end with their worker, also with one that is killed."""
+    error, _, summary = run("async", do="kill", processes=2, pause=0.02)
+    assert not error
+    assert list(summary["lost"]) == ["worker 1"]

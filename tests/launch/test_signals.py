@@ -1,0 +1,138 @@
+"""However a run is ended, nothing of it is left: no process, no socket, no shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+START = 60.0  # seconds for a run to begin on a busy machine
+SOON = 10.0  # seconds for everything to be gone
+
+
+class Run:
+    """A run by the real command, whose processes all carry a mark in their environment."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.mark, self.folder = uuid.uuid4().hex, folder
+        command = [sys.executable, "-m", "polyrhythm", "run", str(SCRIPT), "--runs", str(folder / "runs")]
+        self.launcher = subprocess.Popen(
+            [*command, *arguments, "--folder", str(folder), "--epochs", "1000", "--pause", "0.01"],
+            env=os.environ | {"POLYRHYTHM_TEST": self.mark}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                marked = process.environ().get("POLYRHYTHM_TEST") == self.mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def sockets(self) -> set[str]:
+        """The inodes of the sockets that the processes of this run hold."""
+        inodes = set()
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+        return inodes
+
+    def zygote(self) -> psutil.Process:
+        return psutil.Process(self.launcher.pid).children()[0]
+
+    def trains(self) -> bool:
+        return all((self.folder / f"trains {rank}").exists() for rank in range(2))
+
+    def check_gone(self, within: float = SOON) -> None:
+        deadline = time.monotonic() + within
+        while left := self.processes():
+            assert time.monotonic() < deadline, [process.as_dict(["pid", "cmdline"]) for process in left]
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*arguments: str) -> Run:
+        runs.append(Run(tmp_path, *arguments))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for process in run.processes():
+            process.kill()
+        run.launcher.communicate()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + START
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["starting", "training", "hanging"])
+def test_polite(start: Callable[..., Run], stage: str, number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM end everything soon, at any time, in one line and with exit code 130."""
+    strategy = "async" if stage == "training" else "sync"
+    run = start("-s", strategy, "--", "--do", "hang" if stage == "hanging" else "")
+    # Two processes: the launcher, and the one that imports torch.
+    wait_until(run.trains if stage != "starting" else lambda: len(run.processes()) == 2)
+    sockets = run.sockets()
+    os.killpg(run.launcher.pid, number)
+    _, error = run.launcher.communicate(timeout=SOON)
+    assert run.launcher.returncode == 130
+    assert error == "polyrhythm: interrupted\n"
+    run.check_gone(within=1.0)
+    assert not sockets & {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()}
+
+
+@pytest.mark.parametrize("victim", ["launcher", "zygote"])
+def test_killed(start: Callable[..., Run], victim: str) -> None:
+    """Even a launcher or zygote that is killed leaves nothing, not even the processes of a DataLoader."""
+    run = start("-s", "async", "--", "--processes", "2")
+    wait_until(run.trains)
+    assert len(run.processes()) >= 2 + 3 + 2 * 2
+    os.kill(run.launcher.pid if victim == "launcher" else run.zygote().pid, signal.SIGKILL)
+    run.check_gone(within=4.0)
+    _, error = run.launcher.communicate()
+    if victim == "zygote":
+        assert run.launcher.returncode == 1
+        assert error.splitlines()[-1].startswith("polyrhythm: the process that forks the nodes is gone")
+
+
+def test_killed_while_starting(start: Callable[..., Run]) -> None:
+    """A launcher that is killed before there are nodes leaves nothing either."""
+    run = start("-s", "async", "--")
+    wait_until(lambda: len(run.processes()) == 2)
+    run.launcher.kill()
+    run.check_gone()
+
+
+def test_second_signal(start: Callable[..., Run]) -> None:
+    """The second Ctrl-C of the impatient does not stop the cleaning up."""
+    run = start("-s", "sync", "--", "--do", "hang")
+    wait_until(run.trains)
+    for _ in range(5):
+        os.killpg(run.launcher.pid, signal.SIGINT)
+        time.sleep(0.1)
+    _, error = run.launcher.communicate(timeout=SOON)
+    assert (run.launcher.returncode, error) == (130, "polyrhythm: interrupted\n")
+    run.check_gone(within=1.0)

@@ -1,0 +1,157 @@
+"""The commands of the README, as a person types them: every start here is a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.strategy import describe
+
+ROOT = Path(__file__).parents[1]
+DIGITS, FASHION = ROOT / "examples" / "digits.py", ROOT / "examples" / "fashion_mnist.py"
+TRAIN = ROOT / "tests" / "scripts" / "train.py"
+KEYS = {
+    "strategy",
+    "workers",
+    "servers",
+    "wall_s",
+    "samples_per_s",
+    "steps",
+    "bytes_sent",
+    "metrics",
+    "digest",
+}
+EXAMPLES = 1437  # digits to train on
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@cache
+def python(*arguments: str) -> Done:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def polyrhythm(*arguments: object) -> Done:
+    return python("-m", "polyrhythm", *map(str, arguments))
+
+
+def test_alone() -> None:
+    """Without polyrhythm's launcher a script is plain PyTorch."""
+    done = python(str(DIGITS), "--epochs", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "epoch 1" in done.stdout
+    assert "accuracy 0.9" in done.stdout
+
+
+def test_run(runs: str) -> None:
+    """A run trains, ends with a table and names its folder; what workers print has their name before it."""
+    done = polyrhythm("run", TRAIN, "--workers", "4", "--strategy", "async", "--runs", runs)
+    assert done.returncode == 0
+    said = sorted(line for line in done.stderr.splitlines() if not line.startswith("async  "))  # progress
+    assert said == [f"[worker {rank}] worker {rank} is done" for rank in range(4)]
+    head, _, row, *rest = done.stdout.splitlines()
+    assert head.startswith("strategy")
+    assert row.startswith("async")
+    assert Path(rest[-1].removeprefix("folder: "), "summary.json").is_file()
+
+
+def test_json(runs: str) -> None:
+    """With --json standard output is one JSON object, whatever the script and its children print there."""
+    script = Path(runs, "loud.py")
+    script.write_text(
+        TRAIN.read_text().replace("    steps, loss", "    os.system('echo loud')\n    steps, loss")
+    )
+    for command in ("run", "simulate"):
+        done = polyrhythm(command, script, "-n", "2", "-s", "async", "--runs", runs, "--json")
+        assert done.returncode == 0
+        assert done.stdout.count("\n") == 1
+        summary = json.loads(done.stdout)
+        assert summary.keys() >= KEYS
+        assert summary["staleness"].keys() == {"mean", "p95", "max"}
+        assert (summary["strategy"], summary["workers"], summary["servers"]) == ("async", 2, 1)
+        assert done.stderr.count("loud") == 2
+        assert "[worker 1] worker 1 is done" in done.stderr
+
+
+def test_script_arguments_and_no_server(runs: str) -> None:
+    """What follows -- is the script's; all-reduce has no server."""
+    done = polyrhythm("run", DIGITS, "-s", "allreduce", "--runs", runs, "--json", "--", "--epochs", "2")
+    summary = json.loads(done.stdout)
+    assert summary["servers"] == 0
+    assert summary["samples"] == 2 * EXAMPLES
+    assert summary["metrics"]["epoch"] == 1
+    assert summary["metrics"]["accuracy"] > 0.85
+
+
+def test_strategy_of_the_script(runs: str) -> None:
+    """The strategy in the script counts, servers included, unless the command line gives one."""
+    asked = ("--runs", runs, "--json", "--", "--strategy", "async")
+    summary = json.loads(polyrhythm("run", TRAIN, *asked).stdout)
+    assert (summary["strategy"], summary["servers"]) == ("async", 1)
+    assert json.loads(Path(summary["folder"], "config.json").read_text())["strategy"] == "async"
+    summary = json.loads(polyrhythm("run", TRAIN, "-s", "local:4", *asked).stdout)
+    assert (summary["strategy"], summary["servers"]) == ("local:4", 0)
+
+
+def test_simulate(runs: str) -> None:
+    """Sixty-four virtual workers train on a described cluster, twice with the same bits."""
+    cluster = ROOT / "examples" / "cluster.toml"
+    command = ["simulate", DIGITS, "-n", 64, "-s", "async", "--cluster", cluster, "--json", "--runs", runs]
+    first, second = (
+        json.loads(polyrhythm(*command, "--name", name, "--", "--epochs", "3").stdout) for name in "ab"
+    )
+    assert first["samples"] == 3 * EXAMPLES
+    assert first["staleness"]["max"] >= 1
+    assert first["metrics"]["accuracy"] > 0.2  # a guess has 0.1; gradients are 63 updates late
+    assert {**first, "folder": ""} == {**second, "folder": ""}
+
+
+def test_missing_data(runs: str) -> None:
+    """An example whose data is missing says how to get it, alone and in a run, and shows no traceback."""
+    done = polyrhythm("run", FASHION, "--runs", runs, "--", "--data", "/nowhere")
+    alone = python(str(FASHION), "--data", "/nowhere")
+    assert (done.returncode, alone.returncode) == (2, 1)
+    for error in (done.stderr, alone.stderr):
+        assert error.count("\n") == 1
+        assert "/nowhere" in error
+        assert "get the data with" in error
+
+
+def test_strategies() -> None:
+    """Every strategy is listed with its fields, their defaults and its paper."""
+    done = polyrhythm("strategies")
+    for row in describe("strategy"):
+        block = next(
+            part for part in done.stdout.split("\n\n") if part.partition("\n")[0].split(":")[0] == row.name
+        )
+        assert row.paper in block
+        assert all(f"{name} = {default}" in block for name, _, default in row.fields)
+    listed = json.loads(polyrhythm("strategies", "--json").stdout)
+    assert [each["name"] for each in listed] == [row.name for row in describe("strategy")]
+
+
+@pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["strategies"], ["run", "missing.py"]])
+def test_no_torch(command: list[str]) -> None:
+    """Help and mistakes are answered without importing torch."""
+    code = (
+        "import sys; from polyrhythm.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = python("-c", code, *command)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr

@@ -1,0 +1,162 @@
+"""What the documents say is so: tables, links, examples and code."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import polyrhythm as pr
+import polyrhythm.codecs
+import polyrhythm.strategies
+from polyrhythm.strategy import Row, describe
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def modules() -> list[ModuleType]:
+    return [
+        importlib.import_module(module.name)
+        for package in (polyrhythm.strategies, polyrhythm.codecs)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+
+
+@pytest.mark.parametrize("row", describe(), ids=lambda row: row.name)
+def test_the_table_of_strategies(row: Row) -> None:
+    """Each strategy has its line in the README: its name, its sentence and its paper, as in the code."""
+    lines = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| `")]
+    table = {re.match(r"\w+", cells[0].strip(" `"))[0]: [cell.strip() for cell in cells] for cells in lines}
+    name, summary, paper = table[row.name]
+    assert (summary, paper) == (row.summary, row.paper)
+    bare = pr.Strategy.registry[row.name].main
+    assert name == (f"`{row.name}:{bare}`" if bare else f"`{row.name}`")
+
+
+def test_the_table_of_strategies_has_no_others() -> None:
+    """What is not registered is not promised; every codec is mentioned."""
+    names = re.findall(r"^\| `(\w+)", README, re.MULTILINE)
+    assert names == [row.name for row in describe()]
+    assert all(f"`{row.name}`" in README for row in describe("codec"))
+
+
+def test_what_the_text_names_can_be_parsed() -> None:
+    """Every strategy with fields or a codec that is written in code means something."""
+    texts = re.findall(r"`((?:allreduce|async|local|sync)[:+][^`]+)`", README)
+    assert len(texts) >= 3
+    for text in texts:
+        if text != "local:period":
+            pr.parse(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """Every relative link leads to a file."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"\w+:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_docstrings(module: ModuleType) -> None:
+    """The examples in the docstrings of strategies and codecs give what they say, and each has one."""
+    found = doctest.testmod(module)
+    assert found.failed == 0 and found.attempted > 0
+
+
+def test_python_blocks_compile() -> None:
+    """The README's Python is Python."""
+    found = blocks(README, "python")
+    assert any("class LocalSGD" in block for block in found)
+    for block in found:
+        ast.parse(block)
+
+
+def test_local_sgd_is_as_shown() -> None:
+    """The step of the README's LocalSGD is that of the package, word for word."""
+
+    def step(text: str) -> str:
+        (method,) = (
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef) and node.name == "step"
+        )
+        return ast.unparse(method.body)
+
+    (shown,) = (block for block in blocks(README, "python") if "class LocalSGD" in block)
+    assert step(shown) == step((ROOT / "polyrhythm/strategies/averaging.py").read_text(encoding="utf-8"))
+
+
+def test_shown_commands_name_what_exists() -> None:
+    """Files in the README's commands are there, and its strategies mean something."""
+    commands = [
+        shlex.split(line[2:], comments=True)
+        for block in blocks(README, "console")
+        for line in block.splitlines()
+    ]
+    assert len(commands) >= 6
+    for command in commands:
+        for option, value in pairwise(command):
+            if option == "--strategy":
+                pr.parse(value)
+        for word in command:
+            if word.startswith("examples/"):
+                assert (ROOT / word).is_file()
+
+
+def test_the_digits_train_as_their_docstring_says(tmp_path: Path) -> None:
+    """Each command in it works as written; the other example needs data that has to be fetched first."""
+    digits = ROOT / "examples" / "digits.py"
+    for line in (ast.get_docstring(ast.parse(digits.read_text(encoding="utf-8"))) or "").splitlines():
+        if line.startswith(("python ", "polyrhythm ")):
+            words = [str(digits) if word == "examples/digits.py" else word for word in shlex.split(line)]
+            words = words[1:] if words[0] == "python" else ["-m", *words]
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(
+                [sys.executable, *words],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env=environment,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_begin_with_how_to_start_them(example: Path) -> None:
+    """The commands in an example's docstring name this file and options it knows, and so does its --help."""
+    text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
+    commands = [
+        shlex.split(line) for line in text.splitlines() if line.startswith(("python ", "polyrhythm "))
+    ]
+    assert len(commands) >= 2
+    done = subprocess.run(
+        [sys.executable, str(example), "--help"],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    for command in commands:
+        assert f"examples/{example.name}" in command
+        own = command[command.index("--") + 1 :] if command[0] == "polyrhythm" else command[2:]
+        assert all(option in done.stdout for option in own if option.startswith("--"))
+        if "--strategy" in command:
+            pr.parse(command[command.index("--strategy") + 1])

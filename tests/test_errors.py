@@ -1,0 +1,141 @@
+"""A mistake is answered with one line that says what is wrong and what would work, and an exit code."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.cli import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN, MISTAKES = str(SCRIPTS / "train.py"), str(SCRIPTS / "mistakes.py")
+
+# What is asked for, the exit code, and what the one line must tell.
+COMMANDS = {
+    "unknown strategy": (["-s", "asynk"], 2, "asynk.*did you mean 'async'.*Known: allreduce, async"),
+    "unknown field": (["-s", "async:tau=3"], 2, "no field 'tau'; async has: wait_for, max_staleness, weight"),
+    "value out of range": (["-s", "local:0"], 2, "local:0: period must be 1 or more"),
+    "value of no use": (["-s", "local:x"], 2, "local:x: period takes a whole number, not 'x'"),
+    "more than there are": (["-s", "async:wait_for=3"], 2, "wait_for is 3 but there are 2 workers"),
+    "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
+    "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
+    "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
+    "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce needs no servers; leave"),
+    "unknown option": (["--wrokers", "2"], 2, "unrecognized arguments: --wrokers 2; see .* --help"),
+}
+
+SCRIPT_MISTAKES = {
+    "no_init": (2, r"never called polyrhythm.init\(\) and session.prepare"),
+    "no_prepare": (2, r"never called session.prepare\(model, optimizer, loader\)"),
+    "no_parameters": (2, r"no parameters to train; give the optimizer model.parameters\(\)"),
+    "lbfgs": (2, "LBFGS calls a closure .* use an optimizer such as SGD or Adam"),
+    "sparse_adam": (2, "SparseAdam needs sparse gradients.*use Adam or SGD"),
+    "stream": (2, "IterableDataset|Stream"),
+    "different_models": (1, "worker [01] and worker [01] have different models"),
+    "prepare_twice": (2, r"session.prepare\(\) was called twice"),
+    "consensus_first": (2, r"session.consensus\(\) comes after session.prepare"),
+    "bad_strategy": (2, "unknown strategy 'asink'; did you mean 'async'"),
+}
+
+
+def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the one line."""
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, error = capfd.readouterr()
+    assert not out
+    assert error.startswith("polyrhythm")
+    assert error.count("\n") == 1, error
+    return code, error
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize("what", COMMANDS)
+def test_command(command: str, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrong command is refused before anything starts or is written."""
+    arguments, expected, line = COMMANDS[what]
+    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "runs"), *arguments)
+    assert code == expected
+    assert re.search(line, error)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize("mistake", SCRIPT_MISTAKES)
+def test_script(command: str, mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A script that uses polyrhythm wrongly is told so without a traceback."""
+    expected, line = SCRIPT_MISTAKES[mistake]
+    code, error = ask(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
+    assert re.search(line, error)
+    assert code == expected
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2"])
+def test_nan(command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A gradient that is no number ends the run; the worker and the step where it began are named."""
+    how = ["-s", strategy, "--runs", str(tmp_path)]
+    code, error = ask(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
+    assert code == 1
+    assert re.search(r"worker 1\b.*step 2\b", error)
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_too_many_servers(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """More servers than parameters cannot share them."""
+    how = ["-s", "async", "--servers", "7", "--runs", str(tmp_path)]
+    code, error = ask(capfd, command, MISTAKES, *how, "--", "two_loaders")
+    assert code == 2
+    assert "7 servers for 6 parameters: use at most one per parameter" in error
+
+
+def test_two_loaders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two loaders are no mistake."""
+    assert main(["run", MISTAKES, "--runs", str(tmp_path), "-s", "async", "--", "two_loaders"]) == 0
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_files(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A script that is not there, and a folder that cannot be made, are named."""
+    missing = str(tmp_path / "missing.py")
+    code, error = ask(capfd, command, missing, "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert f"there is no script {missing}; give the path" in error
+    (tmp_path / "file").touch()
+    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "file"))
+    assert code == 2
+    assert re.search(r"cannot make the run folder .*/file/.*: Not a directory; use --runs DIR", error)
+
+
+def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A port that somebody else has is named, and so is one that is no port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, error = ask(capfd, "run", TRAIN, "--listen", address, "--runs", str(tmp_path))
+    assert code == 2
+    assert re.search(rf"cannot listen at {address}: Address already in use; use another port", error)
+    for wrong in ("localhost", "127.0.0.1:http", "127.0.0.1:99999"):
+        code, error = ask(capfd, "run", TRAIN, "--listen", wrong, "--runs", str(tmp_path))
+        assert code == 2
+        assert wrong in error
+        assert "HOST:PORT" in error
+
+
+def test_cluster_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A cluster file that is missing, or has a unit nobody knows, is named with what would work."""
+    file = tmp_path / "office.toml"
+    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert str(file) in error
+    file.write_text('[[hosts]]\ncount = 2\nstep_time = "20 parsecs"\n')
+    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "20 parsecs" in error
+    assert "ms" in error
+    assert not (tmp_path / "runs").exists()
