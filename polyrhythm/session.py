@@ -13,7 +13,6 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -254,12 +253,13 @@ class _Member(Session):
     # --- sharing out --------------------------------------------------------------------------------
 
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
-        def take(epoch: int, batches: int) -> Lease | None:
-            answer = self._seat.request("lease", loader=number, epoch=epoch, batches=batches)
+        def take(epoch: int, batches: int, unseen: int) -> Lease | None:
+            request = {"loader": number, "epoch": epoch, "batches": batches, "unseen": unseen}
+            answer = self._seat.request("lease", **request)
             return None if "over" in answer else Lease(**answer)
 
-        def give_back(lease: Lease) -> None:
-            self._seat.request("give_back", loader=number, **asdict(lease))
+        def give_back(unseen: int) -> None:
+            self._seat.request("give_back", loader=number, unseen=unseen)
 
         return SharedLoader(
             loader,

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from polyrhythm.node import Message, Node, Peer
 
 
-def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, number: int) -> None:
-    """Replaces each tensor by its reduction over all workers; `number` tells this collective from others."""
-    workers = list(node.workers)
+def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], op: str, number: int) -> None:
+    """Replaces each tensor by its reduction over these workers; `number` tells the collectives apart."""
     mine = workers.index(node.me)
     cuts = [split(tensor.numel(), len(workers)) for tensor in tensors]
 
@@ -51,9 +50,8 @@ def all_reduce(node: Node, tensors: Sequence[Tensor], op: str, number: int) -> N
         reply.wait()
 
 
-def broadcast(node: Node, tensors: Sequence[Tensor], root: int, number: int) -> None:
+def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:
     """Overwrites each tensor with that of worker `root`."""
-    workers = list(node.workers)
     if node.rank == root:
         for request in _gather(node, f"broadcast {number}", workers):
             node.answer(request, *tensors)

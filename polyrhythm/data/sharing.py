@@ -23,8 +23,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from polyrhythm.errors import UsageError
 from polyrhythm.worlds.leases import Lease
 
-Take = Callable[[int, int], Lease | None]  # (epoch, its number of batches) -> the next ones to train on
-GiveBack = Callable[[Lease], None]
+# (epoch, its number of batches, how many leased ones are still unseen) -> the next ones to train on
+Take = Callable[[int, int, int], Lease | None]
+GiveBack = Callable[[int], None]  # so many of the leased ones will not be seen: others may have them
 
 
 def mix(*parts: object) -> int:
@@ -59,7 +60,8 @@ class SharedLoader:
         self._rank, self._workers, self._seed = rank, workers, seed
         self._leases, self._counted = leases, counted
         self._drawn: dict[int, list[list[int]]] = {}
-        self._counts: deque[tuple[int, float]] = deque()
+        self._counts: deque[tuple[int, float]] = deque()  # of batches that are drawn and not yet seen
+        self._undrawn = 0  # batches of the present lease that are not even drawn
         several = loader.num_workers if processes else 0
         self._inner: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -84,12 +86,16 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._counts.clear()
+        self._undrawn = 0
         try:
             for batch in self._inner:
                 self._counted(*self._counts.popleft())
                 yield batch
         finally:  # an epoch that is left early is over too
             self.epoch += 1
+            unseen = self._undrawn + len(self._counts)
+            if self._leases is not None and unseen:
+                self._leases[1](unseen)
 
     def indexes(self) -> Iterator[list[int]]:
         """The examples of each batch of this worker in the present epoch."""
@@ -148,17 +154,12 @@ class SharedLoader:
 
     def _leased(self) -> Iterator[tuple[list[int], float]]:
         assert self._leases is not None
-        take, give_back = self._leases
-        batches = len(self._order(self.epoch))
-        while (lease := take(self.epoch, batches)) is not None:
-            done = 0
-            try:
-                for number in range(lease.first, lease.first + lease.count):
-                    done += 1
-                    yield self._order(lease.epoch)[number], 1.0
-            except GeneratorExit:  # the script left its loop: others may have what it has not seen
-                give_back(Lease(lease.epoch, lease.first + done, lease.count - done))
-                raise
+        epoch, batches = self.epoch, len(self._order(self.epoch))
+        while (lease := self._leases[0](epoch, batches, len(self._counts))) is not None:
+            self._undrawn = lease.count
+            for number in range(lease.first, lease.first + lease.count):
+                self._undrawn -= 1
+                yield self._order(lease.epoch)[number], 1.0
 
 
 class _Batches:

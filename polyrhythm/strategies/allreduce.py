@@ -33,8 +33,9 @@ class AllReduce(Strategy):
         if self.codec is None:
             node.all_reduce(*replica.gradient, replica.present, op="mean")
             return
-        coded = [self.codec.encode(part) for part in replica.gradient]
-        node.all_reduce(*coded, replica.present, op="mean")
+        # Divided before it is coded, for the sum of short floats overflows sooner than their mean.
+        coded = [self.codec.encode(part / len(node.workers)) for part in replica.gradient]
+        node.all_reduce(*coded, replica.present, op="sum")
         for part, code in zip(replica.gradient, coded, strict=True):
             part.copy_(self.codec.decode(code, part.numel(), part.dtype))
 

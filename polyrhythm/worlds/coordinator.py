@@ -16,7 +16,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.record import RunFolder, spread
 from polyrhythm.strategy import Strategy, parse
-from polyrhythm.worlds.leases import Lease, Leases
+from polyrhythm.worlds.leases import Leases
 
 COORDINATOR = Peer("coordinator", 0)  # its name on the wire
 
@@ -144,7 +144,9 @@ class Coordinator:
 
     def _on_lease(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         workers = sum(1 for each in self.members if each.role == "worker")
-        lease = self.leases.take(peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers)
+        lease = self.leases.take(
+            peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
+        )
         if lease is None:
             respond({"over": True})
         else:
@@ -152,9 +154,8 @@ class Coordinator:
             respond(asdict(lease))
 
     def _on_give_back(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        lease = Lease(fields["epoch"], fields["first"], fields["count"])
-        self.leases.give_back(peer.rank, fields["loader"], lease)
-        self._event("give back", peer, **fields)
+        returned = self.leases.give_back(peer.rank, fields["loader"], fields["unseen"])
+        self._event("give back", peer, loader=fields["loader"], returned=returned)
         respond({})
 
     def _on_events(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:

@@ -7,6 +7,8 @@ at the latest in the next epoch. No I/O here: the coordinator asks and tells.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST = 8
@@ -21,22 +23,38 @@ class Lease:
     count: int
 
 
+def _last(leases: Sequence[Lease], count: int) -> list[Lease]:
+    """The last `count` batches of these leases."""
+    kept: list[Lease] = []
+    for lease in reversed(leases):
+        some = min(lease.count, count)
+        if some:
+            kept.insert(0, Lease(lease.epoch, lease.first + lease.count - some, some))
+        count -= some
+    return kept
+
+
 class Leases:
     """The leases of a run, for each of its loaders."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self._next: dict[tuple[int, int], int] = {}
-        self._held: dict[tuple[int, int], Lease] = {}
+        self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
         self._returned: dict[int, list[Lease]] = {}
 
-    def take(self, worker: int, loader: int, epoch: int, batches: int, workers: int) -> Lease | None:
-        """The next batches for a worker, which has done with those it held; None when the epoch is over."""
-        self._held.pop((worker, loader), None)
+    def take(
+        self, worker: int, loader: int, epoch: int, batches: int, workers: int, unseen: int = 0
+    ) -> Lease | None:
+        """The next batches for a worker; None when the epoch is over.
+
+        The worker has done with those it held, but for the last `unseen` ones, which it has loaded ahead.
+        """
         self.epoch = max(self.epoch, epoch)
+        held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
         lease = self._take(loader, epoch, batches, workers)
         if lease is not None:
-            self._held[worker, loader] = lease
+            held.append(lease)
         return lease
 
     def _take(self, loader: int, epoch: int, batches: int, workers: int) -> Lease | None:
@@ -51,18 +69,16 @@ class Leases:
         self._next[loader, epoch] = first + count
         return Lease(epoch, first, count)
 
-    def give_back(self, worker: int, loader: int, lease: Lease) -> None:
-        """A worker will not train on these: they are to be handed out again."""
-        self._held.pop((worker, loader), None)
-        if lease.count:
-            self._returned.setdefault(loader, []).append(lease)
+    def give_back(self, worker: int, loader: int, unseen: int) -> int:
+        """A worker will not train on the last `unseen` batches it holds: they are to be handed out again."""
+        returned = _last(self._held.pop((worker, loader), []), unseen)
+        self._returned.setdefault(loader, []).extend(returned)
+        return sum(lease.count for lease in returned)
 
     def lose(self, worker: int) -> int:
         """A worker is gone: what it held is to be handed out again. Returns the number of batches."""
-        held = [(loader, lease) for (who, loader), lease in self._held.items() if who == worker]
-        for loader, lease in held:
-            self.give_back(worker, loader, lease)
-        return sum(lease.count for _, lease in held)
+        loaders = [loader for who, loader in self._held if who == worker]
+        return sum(self.give_back(worker, loader, sys.maxsize) for loader in loaders)
 
     @property
     def undone(self) -> int:

@@ -91,6 +91,7 @@ class ProcessNode(Node):
         self._memory = torch.frombuffer(self._view, dtype=torch.uint8) if arenas else torch.empty(0)
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
+        self._crew: tuple[Peer, ...] = ()  # who takes part in collectives: all workers, or it is an error
         self._changed = False
         self._collectives = 0
         self._lines: list[dict[str, Any]] = []
@@ -119,6 +120,7 @@ class ProcessNode(Node):
             if peer != self.me:
                 self.transport.introduce(peer, address)
             self._present[role] = sorted([*self._present[role], peer])
+        self._crew = tuple(self._present["worker"])
 
     def _left(self, notice: Incoming) -> None:
         peer = Peer(notice.fields["role"], notice.fields["rank"])
@@ -176,13 +178,13 @@ class ProcessNode(Node):
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         self._collectives += 1
-        if len(self.workers) > 1:
-            direct.all_reduce(self, tensors, op, self._collectives)
+        if len(self._crew) > 1:
+            direct.all_reduce(self, self._crew, tensors, op, self._collectives)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._collectives += 1
-        if len(self.workers) > 1:
-            direct.broadcast(self, tensors, root, self._collectives)
+        if len(self._crew) > 1:
+            direct.broadcast(self, self._crew, tensors, root, self._collectives)
 
     # --- the rest -----------------------------------------------------------------------------------
 

@@ -308,22 +308,30 @@ def test_what_is_given_back_comes_again() -> None:
     """The rest of a lease is the next one's, in the same epoch or a later one, but not in an earlier one."""
     leases = Leases()
     assert leases.take(0, 0, 3, 16, 1) == Lease(3, 0, 8)
-    leases.give_back(0, 0, Lease(3, 5, 3))
+    assert leases.give_back(0, 0, 3) == 3
     assert leases.undone == 3 and leases.lose(0) == 0
     assert leases.take(1, 0, 2, 1, 1) == Lease(2, 0, 1)
     assert leases.take(1, 0, 4, 16, 1) == Lease(3, 5, 3)
-    leases.give_back(1, 0, Lease(3, 8, 0))
-    assert leases.undone == 0
+    assert leases.give_back(1, 0, 0) == leases.undone == 0
+
+
+def test_what_is_loaded_ahead_is_still_held() -> None:
+    """A worker that is lost returns what it had leased and not seen, over several leases, and no more."""
+    leases = Leases()
+    assert leases.take(0, 0, 0, 40, 1) == Lease(0, 0, 8)
+    assert leases.take(0, 0, 0, 40, 1, unseen=3) == Lease(0, 8, 8)
+    assert leases.lose(0) == 3 + 8
+    assert leases.take(1, 0, 0, 40, 1) == Lease(0, 5, 3) and leases.take(1, 0, 0, 40, 1) == Lease(0, 8, 8)
 
 
 def leased(leases: Leases, rank: int, workers: int, make: Any, seed: int = 0) -> Shared:
     """A worker's loader that leases from `leases`."""
 
-    def take(epoch: int, batches: int) -> Lease | None:
-        return leases.take(rank, 0, epoch, batches, workers)
+    def take(epoch: int, batches: int, unseen: int) -> Lease | None:
+        return leases.take(rank, 0, epoch, batches, workers, unseen)
 
-    def give_back(lease: Lease) -> None:
-        leases.give_back(rank, 0, lease)
+    def give_back(unseen: int) -> None:
+        leases.give_back(rank, 0, unseen)
 
     return Shared(make(), rank, workers, seed=seed, leases=(take, give_back))
 
@@ -353,12 +361,7 @@ def test_a_leased_epoch_is_a_partition(size: int, batch: int, workers: int, seed
     assert {factor for each in shared for _, factor in each.counts} == {1.0}
 
 
-AHEAD = pytest.mark.xfail(
-    reason="batches that processes have loaded ahead count as done: they are not given back"
-)
-
-
-@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=AHEAD)])
+@pytest.mark.parametrize("loaders", [0, 2])
 def test_who_leaves_early_gives_the_rest_back(loaders: int) -> None:
     """After a `break` the epoch is over for that worker, and the others get what it has not seen."""
 

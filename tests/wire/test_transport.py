@@ -477,9 +477,8 @@ def test_lost_ends_waits_and_names_all():
         worker.send(SERVER, "last words")
         pending = worker.ask(SERVER, "push")
         threading.Timer(0.2, worker.lost, (SERVER, "its process ended")).start()
-        expected = (
-            r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its process ended$"
-        )
+        expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its "
+        expected += "process ended$"
         with pytest.raises(PeerLost, match=expected):
             pending.wait()
         with pytest.raises(

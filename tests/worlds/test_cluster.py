@@ -142,7 +142,7 @@ def test_links_are_full_duplex_and_separate(tmp_path: Path) -> None:
 
 
 def test_a_wide_link_takes_several_narrow_ones_at_once(tmp_path: Path) -> None:
-    """Three workers at 1 MB/s share a server's 2 MB/s: two arrive undisturbed, the third brings it to 1.5 s."""
+    """Three workers at 1 MB/s share a server's 2 MB/s: two arrive undisturbed, the third does not."""
     these = costs(tmp_path, LINKS)
     assert [deliver(these, worker, S0, MB, 0.0) for worker in (W0, W1, W2)] == pytest.approx([1.3, 1.3, 1.8])
 
