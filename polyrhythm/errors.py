@@ -31,7 +31,7 @@ class NotFinite(PolyrhythmError):
     """A gradient holds NaN or infinity; names the worker and the step."""
 
 
-class Interrupted(PolyrhythmError):
+class Interrupted(BaseException):
     """Ctrl-C, or a polite request to end: what a run hears; its caller gets a KeyboardInterrupt."""
 
     exit_code = 130

@@ -8,6 +8,7 @@ changes of membership), `summary.json` and `consensus.safetensors` (the final pa
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -56,6 +57,14 @@ class RunFolder:
         self._metrics.write(_json.encode(line) + b"\n")
         self._metrics.flush()
         self._events.flush()
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def discard(self) -> None:
+        """Removes the folder of a run that never began."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def consensus(self, blob: bytes | memoryview) -> None:
         """The final parameters, already in safetensors form; in place only once whole."""

@@ -159,6 +159,10 @@ class Replica:
             self.gather()
             self._before = tuple(vector.clone() for vector in self.gradient)
 
+    def before_anything(self) -> None:
+        """Nothing was accumulated before what `.grad` holds now."""
+        self._before = tuple(torch.zeros_like(vector) for vector in self.gradient) if self._scale != 1 else ()
+
     def after_backward(self) -> None:
         """Brings the new gradient into the flat vector, scaled, and sums it up: NaN stays in a sum."""
         self.gather()

@@ -7,11 +7,12 @@ flat vectors, an optimizer whose `step()` is the strategy's, and its share of th
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import random
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from polyrhythm.data.sharing import SharedLoader, mix
+from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
 from polyrhythm.replica import Layout, Replica, Shard, check_optimizer
@@ -55,6 +56,10 @@ class Seat(ABC):
     def computed(self) -> None:
         """One backward pass is done; a simulated world lets its time pass."""
 
+    def away(self) -> AbstractContextManager[None]:
+        """Around whatever may let other nodes of this process run: keeps random numbers apart."""
+        return nullcontext()
+
     @abstractmethod
     def flush(self) -> None:
         """Hands in what is left of the event log."""
@@ -86,6 +91,7 @@ class Session:
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
+        self._copy: nn.Module | None = None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
         """Call once, with the model, its optimizer and the training loader; go on with what it returns."""
@@ -107,7 +113,10 @@ class Session:
         """
         if self._model is None:
             raise UsageError("session.consensus() comes after session.prepare(model, optimizer, loader)")
-        return self._model
+        if self._copy is None:
+            self._copy = copy.deepcopy(self._model)
+        self._copy.load_state_dict(self._model.state_dict())
+        return self._copy.train(self._model.training)
 
 
 class _Member(Session):
@@ -127,7 +136,7 @@ class _Member(Session):
         self._mark = self._exchange = self._compute = self._wait = 0.0
         self._charged = False
         # The same on every node, so that all build the same model.
-        _seed("model", self.seed)
+        seed_all(mix("model", self.seed))
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
         if self._replica is not None:
@@ -146,12 +155,15 @@ class _Member(Session):
             )
         replica = self._replica = Replica(model, optimizer, node.empty)
         self._seat.request("prepared", layout=replica.layout.hash)
-        _seed("worker", self.seed, self.rank)  # from here on each draws its own
+        seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = [self._share(loader, number) for number, loader in enumerate(loaders)]
         optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
+        if node.servers:
+            _refuse_loading(model, optimizer)
         _watch_backward()
-        self.strategy.start(node, replica)
+        with self._seat.away():
+            self.strategy.start(node, replica)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -168,7 +180,7 @@ class _Member(Session):
     def consensus(self) -> nn.Module:
         if self._replica is None:
             return super().consensus()
-        with torch.no_grad():
+        with torch.no_grad(), self._seat.away():
             return self._replica.shown(self.strategy.consensus(self._node, self._replica))
 
     def close(self) -> None:
@@ -199,11 +211,11 @@ class _Member(Session):
             self._complete(self._replica)
 
     def _complete(self, replica: Replica) -> None:
-        self._seat.computed()
-        self._charged = True
-        replica.after_backward()
-        before = self._node.now()
-        with torch.no_grad():
+        with torch.no_grad(), self._seat.away():
+            self._seat.computed()
+            self._charged = True
+            replica.after_backward()
+            before = self._node.now()
             self.strategy.ready(self._node, replica)
         replica.bind()
         self._exchange += self._node.now() - before
@@ -226,13 +238,13 @@ class _Member(Session):
         if self._charged:
             replica.gather()
         else:  # gradients that did not come by `backward()`
-            replica.before_backward()
+            replica.before_anything()
             self._complete(replica)
         self._charged = False
         replica.steps += 1
         replica.check_finite(node.me)
         before = node.now()
-        with torch.no_grad():
+        with torch.no_grad(), self._seat.away():
             self.strategy.step(node, replica)
         after = node.now()
         wait = after - before + self._exchange
@@ -291,10 +303,15 @@ class _Member(Session):
         raise ServerDone
 
 
-def _seed(*parts: object) -> None:
-    torch.manual_seed(mix(*parts))
-    np.random.seed(mix(*parts) & 0xFFFFFFFF)
-    random.seed(mix(*parts))
+def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Where servers hold the parameters and the optimizer's state, what is loaded into a worker is lost."""
+
+    def refuse(what: object, *_: object) -> None:
+        if what is model or what is optimizer:
+            raise UsageError("load_state_dict() comes before session.prepare(): the servers start from it")
+
+    model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
+    optimizer.register_load_state_dict_post_hook(refuse)
 
 
 def _pack(vectors: Sequence[Tensor], model: nn.Module) -> tuple[str, bytes]:

@@ -619,12 +619,12 @@ def test_nobody_sets_the_pace_of_async(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_an_allreduce_takes_the_time_of_a_ring(simulate: Any, workers: int) -> None:
-    """2(n-1) rounds, each of two latencies and an n-th of the bytes."""
+def test_an_allreduce_takes_two_hops(simulate: Any, workers: int) -> None:
+    """Two hops of two latencies each, and 2(n-1)/n of the bytes over every link."""
     cluster = '[[hosts]]\nstep_time = "10 ms"\nbandwidth = "1 Gbit/s"\nlatency = "0.1 ms"'
-    ring = 2 * (workers - 1) * (2e-4 + (BYTES + 4 * TENSORS) / workers / 125e6)
+    time = 2 * 2e-4 + 2 * (workers - 1) / workers * (BYTES + 4 * TENSORS) / 125e6
     for line in events(simulate(Script(), "allreduce", workers, cluster=cluster), "step"):
-        assert line["wait_s"] == pytest.approx(ring, rel=1e-9)
+        assert line["wait_s"] == pytest.approx(time, rel=1e-9)
         assert line["compute_s"] == pytest.approx(0.010, rel=1e-9) or line["step"] == 1
 
 

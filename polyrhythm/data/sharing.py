@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -32,6 +34,13 @@ def mix(*parts: object) -> int:
     """One seed from several values, the same in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch, numpy and Python's own random numbers."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 class SharedLoader:
@@ -116,14 +125,17 @@ class SharedLoader:
         """The batches of an epoch as one machine would see them."""
         if epoch not in self._drawn:
             self._drawn = {old: self._drawn[old] for old in sorted(self._drawn)[-1:]}
+            others = np.random.get_state(), random.getstate()
             with torch.random.fork_rng(devices=[]):
                 seed = mix("order", self._seed, epoch)
-                torch.manual_seed(seed)
+                seed_all(seed)
                 generator = getattr(self.loader.sampler, "generator", None)
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(seed)
                 assert self.loader.batch_sampler is not None
                 self._drawn[epoch] = [list(batch) for batch in self.loader.batch_sampler]
+            np.random.set_state(others[0])
+            random.setstate(others[1])
         return self._drawn[epoch]
 
     def _dealt(self) -> Iterator[tuple[list[int], float]]:

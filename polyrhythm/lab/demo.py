@@ -28,6 +28,9 @@ def main() -> int:
             )
             print(f"done: {summary['folder']}", flush=True)
             rows.append(row(summary))
+    except KeyboardInterrupt:
+        print("polyrhythm: interrupted", file=sys.stderr)
+        return 130
     except PolyrhythmError as error:
         print(f"polyrhythm: {error}", file=sys.stderr)
         return error.exit_code

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.coordinator import Coordinator
 
 Summary = dict[str, Any]
+MOST = 1024  # processes that one host is asked to run
 
 
 def run(
@@ -43,7 +44,11 @@ def run(
     from polyrhythm.launch.local import Launcher, polite
 
     what = Program(program, arguments)
-    chosen = _check(strategy, workers, servers)
+    chosen = _check(strategy, workers, servers, seed, threads)
+    if workers + servers > MOST:
+        raise UsageError(f"{workers + servers} processes are more than {MOST}; use fewer, or simulate them")
+    if not 0 < timeout < float("inf"):
+        raise UsageError(f"timeout is {timeout}; it must be a number of seconds above 0")
     port = re.fullmatch(r"tcp:(?:\[.*\]|[^:]*):(\d{1,5})", listen)
     if listen != "unix:" and (port is None or int(port[1]) >= 1 << 16):
         where = listen.removeprefix("tcp:")
@@ -54,13 +59,20 @@ def run(
         if folder is not None:
             folder.config(config)
         with polite():
-            launcher = Launcher(
-                what, workers=workers, servers=servers, strategy=chosen, seed=seed, threads=threads,
-                wait=timeout, listen=listen, folder=folder, screen=screen,
-            )  # fmt: skip
+            try:
+                launcher = Launcher(
+                    what, workers=workers, servers=servers, strategy=chosen, seed=seed, threads=threads,
+                    wait=timeout, listen=listen, folder=folder, screen=screen,
+                )  # fmt: skip
+            except UsageError:
+                if folder is not None:
+                    folder.discard()
+                raise
             coordinator = launcher.run()
         _settled(folder, config, coordinator)
         return _summary(coordinator)
+    except Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         _close(folder)
 
@@ -85,7 +97,7 @@ def simulate(
     one all hosts are equal and the network is free. The same seed gives the same result, bit for bit.
     """
     what = Program(program, arguments)
-    chosen = _check(strategy, workers, servers)
+    chosen = _check(strategy, workers, servers, seed, threads)
     from polyrhythm.worlds.cluster import Cluster
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
@@ -124,12 +136,18 @@ def simulate(
         _close(folder)
 
 
-def _check(strategy: str | Strategy | None, workers: int, servers: int) -> Strategy | None:
+def _check(
+    strategy: str | Strategy | None, workers: int, servers: int, seed: int, threads: int
+) -> Strategy | None:
     """All that can be known to be wrong before anything starts."""
     if workers < 1:
         raise UsageError(f"workers is {workers}; there must be 1 or more")
     if servers < 0:
         raise UsageError(f"servers is {servers}; there cannot be fewer than 0")
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(f"seed is {seed}; it must be between 0 and 2^63 - 1")
+    if threads < 0:
+        raise UsageError(f"threads is {threads}; there must be 1 or more, or 0 to share out the cores")
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     if chosen is not None:
         if servers and not chosen.servers:
@@ -139,6 +157,8 @@ def _check(strategy: str | Strategy | None, workers: int, servers: int) -> Strat
 
 
 def _folder(runs: str | Path | None, name: str | None, strategy: Strategy | None) -> RunFolder | None:
+    if name is not None and Path(name).name != name:
+        raise UsageError(f"{name!r} cannot be the name of a run; it must be a plain folder name")
     return None if runs is None else RunFolder(Path(runs), name or name_run(str(strategy or "script")))
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
+from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError, WaitError
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
 from polyrhythm.launch.zygote import Passport, Zygote
@@ -139,8 +139,12 @@ class Launcher:
 
         def respond(fields: dict[str, Any]) -> None:
             if incoming.asked:
-                with contextlib.suppress(PolyrhythmError):
+                try:
                     transport.answer(incoming, fields=fields)
+                except WaitError:
+                    pass  # it is gone, and its end will be reported
+                except PolyrhythmError as error:
+                    self.coordinator.fail(str(error), error.exit_code)
 
         if incoming.kind == "join":
             transport.introduce(incoming.sender, incoming.fields["address"])
@@ -151,7 +155,9 @@ class Launcher:
         assert transport is not None
         for other in list(self.coordinator.members):
             with contextlib.suppress(PolyrhythmError):
-                transport.send(other, "left", fields={"role": peer.role, "rank": peer.rank, "reason": reason})
+                # No second try: one that cannot be reached is dead too, and word of it is on its way.
+                fields = {"role": peer.role, "rank": peer.rank, "reason": reason}
+                transport.send(other, "left", fields=fields, retry=False)
         transport.lost(peer, reason)
 
     def _start_servers(self, count: int) -> None:
@@ -192,6 +198,9 @@ class Launcher:
                 self.coordinator.fail("the process that forks the nodes is gone; was it killed?")
         elif words[0] == "ready":
             self._ready = True
+        elif words[0] == "failed":
+            with self._lock:
+                self.coordinator.fail(str(words[1]))
         elif words[0] == "exit":
             peer, status = Peer(str(words[1]), int(str(words[2]))), int(str(words[3]))
             self._alive.discard(peer)

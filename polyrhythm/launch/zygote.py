@@ -72,8 +72,8 @@ class Zygote:
             self._socket.send(json.dumps(["kill", int(number)]).encode())
 
     def hear(self) -> list[object]:
-        """What the zygote says next: ["ready"], ["forked", role, rank, pid], ["exit", role, rank, status],
-        or [] when it is gone."""
+        """What the zygote says next: ["ready"], ["failed", why], ["forked", role, rank, pid],
+        ["exit", role, rank, status], or [] when it is gone."""
         try:
             data = self._socket.recv(_LIMIT)
         except ConnectionError:
@@ -115,8 +115,11 @@ class _Forker:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # it would start threads on import
         # Every optimizer imports the compiler on first use: once here, instead of in every node.
-        for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
-            import_module(name)
+        try:
+            for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
+                import_module(name)
+        except Exception as error:
+            return self._say("failed", f"torch cannot be imported: {error!r}")
         try:
             self._say("ready")
             while True:

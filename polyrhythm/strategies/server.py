@@ -187,7 +187,7 @@ class Sync(ParameterServer):
     """The server waits for a push of every worker, applies their mean, and answers all (hard synchronous).
 
     G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
-    `allreduce`.
+    `allreduce`, unless the script clips: a worker clips its own gradient before it is pushed.
 
     >>> import polyrhythm as pr
     >>> pr.parse("sync").lockstep

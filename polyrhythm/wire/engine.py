@@ -133,9 +133,6 @@ class Engine:
                             os.read(self._alarm, 4096)
                     elif file in self._channels:
                         self._read(self._channels[file])
-                if self._waiting:
-                    with self._lock:
-                        self._changed.notify_all()
         finally:
             with self._lock:
                 self._leader = None
@@ -144,13 +141,22 @@ class Engine:
                     self._changed.notify_all()
 
     def _read(self, channel: Channel) -> None:
-        file = channel.fileno()
-        if not self._take(channel):
+        alive = self._take(channel)
+        if self._waiting:
             with self._lock:
-                del self._channels[file]
+                self._changed.notify_all()
+        if not alive:
+            self.drop(channel)
+
+    def drop(self, channel: Channel) -> None:
+        """Forgets a connection that has ended."""
+        with self._lock:
+            if self._channels.get(channel.fileno()) is not channel:
+                return
+            del self._channels[channel.fileno()]
             with contextlib.suppress(KeyError):
-                self._poll.unregister(file)
-            channel.release()
+                self._poll.unregister(channel.fileno())
+        channel.release()
 
     def _background(self) -> None:
         while not self._closing.wait(IDLE):

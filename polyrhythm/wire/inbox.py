@@ -2,8 +2,8 @@
 
 A sender whose connection broke sends its request again under the same sequence number. The inbox knows the
 sequence numbers of each peer: a repeated one-way message is dropped; a repeated ask that is still unanswered
-only says where the answer must go now; and one whose answer went down with the connection is handed up again,
-marked `duplicate`, so that it can be answered again without being applied again.
+only says where the answer must go now; one whose answer went down with the connection gets it again, if that
+was a header only; otherwise it is handed up, marked `duplicate`, to be answered and not applied again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.wire.channel import Channel
-from polyrhythm.wire.frame import Part
+from polyrhythm.wire.frame import Header, Part
 
 REMEMBERED = 1 << 14
 _KEPT = 4
+_ANSWERS = 64
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Flow:
     instance: bytes
     seen: dict[int, None] = field(default_factory=dict)
     unanswered: dict[int, Incoming] = field(default_factory=dict)
+    answers: dict[int, Header] = field(default_factory=dict)  # the last ones that carried no bytes
 
 
 @dataclass(eq=False)
@@ -133,6 +135,9 @@ class Inbox:
             if sequence in flow.seen:
                 if not message.asked:
                     return True
+                if sequence in flow.answers:
+                    line.channel.send(flow.answers[sequence])
+                    return True
                 message.duplicate = True
             flow.seen[sequence] = None
             if len(flow.seen) > REMEMBERED:
@@ -166,6 +171,13 @@ class Inbox:
                     line.resting = line.resting and not rested
                     return message, line if rested else None
         return None
+
+    def remember(self, line: Line, answer: Header) -> None:
+        """Keeps an answer, in case its connection broke before it was read and the ask comes again."""
+        with self._lock:
+            line.flow.answers[answer.reply_to] = answer
+            if len(line.flow.answers) > _ANSWERS:
+                del line.flow.answers[next(iter(line.flow.answers))]
 
     def settle(self, message: Incoming) -> Line:
         """Marks an ask as answered; the connection that the answer must take."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +124,7 @@ class Links:
                 bounds=self._bounds,
                 wait=self._wait,
             )
-            if expected not in (None, channel.peer):
+            if expected not in (None, channel.peer) or channel.peer == self._me.peer:
                 raise WireError(f"{where} is {channel.peer}")
         except BaseException:
             sock.close()
@@ -145,7 +147,9 @@ class Links:
             except OSError:
                 self.closing.wait(0.05)
                 continue
-            if self._strangers.acquire(blocking=False):
+            if not _ours(sock):
+                sock.close()
+            elif self._strangers.acquire(blocking=False):
                 # Numbered here, in the order in which they were made: handshakes may overtake each other.
                 self.spawn(self._greet, sock, next(self._numbers))
             else:
@@ -172,3 +176,11 @@ class Links:
                 thread.start()
         if closing:  # nobody would join the thread; here all that is left is to tidy up
             function(*args)
+
+
+def _ours(sock: socket.socket) -> bool:
+    """Whether a connection within the host is from a process of the same user; others need not even try."""
+    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())

@@ -38,6 +38,7 @@ __all__ = ["Buffer", "Incoming", "Pending", "Transport"]
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
 _DRAIN = 1 << 20
+_BULK = 1 << 16  # bytes of tensors from which on a message is read by a thread of its own
 
 
 class Pending:
@@ -106,7 +107,7 @@ class Transport:
         self._on_error = on_error or logging.getLogger("polyrhythm.wire").warning
         self._inbox = Inbox(queue)
         self._lines: dict[Channel, Line] = {}
-        self._wakes = 0
+        self.wakes = 0
         self._engine = Engine(self._take, str(me))
         self._sequence = itertools.count(1)
         self._lock = threading.Lock()
@@ -132,12 +133,21 @@ class Transport:
         link.address, link.gone = address, None
 
     def send(
-        self, to: Peer, kind: str, buffers: Sequence[Buffer] = (), fields: dict[str, Any] | None = None
+        self,
+        to: Peer,
+        kind: str,
+        buffers: Sequence[Buffer] = (),
+        fields: dict[str, Any] | None = None,
+        retry: bool = True,
     ) -> None:
-        """Sends one way. The buffers may be overwritten as soon as this returns."""
+        """Sends one way. The buffers may be overwritten as soon as this returns.
+
+        Without `retry` a peer that cannot be reached at once counts as lost.
+        """
         parts = _parts(buffers)
         header = Header(_checked(kind), next(self._sequence), 0, False, self.layout, fields or {}, parts)
-        self._deliver(to, kind, lambda channel: channel.send(header, [buffer.view for buffer in buffers]))
+        views = [buffer.view for buffer in buffers]
+        self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
         self._count(buffers)
 
     def ask(
@@ -179,9 +189,14 @@ class Transport:
         """Answers an ask with an error for a person to read."""
         self._reply(to, _REFUSED, {"error": error})
 
-    def receive(self, kinds: Collection[str] = (), timeout: float | None = None) -> Incoming | None:
-        """The next message of these kinds (any, if empty) in order of arrival; None on timeout or `wake`."""
-        began, wakes = time.monotonic(), self._wakes
+    def receive(
+        self, kinds: Collection[str] = (), timeout: float | None = None, since: int | None = None
+    ) -> Incoming | None:
+        """The next message of these kinds (any, if empty) in order of arrival; None on timeout or `wake`.
+
+        `since` is the number of `wakes` that the caller knows of, if not all there were until now.
+        """
+        began, wakes = time.monotonic(), self.wakes if since is None else since
         deadline = began + (self.wait if timeout is None else timeout)
         closing = self._links.closing.is_set
         while (taken := self._inbox.take(kinds)) is None:
@@ -192,13 +207,13 @@ class Transport:
             )
             if closing():
                 raise WaitError(_waited(self.me, waited, "anyone", what, f"{self.me} is closed"))
-            if wakes != self._wakes:
+            if wakes != self.wakes:
                 return None
             if left <= 0:
                 if timeout is None:
                     raise WaitError(_waited(self.me, waited, "anyone", what))
                 return None
-            self._engine.wait(lambda: self._inbox.has(kinds) or wakes != self._wakes or closing(), left)
+            self._engine.wait(lambda: self._inbox.has(kinds) or wakes != self.wakes or closing(), left)
         message, rested = taken
         if rested is not None:
             self._engine.resume(rested.channel)
@@ -206,7 +221,7 @@ class Transport:
 
     def wake(self) -> None:
         """Makes every `receive` that is waiting now return None."""
-        self._wakes += 1
+        self.wakes += 1
         self._engine.notify()
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -251,7 +266,7 @@ class Transport:
 
         self._deliver(pending._to, pending._header.kind, send)
 
-    def _deliver(self, to: Peer, kind: str, send: Callable[[Channel], None]) -> None:
+    def _deliver(self, to: Peer, kind: str, send: Callable[[Channel], None], retry: bool = True) -> None:
         """Calls `send` with a connection to a peer, and again with a new one as long as it breaks."""
         link = self._links[to]
         began, pause = time.monotonic(), 0.002
@@ -267,8 +282,9 @@ class Transport:
                 if time.monotonic() - began > self.wait:
                     why = str(error)
             waited, what = time.monotonic() - began, f"to take in {kind!r}"
-            if link.gone is not None:
-                raise PeerLost(_waited(self.me, waited, to, what, f"{to} is gone: {link.gone}"))
+            if link.gone is not None or not retry:
+                why = f"{to} is gone: {link.gone or 'its connection broke'}"
+                raise PeerLost(_waited(self.me, waited, to, what, why))
             if self._links.closing.is_set():
                 why = f"{self.me} is closed"
             if why:
@@ -286,6 +302,8 @@ class Transport:
     ) -> None:
         header = Header(kind, next(self._sequence), to.sequence, False, self.layout, fields, list(parts))
         line = self._inbox.settle(to)
+        if not views:
+            self._inbox.remember(line, header)
         try:
             line.channel.send(header, views)
         except BlockingIOError:
@@ -304,22 +322,47 @@ class Transport:
 
     def _take(self, channel: Channel) -> bool:
         """Reads what a connection has, a message at least. False when it has come to its end."""
-        line, bad = self._lines[channel], ""
+        line = self._lines[channel]
         try:
             while True:
                 header = channel.receive_header()
-                if header.reply_to:
-                    self._take_answer(line, header)
-                elif not self._take_in(line, header):
+                if header.inline > _BULK:
+                    # A slow sender must not hold up the others: this one message is read apart.
                     self._engine.pause(channel)
+                    self._links.spawn(self._take_bulk, line, header)
                     return True
-                if not channel.ahead:
+                self._take_one(line, header)
+                if line.resting or not channel.ahead:
                     return True
-        except WireError as error:
+        except Exception as error:
+            self._end_channel(channel, error)
+            return False
+
+    def _take_one(self, line: Line, header: Header) -> None:
+        if header.reply_to:
+            self._take_answer(line, header)
+        elif not self._take_in(line, header):
+            self._engine.pause(line.channel)
+            if not line.resting:  # somebody received meanwhile
+                self._engine.resume(line.channel)
+
+    def _take_bulk(self, line: Line, header: Header) -> None:
+        try:
+            self._take_one(line, header)
+        except Exception as error:
+            self._end_channel(line.channel, error)
+            self._engine.drop(line.channel)
+        else:
+            if not line.resting:
+                self._engine.resume(line.channel)
+        self._engine.notify()
+
+    def _end_channel(self, channel: Channel, error: Exception) -> None:
+        """A connection has ended: asks without an answer go out again over another."""
+        bad = ""
+        if isinstance(error, WireError):
             bad = str(error)
-        except OSError:
-            pass
-        except Exception as error:  # no memory, say: the node lives on without this connection
+        elif not isinstance(error, OSError):  # no memory, say: the node lives on without this connection
             bad = f"{self.me} cannot read what {channel.peer} sent: {error!r}"
         channel.close()
         if bad:
@@ -332,7 +375,6 @@ class Transport:
         del self._lines[channel]
         if stranded:
             self._links.spawn(self._repeat, stranded, bad)  # connecting takes its time, and others wait
-        return False
 
     def _repeat(self, stranded: list[Pending], bad: str) -> None:
         for pending in stranded:

@@ -12,7 +12,7 @@ Every worker has a host of its own, every host a link of its own to a network th
     latency = "0.1 ms"         # of its link, one way; ns, us, ms or s (default 0)
 
     [servers]                  # the host of each server: the same keys, but no name and no count
-    step_time = "1 ms"         # what a server takes per update (default 0)
+    step_time = "1 ms"         # what a server takes per push (default 0)
 
     [[stragglers]]             # an episode in which some workers are slower
     workers = [3]              # their ranks; or host = "workstation"
@@ -213,13 +213,23 @@ class Costs:
         return max(free, head + span)
 
     def all_reduce(self, ranks: Sequence[int], nbytes: int) -> float:
-        """How long these workers take to sum `nbytes` each around a ring: 2(n-1) rounds of a part of n."""
+        """How long these workers take to sum `nbytes` each by direct exchange.
+
+        There are two hops, to whoever reduces a slice and back, and on each every link carries all slices
+        but one: 2(n-1)/n of the vector in all.
+        """
         n = len(ranks)
-        if n < 2:
-            return 0.0
-        slowest_pair = sum(sorted(self._latency[rank] for rank in ranks)[-2:])
         narrowest = min(self._bandwidth[rank] for rank in ranks)
-        return 2 * (n - 1) * (slowest_pair + nbytes / n / narrowest)
+        return 2 * self._slowest_pair(ranks) + 2 * (n - 1) / n * nbytes / narrowest
+
+    def broadcast(self, ranks: Sequence[int], root: int, nbytes: int) -> float:
+        """How long it takes until all have asked the root, and it has sent `nbytes` to each of them."""
+        narrowest = min(self._bandwidth[rank] for rank in ranks)
+        sending = (len(ranks) - 1) * nbytes / self._bandwidth[root]
+        return 2 * self._slowest_pair(ranks) + max(sending, nbytes / narrowest)
+
+    def _slowest_pair(self, ranks: Sequence[int]) -> float:
+        return sum(sorted(self._latency[rank] for rank in ranks)[-2:])
 
 
 class _Table:

@@ -161,6 +161,8 @@ class Coordinator:
     def _on_events(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         for line in fields["lines"]:
             self.record(peer, line)
+        if self._folder is not None:
+            self._folder.flush()
         respond({})
 
     def record(self, peer: Peer, line: dict[str, Any]) -> None:
@@ -272,6 +274,7 @@ class Coordinator:
             "staleness": spread(self.staleness),
             "metrics": self.metrics,
             "lost": self.lost,
+            "batches_undone": self.leases.undone,
             "digest": self.digest,
         }
         if self._folder is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ class ProcessNode(Node):
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: tuple[Peer, ...] = ()  # who takes part in collectives: all workers, or it is an error
-        self._changed = False
+        self._notices: deque[tuple[Peer, str]] = deque()  # of nodes that left, in order
         self._collectives = 0
         self._lines: list[dict[str, Any]] = []
         self._totals: dict[str, Any] | None = None
@@ -123,10 +124,10 @@ class ProcessNode(Node):
         self._crew = tuple(self._present["worker"])
 
     def _left(self, notice: Incoming) -> None:
+        """Waits for that node end at once; who is there changes in `receive`, in order and logged."""
         peer = Peer(notice.fields["role"], notice.fields["rank"])
-        self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
+        self._notices.append((peer, notice.fields["reason"]))
         self.transport.lost(peer, notice.fields["reason"])
-        self._changed = True
         self.transport.wake()
 
     # --- messages -----------------------------------------------------------------------------------
@@ -148,13 +149,16 @@ class ProcessNode(Node):
 
     def receive(self, *kinds: str) -> Message | None:
         while True:
-            incoming = self.transport.receive(kinds, timeout=None if not self._changed else 0)
+            wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
+            incoming = self.transport.receive(kinds, timeout=0 if self._notices else None, since=wakes)
             if incoming is not None:
                 message = _message(incoming)
                 self.log("deliver", sender=str(message.sender), sequence=message.sequence, kind=message.kind)
                 return message
-            if self._changed:
-                self._changed = False
+            if self._notices:
+                peer, reason = self._notices.popleft()
+                self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
+                self.log("left", peer=str(peer), reason=reason)
                 return None
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:

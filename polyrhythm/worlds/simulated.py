@@ -7,11 +7,13 @@ is one thread, one queue and one seed, so a run has one result, bit for bit.
 Rules that keep it honest:
 - `Fiber.block` is the only place where a node gives up control.
 - Events at the same time happen in the order they were made.
-- Each worker owns its torch random state, and each fiber its autograd mode; they are swapped at switches.
+- Each worker owns its random states, and each fiber its autograd mode. Torch's are swapped at switches;
+  those of Python and numpy, which strategies do not touch, whenever a worker is away from its script.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import heapq
 import random
@@ -19,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from polyrhythm.collectives.arithmetic import reduce, split
-from polyrhythm.errors import PolyrhythmError, UsageError, WaitError
+from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, _Member, seat, session
 from polyrhythm.worlds.coordinator import Coordinator
@@ -38,10 +40,6 @@ if TYPE_CHECKING:
     from polyrhythm.record import RunFolder
     from polyrhythm.strategy import Strategy
     from polyrhythm.worlds.cluster import Cluster, Costs
-
-
-class Deadlock(WaitError):
-    """Every node waits for another one."""
 
 
 class Loop:
@@ -305,9 +303,11 @@ class SimulatedNode(Node):
             for vectors in zip(*(here[rank][1] for rank in ranks), strict=True):
                 reduce(vectors, detail, vectors)
                 self._count(vectors, ranks)
+            cost = world.costs.all_reduce(ranks, nbytes)
         else:
             self._spread(here, ranks, int(detail))
-        done = world.loop.now + world.costs.all_reduce(ranks, nbytes)
+            cost = world.costs.broadcast(ranks, int(detail), nbytes)
+        done = world.loop.now + cost
         for rank in ranks:
             world.loop.at(done, here[rank][3].resume, None)
 
@@ -368,8 +368,9 @@ class _SimulatedSeat(Seat):
 
         self.node.world.coordinator.handle(self.me, kind, fields, respond)
         blocked = True
-        while not answers:
-            fiber.block("all nodes", "to get as far as", repr(kind))
+        with self.away():
+            while not answers:
+                fiber.block("all nodes", "to get as far as", repr(kind))
         return answers[0]
 
     def join(self, strategy: str | None) -> dict[str, Any]:
@@ -381,6 +382,15 @@ class _SimulatedSeat(Seat):
     def computed(self) -> None:
         world = self.node.world
         self.node._take_time(world.costs.step_time(self.me.rank, world.loop.now))
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        states = np.random.get_state(), random.getstate()
+        try:
+            yield
+        finally:
+            np.random.set_state(states[0])
+            random.setstate(states[1])
 
     def flush(self) -> None:
         pass

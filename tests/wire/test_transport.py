@@ -398,12 +398,25 @@ def test_an_ask_whose_answer_was_lost_comes_again_as_a_duplicate():
         message = server.receive(timeout=5)
         assert not message.duplicate
         message._line.channel.close()
-        server.answer(message)
+        server.answer(message, [floats(6)])
         repeated = server.receive(timeout=5)
         assert repeated.duplicate and repeated.sequence == message.sequence
         assert values(repeated.buffers[0]) == [3]
         server.answer(repeated, fields={"applied": "before"})
         assert pending.wait(5).fields == {"applied": "before"}
+        proxy.close()
+
+
+def test_an_answer_without_bytes_is_repeated_by_itself():
+    with nodes() as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        pending = worker.ask(SERVER, "lease")
+        message = server.receive(timeout=5)
+        message._line.channel.close()
+        server.answer(message, fields={"first": 8})
+        assert server.receive(timeout=0.3) is None
+        assert pending.wait(5).fields == {"first": 8}
         proxy.close()
 
 

@@ -192,17 +192,20 @@ def test_no_link_carries_more_than_its_bandwidth(
         assert sum(nbytes for _, nbytes in own) / 125e6 <= max((a for a, _ in own), default=0.0) + 1e-9
 
 
-def test_all_reduce_is_a_ring(tmp_path: Path) -> None:
+def test_collectives_take_two_hops(tmp_path: Path) -> None:
+    """All-reduce moves 2(n-1)/n of the vector over the narrowest link; the root of a broadcast sends n-1 of it."""
     these = costs(
         tmp_path,
         '[[hosts]]\ncount = 2\nbandwidth = "4 MB/s"\nlatency = "10 ms"\n'
         '[[hosts]]\nbandwidth = "1 MB/s"\nlatency = "50 ms"',
         workers=4,
     )
-    assert these.all_reduce([0], MB) == 0
     assert these.all_reduce([0, 1], MB) == pytest.approx(2 * 0.020 + 2 / 2 * 0.25)
-    assert these.all_reduce([0, 1, 2], MB) == pytest.approx(4 * 0.060 + 4 / 3)
-    assert these.all_reduce([0, 1, 2, 3], MB) == pytest.approx(6 * 0.100 + 6 / 4)
+    assert these.all_reduce([0, 1, 2], MB) == pytest.approx(2 * 0.060 + 4 / 3)
+    assert these.all_reduce([0, 1, 2, 3], MB) == pytest.approx(2 * 0.100 + 6 / 4)
+    assert these.broadcast([0, 1], 0, MB) == pytest.approx(2 * 0.020 + 0.25)
+    assert these.broadcast([0, 1, 2, 3], 0, MB) == pytest.approx(2 * 0.100 + 1)
+    assert these.broadcast([0, 1, 2, 3], 3, MB) == pytest.approx(2 * 0.100 + 3)
 
 
 # Files
