@@ -312,6 +312,7 @@ class Shard:
         self.version = 0
         self.clocks: dict[int, int] = {}
         self.seen: dict[int, int] = {}
+        self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters that came with the last push
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self._slices: list[tuple[int, Tensor, int, int, int]] = []
         self._bounds: list[tuple[int, int]] = []  # of each slice inside its parameter
@@ -370,12 +371,14 @@ class Shard:
         self, gradient: Sequence[Tensor], absent: Sequence[int] = (), groups: Sequence[dict[str, Any]] = ()
     ) -> None:
         """One update of this range by the user's optimizer, with the pusher's hyper-parameters."""
-        for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
-            for key, value in settings.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if groups != self._settings:
+            self._settings = groups
+            for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
+                for key, value in settings.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         missing = set(absent)
         for index, slice_, part, begin, end in self._slices:
             slice_.grad = None if index in missing else gradient[part][begin:end].view(slice_.shape)

@@ -11,12 +11,15 @@ whose nonces are counters and whose length is authenticated, so that none can be
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import socket
 import struct
 import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +76,12 @@ class Channel:
     def ahead(self) -> bool:
         """Whether bytes of a next message have been read already."""
         return self._in.ahead
+
+    def available(self) -> int:
+        """How many bytes have arrived and are not yet read."""
+        size = array.array("i", [0])
+        fcntl.ioctl(self._sock, termios.FIONREAD, size)
+        return size[0]
 
     def send(self, header: Header, buffers: Sequence[memoryview] = ()) -> None:
         """Sends a message. Raises OSError if the connection broke, and BlockingIOError if nobody reads."""

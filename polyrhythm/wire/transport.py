@@ -201,17 +201,11 @@ class Transport:
         closing = self._links.closing.is_set
         while (taken := self._inbox.take(kinds)) is None:
             left = deadline - time.monotonic()
-            waited, what = (
-                time.monotonic() - began,
-                "to send " + (" or ".join(map(repr, sorted(kinds))) or "anything"),
-            )
-            if closing():
-                raise WaitError(_waited(self.me, waited, "anyone", what, f"{self.me} is closed"))
-            if wakes != self.wakes:
-                return None
-            if left <= 0:
-                if timeout is None:
-                    raise WaitError(_waited(self.me, waited, "anyone", what))
+            if closing() or (left <= 0 and timeout is None):
+                what = "to send " + (" or ".join(map(repr, sorted(kinds))) or "anything")
+                why = f"{self.me} is closed" if closing() else ""
+                raise WaitError(_waited(self.me, time.monotonic() - began, "anyone", what, why))
+            if wakes != self.wakes or left <= 0:
                 return None
             self._engine.wait(lambda: self._inbox.has(kinds) or wakes != self.wakes or closing(), left)
         message, rested = taken
@@ -326,7 +320,7 @@ class Transport:
         try:
             while True:
                 header = channel.receive_header()
-                if header.inline > _BULK:
+                if header.inline > _BULK and 2 * channel.available() < header.inline:
                     # A slow sender must not hold up the others: this one message is read apart.
                     self._engine.pause(channel)
                     self._links.spawn(self._take_bulk, line, header)

@@ -193,7 +193,7 @@ def test_no_link_carries_more_than_its_bandwidth(
 
 
 def test_collectives_take_two_hops(tmp_path: Path) -> None:
-    """All-reduce moves 2(n-1)/n of the vector over the narrowest link; the root of a broadcast sends n-1 of it."""
+    """All-reduce moves 2(n-1)/n of the vector over the narrowest link; a broadcast n-1 over its root's."""
     these = costs(
         tmp_path,
         '[[hosts]]\ncount = 2\nbandwidth = "4 MB/s"\nlatency = "10 ms"\n'
