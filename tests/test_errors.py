@@ -24,6 +24,9 @@ COMMANDS = {
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
     "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce needs no servers; leave"),
+    "a large seed": (["--seed", "99999999999999999999"], 2, r"seed is 9+; it must be between 0 and"),
+    "no threads": (["--threads", "-3"], 2, "threads is -3; there must be 1 or more, or 0"),
+    "a path": (["--name", "../../there"], 2, "cannot be the name of a run; it must be a plain folder name"),
     "unknown option": (["--wrokers", "2"], 2, "unrecognized arguments: --wrokers 2; see .* --help"),
 }
 
@@ -37,6 +40,7 @@ SCRIPT_MISTAKES = {
     "different_models": (1, "worker [01] and worker [01] have different models"),
     "prepare_twice": (2, r"session.prepare\(\) was called twice"),
     "consensus_first": (2, r"session.consensus\(\) comes after session.prepare"),
+    "load_late": (2, r"load_state_dict\(\) comes before session.prepare\(\)"),
     "bad_strategy": (2, "unknown strategy 'asink'; did you mean 'async'"),
 }
 
@@ -111,6 +115,23 @@ def test_files(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "file"))
     assert code == 2
     assert re.search(r"cannot make the run folder .*/file/.*: Not a directory; use --runs DIR", error)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        ("--workers", "100000", "processes are more than 1024"),
+        ("--timeout", "nan", "timeout is nan; it must be"),
+    ],
+)
+def test_run_only(
+    option: str, value: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What real processes cannot do is refused before any of them starts."""
+    code, error = ask(capfd, "run", TRAIN, "--runs", str(tmp_path / "runs"), option, value)
+    assert code == 2
+    assert line in error
+    assert not (tmp_path / "runs").exists()
 
 
 def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

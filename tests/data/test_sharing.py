@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from polyrhythm.data.sharing import SharedLoader, mix
 from polyrhythm.errors import UsageError
@@ -397,3 +400,31 @@ def test_a_lockstep_epoch_may_be_left_early(loaders: int) -> None:
     early.counts.clear()
     assert early.batches() == late.batches()
     assert early.counts == late.counts
+
+
+class Shuffled(Sampler[int]):
+    """A sampler that draws from Python's and numpy's random numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.size))
+        random.shuffle(order)
+        return iter([order[place] for place in np.random.permutation(self.size)])
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def test_a_sampler_may_draw_from_any_source() -> None:
+    """Workers whose random states differ draw the same order, and go on with their own numbers."""
+    seen: list[int] = []
+    for rank in range(2):
+        random.seed(rank)
+        np.random.seed(rank)
+        shared = Shared(DataLoader(Numbers(40), batch_size=4, sampler=Shuffled(40)), rank, 2)
+        seen += [index for batch in shared.batches() for index in batch]
+        expected = random.Random(rank).random(), np.random.RandomState(rank).random()
+        assert (random.random(), np.random.random()) == expected
+    assert sorted(seen) == list(range(40))

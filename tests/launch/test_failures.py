@@ -66,6 +66,15 @@ def test_killed_on_its_own(tmp_path: Path) -> None:
     assert set(trained) == set(range(EXAMPLES))
 
 
+def test_two_killed_at_once(tmp_path: Path) -> None:
+    """Two deaths in one moment hold up nobody: the one that is left trains on every example."""
+    error, _, summary = run("async", do="kill two", folder=tmp_path, pause=0.02)
+    assert not error
+    assert set(summary["lost"]) == {"worker 1", "worker 2"}
+    trained = [int(word) for path in tmp_path.glob("examples *") for word in path.read_text().split()]
+    assert set(trained) == set(range(EXAMPLES))
+
+
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_server_killed(strategy: str, tmp_path: Path) -> None:
     """Nobody can go on without a server; the error names it and says what is lost."""

@@ -45,6 +45,12 @@ def no_parameters() -> None:
     pr.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def load_late() -> None:
+    session = pr.init(strategy="sync")
+    model, _, _ = session.prepare(*parts())
+    model.load_state_dict(model.state_dict())
+
+
 def lbfgs() -> None:
     session, (model, _, loader) = pr.init(), parts()
     session.prepare(model, torch.optim.LBFGS(model.parameters()), loader)

@@ -46,6 +46,10 @@ def misbehave(what: str, folder: Path | None) -> None:
         case "kill the server":
             assert folder is not None
             os.kill(int((folder / "server 0").read_text()), signal.SIGKILL)
+        case "kill two":
+            assert folder is not None
+            os.kill(int((folder / "worker 2").read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "vanish":
             os._exit(0)
         case "exit 3":

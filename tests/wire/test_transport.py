@@ -13,7 +13,9 @@ import pytest
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.node import Peer
 from polyrhythm.wire import Arenas, Buffer, Transport
-from polyrhythm.wire.channel import dial, hang_up, listen
+from polyrhythm.wire.channel import dial, hang_up, listen, open_channel
+from polyrhythm.wire.frame import Header, Part, encode
+from polyrhythm.wire.handshake import Identity
 
 KEY = bytes(range(32))
 WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
@@ -586,3 +588,48 @@ def test_a_socket_that_vanishes_in_the_handshake_is_nothing_special():
             socket.socket.close(dial(server.address))
         worker.send(SERVER, "x")
         assert server.receive(timeout=5).kind == "x"
+
+
+def test_a_slow_message_holds_up_nobody_else():
+    """While one worker's push trickles in, another's pull is answered as ever."""
+    slow, stop = Peer("worker", 2), threading.Event()
+    with nodes("tcp:127.0.0.1:0") as (server, worker):
+        identity = Identity(slow, "", os.urandom(16))
+        channel = open_channel(dial(server.address), identity, KEY, dialed=True, where="the server")
+        header = Header("push", 1, 0, True, "", {}, [Part("uint8", 8 << 20)])
+
+        def trickle():
+            for record in channel._seal.records([memoryview(encode(header)), memoryview(bytearray(8 << 20))]):
+                channel._sock.sendall(record)
+                if stop.wait(0.1):
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        pending = worker.ask(SERVER, "pull")
+        server.answer(server.receive(["pull"], timeout=5))
+        pending.wait(5)
+        assert time.monotonic() - began < 1
+        stop.set()
+        thread.join()
+        channel.release()
+
+
+@pytest.mark.parametrize("queue", [1, 2, 64])
+def test_one_who_waits_for_something_else_disturbs_nobody(queue):
+    """With another thread waiting for another kind, a flood is still taken in to its end."""
+    number = 2000
+    with nodes(server={"queue": queue}) as (server, worker):
+        other = threading.Thread(target=server.receive, args=(["other"],), kwargs={"timeout": 60})
+        flood = threading.Thread(
+            target=lambda: [worker.send(SERVER, "m", fields={"n": n}) for n in range(number)]
+        )
+        other.start()
+        flood.start()
+        assert [server.receive(["m"], timeout=10).fields["n"] for _ in range(number)] == list(range(number))
+        worker.send(SERVER, "other")
+        other.join(10)
+        flood.join(10)
+        assert not other.is_alive()
