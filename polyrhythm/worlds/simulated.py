@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives.arithmetic import reduce, split
 from polyrhythm.errors import PolyrhythmError, UsageError
@@ -355,6 +356,8 @@ class _SimulatedSeat(Seat):
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
         self.me = node.me
+        self._numbers = np.random.MT19937()
+        self._numbers.state = node.world.numbers.state
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
@@ -368,9 +371,10 @@ class _SimulatedSeat(Seat):
 
         self.node.world.coordinator.handle(self.me, kind, fields, respond)
         blocked = True
-        with self.away():
-            while not answers:
-                fiber.block("all nodes", "to get as far as", repr(kind))
+        if not answers:
+            with self.away():
+                while not answers:
+                    fiber.block("all nodes", "to get as far as", repr(kind))
         return answers[0]
 
     def join(self, strategy: str | None) -> dict[str, Any]:
@@ -385,12 +389,16 @@ class _SimulatedSeat(Seat):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        states = np.random.get_state(), random.getstate()
+        state = random.getstate()
         try:
             yield
         finally:
-            np.random.set_state(states[0])
-            random.setstate(states[1])
+            random.setstate(state)
+            self.come()
+
+    def come(self) -> None:
+        """Puts this worker's source of numpy's random numbers in place; copying its state would take long."""
+        set_bit_generator(self._numbers)
 
     def flush(self) -> None:
         pass
@@ -421,6 +429,7 @@ class Simulated:
         self._say = say
         self._owner: SimulatedNode | None = None
         self._home_state = torch.get_rng_state()
+        self.numbers = get_bit_generator()
         self.coordinator: Coordinator = Coordinator(
             workers=workers,
             servers=servers,
@@ -435,7 +444,7 @@ class Simulated:
             self._start(Peer("worker", rank))
 
     def run(self) -> Coordinator:
-        grad, others = torch.is_grad_enabled(), (np.random.get_state(), random.getstate())
+        grad, state = torch.is_grad_enabled(), random.getstate()
         try:
             self.loop.run(lambda: self.coordinator.failure is not None)
             if self.coordinator.failure is None and not self.coordinator.finished:
@@ -445,8 +454,8 @@ class Simulated:
             for fiber in self._fibers:
                 fiber.kill()
             torch.set_rng_state(self._home_state)
-            np.random.set_state(others[0])
-            random.setstate(others[1])
+            set_bit_generator(self.numbers)
+            random.setstate(state)
             torch.set_grad_enabled(grad)
         return self.coordinator
 
@@ -494,7 +503,9 @@ class Simulated:
     def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
         """A node's life: the user's script from its first to its last line."""
         node.fiber = fiber
-        seat.set(_SimulatedSeat(node))
+        here = _SimulatedSeat(node)
+        here.come()
+        seat.set(here)
         try:
             self.program()
             mine = session.get()
