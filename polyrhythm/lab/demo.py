@@ -16,6 +16,7 @@ def main() -> int:
     options.add_argument("script", nargs="?", default="examples/digits.py")
     options.add_argument("-n", "--workers", type=int, default=4)
     options.add_argument("--runs", default="runs")
+    options.add_argument("arguments", nargs="*", default=["--epochs", "30"], help="for the script, after --")
     given = options.parse_args()
     rows = []
     names = [each.name for each in describe("strategy")]
@@ -24,8 +25,9 @@ def main() -> int:
         for name in names:
             print(f"\n{name}", flush=True)
             summary = run(
-                given.script, workers=given.workers, strategy=name, runs=given.runs, screen=Screen(sys.stdout)
-            )
+                given.script, workers=given.workers, strategy=name, runs=given.runs, screen=Screen(sys.stdout),
+                arguments=given.arguments,
+            )  # fmt: skip
             print(f"done: {summary['folder']}", flush=True)
             rows.append(row(summary))
     except KeyboardInterrupt:

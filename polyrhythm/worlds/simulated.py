@@ -357,7 +357,7 @@ class _SimulatedSeat(Seat):
         self.node: SimulatedNode = node
         self.me = node.me
         self._numbers = np.random.MT19937()
-        self._numbers.state = node.world.numbers.state
+        self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
