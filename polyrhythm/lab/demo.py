@@ -25,8 +25,8 @@ def main() -> int:
         for name in names:
             print(f"\n{name}", flush=True)
             summary = run(
-                given.script, workers=given.workers, strategy=name, runs=given.runs, screen=Screen(sys.stdout),
-                arguments=given.arguments,
+                given.script, arguments=given.arguments, workers=given.workers, strategy=name,
+                runs=given.runs, screen=Screen(sys.stdout),
             )  # fmt: skip
             print(f"done: {summary['folder']}", flush=True)
             rows.append(row(summary))
