@@ -15,7 +15,7 @@ setup: $(READY) ## make .venv with the exact versions of constraints.txt
 # gigabytes of CUDA packages. The pin also accepts a CPU-only build of that version where pip is offered one.
 $(READY): pyproject.toml constraints.txt
 	@echo "setup: .venv"
-	@python3 -m venv .venv
+	@python3 -m venv .venv || { echo "setup: python3 -m venv does not work; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "setup: torch (the large one)"
 	@$(PIP) torch==2.13.0
 	@echo "setup: polyrhythm and its tools"

@@ -1,0 +1,62 @@
+"""The session: alone it changes nothing; in a run it counts epochs and keeps the model apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyrhythm as pr
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+    loader = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+
+def test_alone_the_very_same_objects_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain PyTorch: prepare gives back what it got, epochs count, log prints a line."""
+    session, given = pr.init(), parts()
+    assert all(one is other for one, other in zip(session.prepare(*given), given, strict=True))
+    assert list(session.epochs(3)) == [0, 1, 2]
+    session.log(epoch=1, loss=torch.tensor(0.25))
+    assert capsys.readouterr().out == "epoch 1  loss 0.25\n"
+
+
+def test_alone_the_consensus_is_a_copy() -> None:
+    """Evaluating it neither turns dropout off in training nor sees later steps."""
+    session, (model, optimizer, loader) = pr.init(), parts()
+    session.prepare(model, optimizer, loader)
+    seen = session.consensus().eval()
+    assert model.training and seen is not model
+    before = seen[0].weight.clone()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert torch.equal(seen[0].weight, before)
+    assert torch.equal(session.consensus()[0].weight, before + 1) and session.consensus().training
+
+
+def epochs() -> None:
+    session = pr.init()
+    model, optimizer, loader = session.prepare(*parts())
+    counted = []
+    for epoch in session.epochs(3):
+        counted.append(epoch)
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    session.log(epochs=str(counted), workers=session.workers)
+
+
+@pytest.mark.parametrize("world", [pr.run, pr.simulate])
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_epochs_count_in_a_run(world: Any, strategy: str) -> None:
+    """`session.epochs(n)` is `range(n)` for a worker that is there from the start."""
+    summary = world(epochs, workers=2, strategy=strategy, runs=None)
+    assert summary["metrics"] == {"epochs": "[0, 1, 2]", "workers": 2}
+    assert summary["samples"] == 3 * 8
