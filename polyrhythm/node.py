@@ -18,13 +18,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Role = Literal["worker", "server"]
 Scalar = int | float | str | bool | None
 Field = Scalar | list[Any] | dict[str, Any]
 

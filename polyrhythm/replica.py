@@ -80,6 +80,11 @@ class Layout:
             for (dtype, device), count in zip(self.kinds, self.counts, strict=True)
         )
 
+    def check_servers(self, count: int) -> None:
+        """Refuses more servers than there are parameters to share out."""
+        if count > self.total:
+            raise UsageError(f"{count} servers for {self.total} parameters: use at most one per parameter")
+
     def view(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
         """The part of `vectors` that is this parameter, in its own shape."""
         return vectors[piece.part][piece.start : piece.stop].view(piece.shape)
@@ -296,10 +301,7 @@ class Shard:
     ) -> None:
         check_optimizer(optimizer)
         self.layout = Layout(model, optimizer)
-        if count > self.layout.total:
-            raise UsageError(
-                f"{count} servers for {self.layout.total} parameters: use at most one per parameter"
-            )
+        self.layout.check_servers(count)
         self.optimizer = optimizer
         self.start, self.stop = split(self.layout.total, count)[index]
         whole = self.layout.vectors()

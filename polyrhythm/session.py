@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
-from polyrhythm.replica import Layout, Replica, Shard, check_optimizer
+from polyrhythm.replica import Replica, Shard
 from polyrhythm.strategy import Strategy, parse
 from polyrhythm.worlds.leases import Lease
 
@@ -148,12 +148,8 @@ class _Member(Session):
         node = self._node
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
-        check_optimizer(optimizer)
-        if len(node.servers) > (count := Layout(model, optimizer).total):
-            raise UsageError(
-                f"{len(node.servers)} servers for {count} parameters: use at most one per parameter"
-            )
         replica = self._replica = Replica(model, optimizer, node.empty)
+        replica.layout.check_servers(len(node.servers))
         self._seat.request("prepared", layout=replica.layout.hash)
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = [self._share(loader, number) for number, loader in enumerate(loaders)]
