@@ -90,6 +90,15 @@ class Node(ABC):
     def servers(self) -> Sequence[Peer]:
         """The servers, by rank."""
 
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether training is over: every worker is gone, and none will come."""
+
+    @abstractmethod
+    def alive(self, message: Message) -> bool:
+        """Whether whoever sent this message is still in the run; one that came back is another sender."""
+
     @abstractmethod
     def now(self) -> float:
         """Seconds since the run began: on the wall clock, or virtual."""

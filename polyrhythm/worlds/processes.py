@@ -111,6 +111,13 @@ class ProcessNode(Node):
     def servers(self) -> Sequence[Peer]:
         return self._present["server"]
 
+    @property
+    def over(self) -> bool:
+        return not self.workers
+
+    def alive(self, message: Message) -> bool:
+        return message.sender in self.workers
+
     def now(self) -> float:
         return time.monotonic() - self._began
 

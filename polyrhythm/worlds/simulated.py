@@ -197,6 +197,13 @@ class SimulatedNode(Node):
     def servers(self) -> Sequence[Peer]:
         return self.world.present["server"]
 
+    @property
+    def over(self) -> bool:
+        return not self.workers
+
+    def alive(self, message: Message) -> bool:
+        return message.sender in self.workers
+
     def now(self) -> float:
         return self.world.loop.now
 
