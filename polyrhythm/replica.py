@@ -11,15 +11,18 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import NotFinite, UsageError
+
+if TYPE_CHECKING:
+    from polyrhythm.node import Peer, Reply
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -41,6 +44,38 @@ class Piece:
     @property
     def stop(self) -> int:
         return self.start + self.shape.numel()
+
+
+class Span(NamedTuple):
+    """A stretch of the flat vectors whose parameters share the settings of one group."""
+
+    group: int
+    settings: dict[str, Any]
+    part: int
+    start: int
+    stop: int
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        return vectors[self.part][self.start : self.stop]
+
+
+def _spans(
+    slices: Iterable[tuple[int, int, int, int, int]],
+    groups: Sequence[dict[str, Any]],
+    absent: Iterable[int],
+) -> list[Span]:
+    """Joins slices (parameter index, group, part, start, stop) that lie side by side."""
+    spans: list[Span] = []
+    missing = set(absent)
+    for index, group, part, start, stop in slices:
+        if index in missing:
+            continue
+        last = spans[-1] if spans else None
+        if last and (last.group, last.part, last.stop) == (group, part, start):
+            spans[-1] = last._replace(stop=stop)
+        else:
+            spans.append(Span(group, groups[group], part, start, stop))
+    return spans
 
 
 class Layout:
@@ -127,6 +162,8 @@ class Replica:
         self.steps = 0
         self.version: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self.notes: dict[str, Any] = {}  # what else a strategy remembers
+        self.outstanding: list[tuple[Peer, Reply]] = []  # answers that a strategy has not waited for yet
         self.parameters = self.layout.vectors(empty)
         self.gradient = self.layout.vectors(empty)
         self.present = empty(len(self.layout.pieces), torch.float32, torch.device("cpu"))
@@ -231,6 +268,14 @@ class Replica:
         """Each parameter group's settings as plain values: they travel with every push."""
         return [hyper_parameters(group) for group in self.optimizer.param_groups]
 
+    def spans(self) -> list[Span]:
+        """The flat vectors by parameter group, without the parameters that have no gradient now."""
+        slices = (
+            (index, piece.group, piece.part, piece.start, piece.stop)
+            for index, piece in enumerate(self.layout.pieces)
+        )
+        return _spans(slices, self.optimizer.param_groups, self.absent)
+
     def restore(self, states: Sequence[State]) -> None:
         """Puts the state of an optimizer that works elsewhere, in slices, back into the user's own."""
         whole: dict[int, dict[str, Any]] = {}
@@ -314,6 +359,7 @@ class Shard:
         self.version = 0
         self.clocks: dict[int, int] = {}
         self.seen: dict[int, int] = {}
+        self.notes: dict[str, Any] = {}  # what else a strategy remembers
         self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters that came with the last push
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self._slices: list[tuple[int, Tensor, int, int, int]] = []
@@ -368,6 +414,31 @@ class Shard:
         if name not in self.buffers:
             self.buffers[name] = tuple(torch.zeros_like(part) for part in self.parameters)
         return self.buffers[name]
+
+    def spans(self, groups: Sequence[dict[str, Any]], absent: Iterable[int] = ()) -> list[Span]:
+        """This range by parameter group, with these settings, without the absent parameters."""
+        pieces = self.layout.pieces
+        slices = (
+            (index, pieces[index].group, part, start, stop) for index, _, part, start, stop in self._slices
+        )
+        return _spans(slices, groups, absent)
+
+    def momentum(self) -> tuple[Tensor, ...] | None:
+        """The momentum that the user's SGD keeps for this range; None if it has none yet."""
+        gathered = self.buffer("momentum of the optimizer")
+        known = False
+        for _, slice_, part, start, stop in self._slices:
+            value = self.optimizer.state.get(slice_, {}).get("momentum_buffer")
+            if value is not None:
+                gathered[part][start:stop].copy_(value.reshape(-1))
+                known = True
+        return gathered if known else None
+
+    def shift(self, direction: Sequence[Tensor], factor: float = 1.0) -> None:
+        """One update of this range without the optimizer."""
+        for part, change in zip(self.parameters, direction, strict=True):
+            part.add_(change, alpha=factor)
+        self.version += 1
 
     def apply(
         self, gradient: Sequence[Tensor], absent: Sequence[int] = (), groups: Sequence[dict[str, Any]] = ()

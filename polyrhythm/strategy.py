@@ -105,6 +105,7 @@ class Strategy(Configured):
     registry: ClassVar[dict[str, type[Strategy]]] = {}
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
+    optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
 
     codec: Codec | None = field(default=None, kw_only=True)
 

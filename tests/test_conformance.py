@@ -33,6 +33,7 @@ from programs import (
 )
 
 import polyrhythm as pr
+from polyrhythm.errors import UsageError
 from polyrhythm.session import session
 from polyrhythm.strategy import describe
 
@@ -51,9 +52,17 @@ MORE = [
     Row("local:3"),
     Row("sync", 2),
     Row("async", 3),
-    Row("async:max_staleness=1"),
-    Row("async:wait_for=2"),
-    Row("async:weight=1/tau", 2),
+    Row("async:weight=1/tau,discard=4", 2),
+    Row("async:push_every=3,fetch_every=2", 2),
+    Row("async:prefetch=yes"),
+    Row("ssp:0"),
+    Row("ssp:1", 2),
+    Row("backup:0"),
+    Row("softsync:2,pull=next-version", 2),
+    Row("sync:clip=0.5", 2),
+    Row("dc-asgd:2,adaptive=yes", 2),
+    Row("dana-zero:weight=exp", 2),
+    Row("easgd:max_staleness=0", 2),
     Row("allreduce+fp16"),
     Row("async+bf16"),
 ]
@@ -84,13 +93,29 @@ def go(
     )
 
 
+# With one worker these are another algorithm; tests/test_laws.py says which.
+NOT_PLAIN = {"dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo"}
+
+
 def exact_alone(row: Row) -> None:
-    """Skips a row that cannot have one worker, or whose codec rounds even then."""
+    """Skips a row that cannot have one worker, or is not plain PyTorch even then."""
     strategy = pr.parse(row.strategy)
-    if getattr(strategy, "wait_for", 1) > 1:
-        pytest.skip("it waits for two")
+    if getattr(strategy, "wait_for", 1) > 1 or getattr(strategy, "spare", 0):
+        pytest.skip("it needs two")
     if strategy.codec is not None:
         pytest.skip("its codec rounds")
+    if strategy.name in NOT_PLAIN or "prefetch" in row.strategy or "_every" in row.strategy:
+        pytest.skip("it is another algorithm")
+    if "clip" in row.strategy:
+        pytest.skip("it clips")
+
+
+def takes(row: Row, script: Script) -> None:
+    """Skips a row whose strategy needs another optimizer than the script has."""
+    if pr.parse(row.strategy).optimizers == "SGD" and script.optimizer is ADAM:
+        with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
+            go(row, script, 2)
+        pytest.skip("it needs SGD, and says so")
 
 
 @pytest.fixture(scope="session")
@@ -198,6 +223,7 @@ def test_one_worker_is_plain_pytorch(row: Row, world: str, tmp_path: Path) -> No
 def test_one_worker_is_plain_pytorch_whatever_the_model(row: Row, script: Script, tmp_path: Path) -> None:
     """Adam, closures, BatchNorm, unused, frozen and tied parameters, groups and dtypes: no difference."""
     exact_alone(row)
+    takes(row, script)
     assert same(trained(go(row, script, 1, runs=tmp_path)), alone(script))
 
 
@@ -224,6 +250,7 @@ def test_no_size_hangs_or_drops(row: Row, workers: int, size: int) -> None:
 )
 def test_the_loop_goes_on_working(row: Row, script: Script, tmp_path: Path) -> None:
     """Accumulation, clipping, schedulers, closures and unusual models train under every strategy."""
+    takes(row, script)
     summary = go(row, script, 3, runs=tmp_path)
     assert summary["metrics"]["after"] < summary["metrics"]["before"]
     script.model().load_state_dict(trained(summary), strict=True)

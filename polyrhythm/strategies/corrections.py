@@ -1,0 +1,125 @@
+"""Corrections of stale gradients: what the parameters did since the gradient's worker pulled them counts.
+
+Both keep, for each worker, the parameters that it pulled last: a vector of the model's size per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from polyrhythm.errors import UsageError
+from polyrhythm.strategies.server import ParameterServer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Message
+    from polyrhythm.replica import Shard
+    from polyrhythm.strategies.server import Push
+
+
+@dataclass(frozen=True)
+class _Remembering(ParameterServer):
+    """A server that knows what each worker has pulled."""
+
+    def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
+        for place, part in zip(shard.buffer(_pulled(reader.sender.rank)), shard.parameters, strict=True):
+            place.copy_(part)
+        return shard.parameters
+
+    def forget(self, shard: Shard, worker: int) -> None:
+        shard.buffers.pop(_pulled(worker), None)
+
+
+def _pulled(worker: int) -> str:
+    return f"pulled by {worker}"
+
+
+@dataclass(frozen=True)
+class DelayCompensated(_Remembering):
+    """Asynchronous, with each gradient corrected to first order for what it missed (DC-ASGD).
+
+    g <- g + lam g*g*(w - w_i), where w_i is what worker i pulled and g*g stands for the curvature. With
+    `adaptive` lam is divided by sqrt(ms + 1e-7) per parameter, ms <- decay ms + (1 - decay) g*g; lam is then
+    larger, such as 2. Without delay, or with lam = 0, it is `async` bit for bit.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("dc-asgd:2,adaptive=yes").lam
+    2.0
+    """
+
+    name: ClassVar[str] = "dc-asgd"
+    main: ClassVar[str | None] = "lam"
+    paper: ClassVar[str] = "Zheng et al. 2017, Asynchronous SGD with Delay Compensation"
+
+    lam: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lam < float("inf"):
+            raise UsageError("lam must be 0 or more")
+        if not 0 <= self.decay < 1:
+            raise UsageError("decay must be at least 0 and below 1")
+
+    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
+        if not self.lam:
+            return push.update
+        squares = [gradient * gradient for gradient in push.update]
+        strengths: Sequence[Any] = [self.lam] * len(squares)
+        if self.adaptive:
+            means = shard.buffer("mean square")
+            for mean, square in zip(means, squares, strict=True):
+                mean.mul_(self.decay).add_(square, alpha=1 - self.decay)
+            strengths = [self.lam / (mean + 1e-7).sqrt_() for mean in means]
+        if not push.staleness:
+            return push.update
+        pulled = shard.buffer(_pulled(push.worker))
+        return tuple(
+            gradient + square.mul_(strength).mul_(now - then)
+            for gradient, square, strength, now, then in zip(
+                push.update, squares, strengths, shard.parameters, pulled, strict=True
+            )
+        )
+
+
+@dataclass(frozen=True)
+class GapAware(_Remembering):
+    """Asynchronous, with each element of a gradient divided by how far its parameter moved meanwhile.
+
+    P = 1 + |w - w_i| / C and g <- g / P, weight decay included; C is the length of a usual step, the largest
+    learning rate times the root of a running mean (0.999) of the squared momentum. However stale, a gradient
+    whose parameters did not move counts fully.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("gap-aware"))
+    gap-aware
+    """
+
+    name: ClassVar[str] = "gap-aware"
+    paper: ClassVar[str] = "Barkai, Hakimi, Schuster 2020, Gap-Aware Mitigation of Gradient Staleness"
+    optimizers: ClassVar[str] = "SGD"
+
+    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
+        counts = shard.notes["steps measured"] = shard.notes.get("steps measured", 0) + 1
+        means, steps = shard.buffer("mean square"), shard.momentum() or push.update
+        for mean, step in zip(means, steps, strict=True):
+            mean.mul_(0.999).addcmul_(step, step, value=0.001)
+        if not push.staleness:
+            return push.update
+        groups, pulled = push["groups"], shard.buffer(_pulled(push.worker))
+        update = tuple(gradient.clone() for gradient in push.update)
+        highest = shard.notes.setdefault("highest rates", {})
+        for span in shard.spans(groups, push["absent"]):
+            rate = highest[span.group] = max(highest.get(span.group, 0.0), span.settings["lr"])
+            now, gradient = span.of(shard.parameters), span.of(update)
+            usual = (span.of(means) / (1 - 0.999**counts)).sqrt_().add_(1e-8).mul_(rate)
+            penalty = (now - span.of(pulled)).abs_().div_(usual).add_(1)
+            gradient.div_(penalty)
+            if decay := span.settings["weight_decay"]:  # the optimizer adds decay * w: less of it, here
+                sign = -1 if span.settings["maximize"] else 1
+                gradient.add_((now / penalty - now) * (sign * decay))
+        return update

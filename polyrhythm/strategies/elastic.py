@@ -1,0 +1,90 @@
+"""Elastic averaging: workers explore on their own, on a spring that ties them to a centre."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from polyrhythm.errors import UsageError
+from polyrhythm.strategies.server import ParameterServer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Message, Node
+    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.strategies.server import Push, Settings
+
+
+@dataclass(frozen=True)
+class Elastic(ParameterServer):
+    """Workers train alone; every `period` steps each and the server's centre pull each other closer (EASGD).
+
+    d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: what one loses the other gains. In between x_i takes
+    steps of the script's own optimizer. alpha is 0.9/N if not given. With `max_staleness=0` all exchange
+    together, with the same c: synchronous EASGD. The result is c.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("easgd:10,alpha=0.1").period
+    10
+    """
+
+    name: ClassVar[str] = "easgd"
+    main: ClassVar[str | None] = "period"
+    codecs: ClassVar[bool] = False
+    paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
+
+    period: int = 4
+    alpha: float | None = None
+    reduce: Literal["mean", "sum"] = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period < 1:
+            raise UsageError("period must be 1 or more")
+        if self.alpha is not None and not 0 <= self.alpha < float("inf"):
+            raise UsageError("alpha must be 0 or more")
+        knobs = [each for each in fields(Elastic) if each.name not in ("period", "alpha", "max_staleness")]
+        if any(getattr(self, each.name) != each.default for each in knobs):
+            raise UsageError("of the knobs of a server only max_staleness has a meaning here")
+
+    def step(self, node: Node, replica: Replica) -> None:
+        replica.apply()
+        if replica.steps % self.period == 0:
+            self._exchange(node, replica)
+
+    def finish(self, node: Node, replica: Replica) -> None:
+        if replica.steps % self.period:
+            self._exchange(node, replica)
+
+    def restore(self, node: Node, replica: Replica) -> None:
+        """The optimizer works here."""
+
+    def _exchange(self, node: Node, replica: Replica) -> None:
+        difference = replica.buffer("difference")
+        self._push(node, replica, replica.parameters, into=difference)
+        for part, change in zip(replica.parameters, difference, strict=True):
+            part.sub_(change)
+
+    def serve(self, node: Node, shard: Shard) -> None:
+        shard.notes["alpha"] = 0.9 / len(node.workers) if self.alpha is None else self.alpha
+        super().serve(node, shard)
+
+    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
+        # Computed once, here, and sent back: what the worker subtracts is bit for bit what the centre adds.
+        difference = shard.buffer(f"difference of {push.worker}")
+        for place, theirs, centre in zip(difference, push.update, shard.parameters, strict=True):
+            place.copy_(theirs).sub_(centre).mul_(shard.notes["alpha"])
+        return difference
+
+    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
+        shard.shift(update)
+
+    def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
+        return (
+            shard.parameters if reader.kind == "pull" else shard.buffer(f"difference of {reader.sender.rank}")
+        )
+
+    def forget(self, shard: Shard, worker: int) -> None:
+        shard.buffers.pop(f"difference of {worker}", None)
