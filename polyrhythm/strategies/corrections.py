@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.errors import UsageError
+from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.server import ParameterServer
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Message
     from polyrhythm.replica import Shard
-    from polyrhythm.strategies.server import Push
+    from polyrhythm.strategies.desk import Push
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class _Remembering(ParameterServer):
     """A server that knows what each worker has pulled."""
 
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        for place, part in zip(shard.buffer(_pulled(reader.sender.rank)), shard.parameters, strict=True):
-            place.copy_(part)
+        copied(shard.parameters, shard.buffer(_pulled(reader.sender.rank)))
         return shard.parameters
 
     def forget(self, shard: Shard, worker: int) -> None:

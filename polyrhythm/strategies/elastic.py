@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Message, Node
     from polyrhythm.replica import Replica, Shard
-    from polyrhythm.strategies.server import Push, Settings
+    from polyrhythm.strategies.desk import Push, Settings
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,12 @@ class Elastic(ParameterServer):
             raise UsageError("of the knobs of a server only max_staleness has a meaning here")
 
     def step(self, node: Node, replica: Replica) -> None:
-        replica.apply()
         if replica.steps % self.period == 0:
-            self._exchange(node, replica)
+            self._exchange(node, replica)  # before the step, whose gradient is that of the old x_i
+        replica.apply()
 
     def finish(self, node: Node, replica: Replica) -> None:
-        if replica.steps % self.period:
-            self._exchange(node, replica)
+        self._exchange(node, replica)
 
     def restore(self, node: Node, replica: Replica) -> None:
         """The optimizer works here."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.errors import UsageError
+from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.server import ParameterServer
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Message, Node
     from polyrhythm.replica import Replica, Shard
-    from polyrhythm.strategies.server import Push, Settings
+    from polyrhythm.strategies.desk import Push, Settings
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ class _WithMomentum(ParameterServer):
 
 def _decayed(replica: Replica) -> Sequence[Tensor]:
     """The gradient as SGD takes it: downhill, with weight decay."""
-    direction = replica.buffer("direction")
-    for place, part in zip(direction, replica.gradient, strict=True):
-        place.copy_(part)
+    direction = copied(replica.gradient, replica.buffer("direction"))
     for span in replica.spans():
         place = span.of(direction)
         if span.settings["maximize"]:
@@ -68,7 +67,9 @@ class DanaZero(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-zero"
-    paper: ClassVar[str] = "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
+    paper: ClassVar[str] = (
+        "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
+    )
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
         mine, total = shard.buffer(f"momentum of {push.worker}"), shard.buffer("sum of momenta")
@@ -83,9 +84,7 @@ class DanaZero(_WithMomentum):
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
         if "groups" not in shard.notes:
             return shard.parameters
-        ahead, total = shard.buffer("ahead"), shard.buffer("sum of momenta")
-        for place, part in zip(ahead, shard.parameters, strict=True):
-            place.copy_(part)
+        ahead, total = copied(shard.parameters, shard.buffer("ahead")), shard.buffer("sum of momenta")
         for span in shard.spans(shard.notes["groups"]):
             span.of(ahead).add_(span.of(total), alpha=-span.settings["lr"] * span.settings["momentum"])
         return ahead
@@ -109,7 +108,9 @@ class DanaSlim(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-slim"
-    paper: ClassVar[str] = "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
+    paper: ClassVar[str] = (
+        "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
+    )
 
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
         direction, momenta = _decayed(replica), replica.buffer("momentum")
@@ -139,7 +140,9 @@ class OrderedMomentum(_WithMomentum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.wait_for != 1 or self.max_staleness == 0:
-            raise UsageError("each push is a step of its own here; leave wait_for at 1 and max_staleness above 0")
+            raise UsageError(
+                "each push is a step of its own here; leave wait_for at 1 and max_staleness above 0"
+            )
 
     def serve(self, node: Node, shard: Shard) -> None:
         shard.notes["round"] = len(node.workers)
@@ -165,10 +168,10 @@ class OrderedMomentum(_WithMomentum):
 
 @dataclass(frozen=True)
 class DelayedNesterov(ParameterServer):
-    """Workers take `period` steps alone and push how far they came; the server's momentum moves every N pushes.
+    """Workers take `period` steps alone and push how far they came; every N-th push moves by momentum too.
 
-    d = w_pulled - w_i after local steps by the script's own optimizer. Each push: w <- w - lr d/N; every N-th:
-    m <- beta m + mean d, w <- w - lr beta m. N pushes from one w are one step of Nesterov's momentum.
+    d = w_pulled - w_i after local steps by the script's own optimizer. Each push: w <- w - lr d/N; every
+    N-th: m <- beta m + mean d, w <- w - lr beta m. N pushes from one w are one step of Nesterov's momentum.
 
     >>> import polyrhythm as pr
     >>> pr.parse("delayed-nesterov:50").period
@@ -194,8 +197,7 @@ class DelayedNesterov(ParameterServer):
 
     def start(self, node: Node, replica: Replica) -> None:
         super().start(node, replica)
-        for place, part in zip(replica.buffer("pulled"), replica.parameters, strict=True):
-            place.copy_(part)
+        copied(replica.parameters, replica.buffer("pulled"))
 
     def step(self, node: Node, replica: Replica) -> None:
         replica.apply()
@@ -214,8 +216,7 @@ class DelayedNesterov(ParameterServer):
         for place, old, new in zip(difference, pulled, replica.parameters, strict=True):
             place.copy_(old).sub_(new)
         self._push(node, replica, difference)
-        for place, part in zip(pulled, replica.parameters, strict=True):
-            place.copy_(part)
+        copied(replica.parameters, pulled)
 
     def serve(self, node: Node, shard: Shard) -> None:
         shard.notes["round"] = len(node.workers)

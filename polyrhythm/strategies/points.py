@@ -11,7 +11,6 @@ from polyrhythm.strategies.server import ParameterServer
 if TYPE_CHECKING:
     from polyrhythm.node import Node
     from polyrhythm.replica import Replica
-    from polyrhythm.strategies.server import Desk
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class Backup(ParameterServer):
         if self.spare < 0:
             raise UsageError("spare must be 0 or more")
         if (self.wait_for, self.discard, self.pull) != (0, 1, "next-version"):
-            raise UsageError("backup waits for all but `spare`, and drops what is late: set nothing else of that")
+            raise UsageError(
+                "backup waits for all but `spare`, and drops what is late: set nothing else of that"
+            )
 
     @property
     def lockstep(self) -> bool:
@@ -70,11 +71,12 @@ class Backup(ParameterServer):
         super().check(workers, servers)
         if self.spare >= workers:
             raise UsageError(
-                f"{self}: {self.spare} of {workers} workers are spare, so nobody counts; use at most {workers - 1}"
+                f"{self}: {self.spare} of {workers} workers are spare, so nobody counts; "
+                f"use at most {workers - 1}"
             )
 
-    def quorum(self, node: Node, desk: Desk) -> int:
-        return desk.started - self.spare
+    def quorum(self, workers: int, started: int) -> int:
+        return started - self.spare
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ class StaleSynchronous(ParameterServer):
 
     name: ClassVar[str] = "ssp"
     main: ClassVar[str | None] = "max_staleness"
-    paper: ClassVar[str] = "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Server"
+    paper: ClassVar[str] = (
+        "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Server"
+    )
 
     max_staleness: float = 3
-
-

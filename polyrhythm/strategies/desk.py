@@ -1,0 +1,246 @@
+"""The desk of a parameter server: the pushes it has collected, who waits for parameters, and its whole day.
+
+What is collected and how it is applied is up to the strategy; the desk sees to it that each push counts once,
+that nobody reads who may not, and that those who leave are waited for no longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polyrhythm.collectives.arithmetic import reduce
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Message, Node
+    from polyrhythm.replica import Shard
+    from polyrhythm.strategies.server import ParameterServer
+
+T = TypeVar("T")
+Settings = Sequence[dict[str, Any]]  # of each parameter group
+
+
+@dataclass
+class Push:
+    """One worker's update, as the server collects it."""
+
+    message: Message
+    staleness: int
+    update: Sequence[Tensor]  # lent by the worker until it is answered
+    nbytes: int
+
+    @property
+    def worker(self) -> int:
+        return self.message.sender.rank
+
+    def __getitem__(self, key: str) -> Any:
+        return self.message[key]
+
+
+class Desk:
+    """One server at work."""
+
+    def __init__(self, strategy: ParameterServer, node: Node, shard: Shard) -> None:
+        self.strategy, self.node, self.shard = strategy, node, shard
+        self.group: list[Push] = []  # not applied yet
+        self.added = False  # the group's updates are in the buffer "sum" already, and no longer lent
+        self.readers: list[Message] = []
+        self.started = len(node.workers)
+        self.initialized = False
+        self.norms: dict[int, dict[int, float]] = {}  # squares, by version and server
+        # Where each push is an update by itself, its worker knows the norm of all of it.
+        self.single = strategy.wait_for == 1 and not strategy.together
+        self.lends = strategy.together or strategy.pull == "next-version"
+        shard.clocks.update((worker.rank, 0) for worker in node.workers)
+
+    def work(self) -> None:
+        """Serves until training is over."""
+        node, shard = self.node, self.shard
+        while not node.over:
+            message = node.receive("initialize", "push", "pull", "look", "state")
+            if message is None:
+                self._let_go()
+            elif message.kind == "push":
+                self._take(message)
+            elif message.kind == "initialize":
+                if not self.initialized:  # by worker 0, and not by one that came in its place
+                    copied(message.tensors, shard.parameters)
+                self.initialized = True
+                node.answer(message)
+            elif message.kind == "state":
+                slices, tensors = shard.state()
+                node.answer(message, *tensors, slices=slices)
+            else:
+                if message.kind == "pull":
+                    self._clock(message.sender.rank)
+                elif message["final"]:
+                    self._apply()
+                self.readers.append(message)
+            if self.group and len(self.group) >= self._quorum():
+                self._apply()
+            if self.initialized:
+                self._answer()
+        self._apply()
+
+    def _quorum(self) -> int:
+        present = len(self.node.workers)
+        return min(self.strategy.quorum(present, self.started), present)
+
+    def _clock(self, worker: int) -> int:
+        """How many pushes a worker has made. One that joins starts with the slowest, or all would wait."""
+        return self.shard.clocks.setdefault(worker, min(self.shard.clocks.values(), default=0))
+
+    def _take(self, message: Message) -> None:
+        """Collects a push, unless it came before or is too stale."""
+        shard, worker = self.shard, message.sender.rank
+        if message.sequence <= shard.seen.get(worker, 0):
+            self.readers.append(message)  # applied already; only its answer got lost
+            return
+        shard.seen[worker] = message.sequence
+        shard.clocks[worker] = self._clock(worker) + 1
+        staleness = shard.version - message["version"]
+        push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
+        if staleness >= self.strategy.discard:
+            self._log("drop", push)
+            self.readers.append(message)
+            return
+        push.update = self._decoded(message)
+        self.group.append(push)
+        if not self.lends and self._quorum() > 1:
+            # Added up as they come, for the answer goes out before the group is applied.
+            for place, part in zip(shard.buffer("sum"), self._weighed(push), strict=True):
+                place.copy_(part) if len(self.group) == 1 else place.add_(part)
+            self.added = True
+            push.update = ()
+            self.readers.append(message)
+
+    def _weighed(self, push: Push) -> Sequence[Tensor]:
+        """One update as it is collected: weighted by its staleness, then transformed."""
+        strategy, factor = self.strategy, 1.0
+        if strategy.weight == "1/tau":
+            factor = 1 / max(1, push.staleness)
+        elif strategy.weight == "exp":
+            factor = math.exp(-strategy.damping * push.staleness)
+        if self.single and push["norm"] > strategy.clip:
+            factor *= _shrink(strategy.clip, push["norm"])
+        if factor != 1:
+            push.update = tuple(part * factor for part in push.update)
+        return strategy.transform(self.shard, push)
+
+    def _apply(self) -> None:
+        """Applies the group, if there is one: reduced in rank order, unless it is added up already."""
+        strategy, shard = self.strategy, self.shard
+        group, self.group = self.group, []
+        if not group:
+            return
+        group.sort(key=lambda push: (push.worker, push.message.sequence))
+        if self.added:
+            update: Sequence[Tensor] = shard.buffer("sum")
+            if strategy.reduce == "mean":
+                for part in update:
+                    part.div_(len(group))
+        else:
+            updates = [self._weighed(push) for push in group]
+            update = updates[0]
+            if len(group) > 1:
+                update = shard.buffer("sum")
+                for place, parts in zip(update, zip(*updates, strict=True), strict=True):
+                    reduce(parts, strategy.reduce, [place])
+            self.readers += [push.message for push in turned(group, self.node.rank)]
+        self.added = False
+        if strategy.clip < math.inf and not self.single:
+            update = self._clipped(update)
+        absent = set.intersection(*(set(push["absent"]) for push in group))
+        strategy.update(shard, update, sorted(absent), group[0]["groups"])
+        for push in group:
+            self._log("apply", push)
+
+    def _log(self, event: str, push: Push) -> None:
+        self.node.log(
+            event, version=self.shard.version, worker=push.worker, sequence=push.message.sequence,
+            step=push["step"], staleness=push.staleness, bytes=push.nbytes,
+        )  # fmt: skip
+
+    def _answer(self) -> None:
+        """Answers those who may read: nobody more than `max_staleness` steps ahead of the slowest."""
+        node, shard = self.node, self.shard
+        slowest = min(shard.clocks.values(), default=0)
+        waiting = []
+        for reader in self.readers:
+            worker = reader.sender.rank
+            if not node.alive(reader):
+                continue
+            if reader.kind == "look":
+                node.answer(reader, *shard.parameters, version=shard.version)
+            elif reader.kind == "push" and not reader["fetch"]:
+                node.answer(reader)
+            elif self._clock(worker) - slowest > self.strategy.max_staleness:
+                waiting.append(reader)
+            else:
+                if reader.kind == "pull":
+                    node.log("pull", worker=worker, version=shard.version)
+                node.answer(reader, *self.strategy.view(shard, reader), version=shard.version)
+        self.readers = waiting
+
+    def _let_go(self) -> None:
+        """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
+        present = {worker.rank for worker in self.node.workers}
+        for worker in [worker for worker in self.shard.clocks if worker not in present]:
+            del self.shard.clocks[worker]
+            self.strategy.forget(self.shard, worker)
+        self.initialized |= 0 not in present  # then every server starts from the model that it built itself
+        self.readers = [reader for reader in self.readers if self.node.alive(reader)]
+        for push in self.group:
+            if not self.node.alive(push.message):
+                push.update = tuple(part.clone() for part in push.update)
+
+    def _clipped(self, update: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The update of a group with its norm, over all servers, at most `clip`."""
+        node, version = self.node, self.shard.version
+        squares = self.norms.setdefault(version, {})
+        squares[node.rank] = norm(update) ** 2
+        for server in node.servers:
+            if server != node.me:
+                node.send(server, "norm", version=version, square=squares[node.rank])
+        while any(server.rank not in squares for server in node.servers):
+            message = node.receive("norm")
+            if message is not None:
+                self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
+        del self.norms[version]
+        total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))
+        if total <= self.strategy.clip:
+            return update
+        return tuple(part * _shrink(self.strategy.clip, total) for part in update)
+
+    def _decoded(self, push: Message) -> tuple[Tensor, ...]:
+        parts = list(zip(push.tensors, self.shard.parameters, strict=True))
+        codec = self.strategy.codec
+        if codec is None:
+            return tuple(part.to(like.device) for part, like in parts)
+        return tuple(codec.decode(part.to(like.device), like.numel(), like.dtype) for part, like in parts)
+
+
+def copied(source: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The target, with the source copied into it."""
+    for place, part in zip(target, source, strict=True):
+        place.copy_(part)
+    return target
+
+
+def turned(items: list[T], rank: int) -> list[T]:
+    """Begins elsewhere on every node: if all sent to the first first, they would queue at its link."""
+    first = rank % len(items)
+    return items[first:] + items[:first]
+
+
+def norm(vectors: Sequence[Tensor]) -> float:
+    """The Euclidean norm of all of them together."""
+    return math.sqrt(sum(float(part.double().square().sum()) for part in vectors))
+
+
+def _shrink(most: float, length: float) -> float:
+    return most / (length + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does

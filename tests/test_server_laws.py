@@ -1,0 +1,614 @@
+"""The laws of the parameter-server family, exact where they are exact; in simulation, so that time is too."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import (
+    ADAM,
+    MOMENTUM,
+    NESTEROV,
+    SGD,
+    Point,
+    Script,
+    Steps,
+    alone,
+    distance,
+    events,
+    same,
+    trained,
+)
+from test_laws import SPEEDS
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+
+EXPONENTIAL = '[[hosts]]\nstep_time = { exponential = "1 s" }'
+
+
+@pytest.fixture
+def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Simulates with a run folder; `cluster` is the text of a cluster.toml."""
+
+    def go(
+        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **more: Any
+    ) -> Any:
+        path = tmp_path / "cluster.toml"
+        path.write_text(cluster)
+        return pr.simulate(
+            program, workers=workers, strategy=strategy, servers=servers, cluster=path, runs=tmp_path,
+            threads=1, **more,
+        )  # fmt: skip
+
+    return go
+
+
+@dataclass
+class Walk:
+    """Steps of SGD on f = h x^2 / 2 from x = 1, or on whatever `slope(rank, x)` says; keeps what was seen."""
+
+    count: int
+    lr: float = 0.1
+    momentum: float = 0.0
+    size: int = 1
+    nesterov: bool = False
+    decay: float = 0.0
+    slope: Callable[[int, Tensor], Tensor] = lambda rank, x: x.clone()
+    seen: list[tuple[int, Tensor]] = field(default_factory=list)
+    points: dict[int, Point] = field(default_factory=dict)  # each worker's own, as the run has left it
+
+    def __call__(self) -> None:
+        session = pr.init()
+        point = Point(self.size)
+        with torch.no_grad():
+            point.x.fill_(1.0)
+        optimizer: Any = torch.optim.SGD(
+            point.parameters(), self.lr, self.momentum, nesterov=self.nesterov, weight_decay=self.decay
+        )
+        point, optimizer = session.prepare(point, optimizer)
+        self.points[session.rank] = point
+        for _ in range(self.count):
+            self.seen.append((session.rank, point.x.detach().clone()))
+            point.x.grad = self.slope(session.rank, point.x.detach())
+            optimizer.step()
+        self.seen.append((session.rank, point.x.detach().clone()))
+
+    @property
+    def grows(self) -> bool:
+        """Whether the largest |x| in the last fifth is larger than in the second."""
+        fifth = len(self.seen) // 5
+        size = [x.abs().max().item() for _, x in self.seen]
+        return max(size[-fifth:]) > max(size[fifth : 2 * fifth])
+
+
+def pushes(summary: dict[str, Any], server: int = 0) -> list[dict[str, Any]]:
+    """What a server did with pushes, in order."""
+    return [line for line in events(summary, "apply", "drop") if line["node"] == f"server {server}"]
+
+
+# --- the ends of the scale --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
+@pytest.mark.parametrize("other", ["ssp:0", "backup:0", "async:max_staleness=0"])
+def test_without_slack_all_are_sync(simulate: Any, other: str, servers: int, optimizer: Any) -> None:
+    """s = 0, no spare workers: the same bits as hard synchronous training, at any mix of speeds."""
+    script = Script(optimizer=optimizer, size=50, shuffle=True, schedule=True)
+    one, two = (
+        simulate(script, each, 4, servers, SPEEDS["heterogeneous"])["digest"] for each in ("sync", other)
+    )
+    assert one == two
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("other", ["ssp:inf", "softsync:1", "dc-asgd:0", "async:weight=exp,damping=0"])
+def test_without_bounds_all_are_async(simulate: Any, other: str, servers: int, speeds: str) -> None:
+    """s = inf, groups of one, no correction: the same bits as asynchronous training."""
+    script = Script(optimizer=MOMENTUM, size=101, batch=2, shuffle=True)
+    one, two = (simulate(script, each, 5, servers, SPEEDS[speeds])["digest"] for each in ("async", other))
+    assert one == two
+
+
+def test_softsync_of_all_is_sync_only_if_it_waits(simulate: Any) -> None:
+    """S = N is synchronous if a pull waits for the next version; otherwise N-1 of N are one version old."""
+    steps = Walk(12)
+    digests = [
+        simulate(steps, strategy, 4)["digest"] for strategy in ("sync", "softsync:4,pull=next-version")
+    ]
+    assert digests[0] == digests[1]
+    stale = Counter(line["staleness"] for line in pushes(simulate(steps, "softsync:4", 4))[4:])
+    assert stale == {0: 11, 1: 33}
+
+
+# --- staleness --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("speeds", SPEEDS)
+def test_softsync_staleness_is_conserved(simulate: Any, group: int, speeds: str) -> None:
+    """Staleness applied plus age in flight is (N-1) versions, so its mean is (N-1)/S, at any speeds."""
+    workers = 8
+    summary = simulate(Steps(400), f"softsync:{group}", workers, cluster=SPEEDS[speeds])
+    logged = {(line["worker"], line["sequence"]): line for line in pushes(summary)}
+    pulled = dict.fromkeys(range(workers), 0)
+    version = count = total = 0
+    for line in events(summary, "deliver", "leave"):
+        if line["event"] == "leave":
+            break  # from here on groups are smaller
+        if line["kind"] == "push":
+            worker = int(line["sender"].split()[1])
+            assert logged[worker, line["sequence"]]["staleness"] == version - pulled[worker]
+            total += version - pulled[worker]
+            count += 1
+            version = count // group
+            pulled[worker] = version
+    assert total + sum(version - each for each in pulled.values()) == (workers - 1) * version
+    assert total / count == pytest.approx((workers - 1) / group, rel=0.05)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_nothing_too_stale_is_applied(simulate: Any, cut: int, servers: int) -> None:
+    """With discard=R every staleness applied is below R, every one dropped is not, and nothing gets lost."""
+    steps = Steps(60, size=4)
+    summary = simulate(steps, f"async:discard={cut}", 6, servers, SPEEDS["heterogeneous"])
+    for server in range(servers):
+        lines = pushes(summary, server)
+        used = [line["staleness"] for line in lines if line["event"] == "apply"]
+        dropped = [line["staleness"] for line in lines if line["event"] == "drop"]
+        assert max(used) < cut <= min(dropped)
+        assert len(used) + len(dropped) == 6 * 60
+    assert summary["dropped"] == sum(
+        line["event"] == "drop" for server in range(servers) for line in pushes(summary, server)
+    )
+
+
+def test_stale_updates_fade(simulate: Any) -> None:
+    """With weight=exp an update of staleness tau moves the parameters by exp(-damping tau)."""
+    summary = simulate(Steps(10), "async:weight=exp,damping=0.5", 3)
+    moved = sum(math.exp(-0.5 * line["staleness"]) for line in pushes(summary))
+    assert trained(summary)["x"].item() == pytest.approx(-moved, rel=1e-12)
+
+
+@pytest.mark.parametrize(("reduce", "moved"), [("mean", 20), ("sum", 40)])
+def test_softsync_takes_the_mean_or_the_sum(simulate: Any, reduce: str, moved: int) -> None:
+    """A group of two moves the parameters by one gradient, or by two."""
+    for pull in ("at-once", "next-version"):
+        summary = simulate(Steps(10), f"softsync:2,reduce={reduce},pull={pull}", 4)
+        assert trained(summary)["x"].item() == -moved
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3, 7])
+@pytest.mark.parametrize(("factor", "grows"), [(0.97, False), (1.03, True)])
+def test_a_fixed_delay_bounds_the_rate(simulate: Any, delay: int, factor: float, grows: bool) -> None:
+    """Workers of equal speed see x delay by N-1 updates: stable iff lr h < 2 sin(pi / (2 (2 tau + 1)))."""
+    walk = Walk(600 // (delay + 1), lr=factor * 2 * math.sin(math.pi / (2 * (2 * delay + 1))))
+    simulate(walk, "async", delay + 1)
+    assert walk.grows == grows
+
+
+# Largest stable lr * h on a quadratic with momentum 0.9 and 8 workers in turn.
+LIMITS = {"async": 0.0158, "dana-zero": 0.0971, "dana-slim": 0.0971}
+
+
+@pytest.mark.parametrize("strategy", LIMITS)
+@pytest.mark.parametrize(("factor", "grows"), [(0.9, False), (1.1, True)])
+def test_momentum_bounds_the_rate(simulate: Any, strategy: str, factor: float, grows: bool) -> None:
+    """One momentum buffer on the server makes asynchrony unstable six times sooner than DANA does."""
+    walk = Walk(250, lr=factor * LIMITS[strategy], momentum=0.9)
+    simulate(walk, strategy, 8)
+    assert walk.grows == grows
+
+
+def test_dana_trains_where_one_buffer_diverges(simulate: Any) -> None:
+    """N = 8, mu = 0.9, the same rate: with one server momentum x explodes, with DANA it comes to rest."""
+    last = {}
+    for strategy in LIMITS:
+        walk = Walk(200, lr=0.05, momentum=0.9)
+        simulate(walk, strategy, 8)
+        last[strategy] = walk.seen[-1][1].abs().item()
+    assert last["async"] > 1e6 and last["dana-zero"] < 1e-2 and last["dana-slim"] < 1e-2
+
+
+# --- stale-synchronous ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [1, 3, 8])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_ssp_shows_all_old_updates_and_all_of_ones_own(simulate: Any, bound: int, servers: int) -> None:
+    """At clock c a worker sees every update of the others up to clock c-s-1, and all of its own."""
+    workers, count = 4, 40
+    # Coordinate i counts the updates of worker i.
+    slope = lambda rank, x: torch.eye(workers, dtype=torch.float64)[rank]  # noqa: E731
+    walk = Walk(count, lr=1.0, size=workers, slope=slope)
+    simulate(walk, f"ssp:{bound}", workers, servers, SPEEDS["heterogeneous"])
+    clocks: Counter[int] = Counter()
+    reached = 0
+    for rank, x in walk.seen:
+        counts = [1 - value for value in x.tolist()]
+        assert counts[rank] == clocks[rank]
+        # One that has finished no longer holds anybody back.
+        assert all(each >= min(clocks[rank] - bound, count) for each in counts)
+        reached = max(reached, clocks[rank] - min(counts))
+        clocks[rank] += 1
+    assert reached == bound
+
+
+def test_a_bound_has_no_price_without_stragglers(simulate: Any) -> None:
+    """Equal speeds never come to the bound: the run takes as long as an asynchronous one."""
+    times = [simulate(Steps(20), each, 4)["wall_s"] for each in ("async", "ssp:1")]
+    assert times[0] == times[1]
+
+
+# --- backup workers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_backups_use_the_first_and_drop_the_rest(simulate: Any, spare: int, servers: int) -> None:
+    """Staleness is 0, each version is made of N of N+b, and used + dropped = produced."""
+    workers = 6
+    summary = simulate(Steps(40, size=5), f"backup:{spare}", workers, servers, SPEEDS["exponential"])
+    for server in range(servers):
+        lines = pushes(summary, server)
+        used = [line for line in lines if line["event"] == "apply"]
+        assert all(line["staleness"] == 0 for line in used)
+        assert len(lines) == workers * 40
+        sizes = Counter(line["version"] for line in used)
+        early = [sizes[version] for version in sorted(sizes)[:20]]
+        assert set(early) == {workers - spare}
+        assert trained(summary)["x"][server].item() == -len(sizes)
+    if spare == 0:
+        assert summary["dropped"] == 0
+
+
+def harmonic(n: int) -> float:
+    return sum(1 / k for k in range(1, n + 1))
+
+
+@pytest.mark.parametrize(("needed", "spare"), [(8, 0), (6, 2), (4, 4)])
+def test_the_first_round_of_backups(simulate: Any, needed: int, spare: int) -> None:
+    """When all begin together, exponential steps make a round last H_{N+b} - H_b."""
+    workers = needed + spare
+    times = []
+    for seed in range(300):
+        summary = simulate(Steps(1), f"backup:{spare}", workers, cluster=EXPONENTIAL, seed=seed)
+        times.append(min(line["t"] for line in pushes(summary) if line["event"] == "apply"))
+    expected = harmonic(workers) - harmonic(spare)
+    assert statistics.mean(times) == pytest.approx(expected, abs=4 * statistics.stdev(times) / 300**0.5)
+
+
+@pytest.mark.parametrize(("needed", "spare"), [(8, 0), (6, 2)])
+def test_rounds_of_backups_go_on(simulate: Any, needed: int, spare: int) -> None:
+    """A late worker is not interrupted: it finishes its step for nothing. That makes later rounds longer."""
+    workers = needed + spare
+
+    @cache
+    def left(arrived: int, late: int) -> float:
+        """The mean time to the end of a round, when so many have arrived and so many are still late."""
+        if arrived == needed:
+            return 0.0
+        busy = workers - arrived
+        fresh = busy - late
+        return (1 + fresh * left(arrived + 1, late) + (late * left(arrived, late - 1) if late else 0)) / busy
+
+    summary = simulate(Steps(1500), f"backup:{spare}", workers, cluster=EXPONENTIAL)
+    ends = [line["t"] for line in pushes(summary) if line["event"] == "apply"]
+    rounds = sorted({line["version"]: line["t"] for line in pushes(summary)}.values())[:1200]
+    assert ends
+    assert (rounds[-1] - rounds[0]) / 1199 == pytest.approx(left(0, spare), rel=0.04)
+    assert left(0, 0) == pytest.approx(harmonic(workers) - harmonic(spare))
+
+
+# --- Downpour ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 3, 4])
+def test_downpour_of_one_worker_is_sequential(simulate: Any, every: int) -> None:
+    """One worker's local steps and the server's steps by the sum agree: plain SGD, up to rounding."""
+    script = Script(size=22, groups=True, schedule=False)
+    strategy = f"async:push_every={every},fetch_every={every}"
+    assert distance(trained(simulate(script, strategy, 1)), alone(script)) < 1e-13
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(1, 1), (4, 4), (1, 4), (4, 1), (3, 2)])
+def test_downpour_talks_less(simulate: Any, push: int, fetch: int) -> None:
+    """Every gradient arrives, in a push of `push_every` steps; parameters come every `fetch_every`."""
+    summary = simulate(Steps(24), f"async:push_every={push},fetch_every={fetch}", 3)
+    assert trained(summary)["x"].item() == -72
+    assert len(pushes(summary)) == 3 * 24 / push
+    assert summary["bytes_sent"] == 8 * (1 + 3 + 3 * 24 / push + 3 * 24 / fetch + 1)
+
+
+def test_what_is_left_is_pushed_at_the_end(simulate: Any) -> None:
+    """Steps that do not fill a push are pushed when the worker is done."""
+    assert trained(simulate(Steps(10), "async:push_every=4,fetch_every=4", 3))["x"].item() == -30
+
+
+# --- prefetch ---------------------------------------------------------------------------------------
+
+
+def test_prefetch_costs_a_step_of_staleness(simulate: Any) -> None:
+    """What a worker computes on is one of its own steps older, and the log says so."""
+    for workers in (1, 3):
+        plain, ahead = (
+            [line["staleness"] for line in pushes(simulate(Steps(20), strategy, workers))]
+            for strategy in ("async", "async:prefetch=yes")
+        )
+        assert plain[-1] == workers - 1 and ahead[-1] == 2 * workers - 1
+
+
+def test_prefetch_hides_the_round_trip(simulate: Any) -> None:
+    """A round trip of 8 ms beside steps of 10 ms costs nothing, but for the last one."""
+    cluster = '[[hosts]]\nstep_time = "10 ms"\nlatency = "4 ms"'
+    waits = [simulate(Steps(50), s, 2, cluster=cluster)["wait_s"] for s in ("async", "async:prefetch=yes")]
+    assert waits[0] == pytest.approx(2 * 50 * 0.008)
+    assert waits[1] == pytest.approx(0, abs=1e-9)
+
+
+# --- corrections ------------------------------------------------------------------------------------
+
+
+def test_delay_compensation_by_hand(simulate: Any) -> None:
+    """g + lam g*g*(w - w_i), computed by hand for two workers, one step each, lr = 1."""
+    slope = lambda rank, x: torch.full_like(x, [1.0, 2.0][rank])  # noqa: E731
+    # Worker 0: 1 -> 0. Worker 1 pulled 1: its gradient is 2 + 0.25 * 4 * (0 - 1) = 1, and 0 -> -1.
+    first = "[[hosts]]\ncount = 1\nspeed = 2.0\n[[hosts]]"  # worker 0
+    summary = simulate(Walk(1, lr=1.0, slope=slope), "dc-asgd:0.25", 2, cluster=first)
+    assert trained(summary)["x"].item() == -1.0
+    # Adaptive: ms = 0.5 * (0.5 * 1) + 0.5 * 4 = 2.25, lam = 0.375 / 1.5 = 0.25: the same again.
+    strategy = "dc-asgd:0.375,adaptive=yes,decay=0.5"
+    summary = simulate(Walk(1, lr=1.0, slope=slope), strategy, 2, cluster=first)
+    assert trained(summary)["x"].item() == pytest.approx(-1.0, abs=1e-7)
+
+
+def test_gap_aware_looks_at_the_gap_not_at_the_age(simulate: Any) -> None:
+    """However stale, an update of parameters that nobody else moved counts fully: `async`, bit for bit."""
+    workers = 5
+    slope = lambda rank, x: torch.eye(workers, dtype=torch.float64)[rank] * x  # noqa: E731
+    digests = []
+    for strategy in ("async", "gap-aware"):
+        walk = Walk(20, size=workers, slope=slope)
+        summary = simulate(walk, strategy, workers, cluster=SPEEDS["heterogeneous"])
+        assert summary["staleness"]["max"] > 3
+        digests.append(summary["digest"])
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_gap_aware_by_hand(simulate: Any, decay: float) -> None:
+    """P = 1 + |w - w_i| / C with C = lr sqrt(mean of squares): one step each; decay is damped too."""
+    slope = lambda rank, x: torch.ones_like(x)  # noqa: E731
+    summary = simulate(Walk(1, lr=0.5, slope=slope, decay=decay), "gap-aware", 2)
+    moved = 0.5 * (1 + decay)  # worker 0: 1 -> 1 - moved
+    penalty = 1 + moved / 0.5  # squares are 1, so C = lr
+    w = 1 - moved
+    assert trained(summary)["x"].item() == pytest.approx(w - 0.5 * (1 + decay * w) / penalty, rel=1e-6)
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_dana_zero_is_dana_slim(simulate: Any, speeds: str, servers: int, decay: float) -> None:
+    """Workers see the same parameters at every step, in any order of arrival, with weight decay too."""
+    seen = []
+    for strategy in ("dana-zero", "dana-slim"):
+        slope = lambda rank, x: (1 + rank) * torch.sin(x) + x / 2  # noqa: E731
+        walk = Walk(30, lr=0.02, momentum=0.9, size=3, slope=slope, decay=decay)
+        simulate(walk, strategy, 5, servers, SPEEDS[speeds])
+        seen.append(walk.seen)
+    counts: Counter[int] = Counter()
+    for (rank, zero), (other, slim) in zip(*seen, strict=True):
+        assert rank == other
+        counts[rank] += 1
+        if counts[rank] > 30:
+            break  # somebody is done, and from here on DANA-Zero no longer counts with its momentum
+        torch.testing.assert_close(zero, slim, rtol=1e-12, atol=1e-13)
+
+
+def test_dana_of_one_worker_is_nesterov(simulate: Any) -> None:
+    """DANA-Slim bit for bit, and what a worker of DANA-Zero sees up to rounding; groups, decay, schedule."""
+    script = Script(optimizer=NESTEROV, size=22, groups=True, schedule=True)
+    assert same(trained(simulate(script, "dana-slim", 1)), alone(script))
+    walks = [Walk(30, lr=0.05, momentum=0.9, nesterov=True, decay=0.1) for _ in range(2)]
+    walks[0]()
+    simulate(walks[1], "dana-zero", 1)
+    for (_, one), (_, two) in zip(walks[0].seen, walks[1].seen, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_ordered_momentum_has_no_order(simulate: Any, speeds: str, workers: int) -> None:
+    """Every gradient gets the weight 1 + mu + ... + mu^k of the k rounds since its own, whenever it came."""
+    slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
+    summary = simulate(Walk(20, lr=0.5, momentum=0.8, slope=slope), "ormo", workers, cluster=SPEEDS[speeds])
+    lines = pushes(summary)
+    last = (len(lines) - 1) // workers  # the round of the last update
+    total = 0.0
+    for line in lines:
+        own = (line["version"] - 1 - line["staleness"]) // workers
+        total += (1 + line["worker"]) * sum(0.8**power for power in range(last - own + 1))
+    assert trained(summary)["x"].item() == pytest.approx(1 - 0.5 * total, rel=1e-12)
+
+
+def test_ordered_momentum_of_one_worker_is_momentum(simulate: Any) -> None:
+    script = Script(optimizer=MOMENTUM, size=22, groups=True)
+    assert distance(trained(simulate(script, "ormo", 1)), alone(script)) < 1e-13
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_pushes_from_one_point_are_one_nesterov_step(simulate: Any, workers: int) -> None:
+    """m <- beta m + mean d; w <- w - lr (mean d + beta m), for N pushes from the same w; twice, in turn."""
+    slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
+    mean = statistics.mean(range(1, workers + 1))
+    summary = simulate(Walk(2, lr=0.5, slope=slope), "delayed-nesterov:2,lr=0.25,beta=0.5", workers)
+    assert trained(summary)["x"].item() == pytest.approx(1 - 0.25 * (mean + 0.5 * mean), rel=1e-14)
+    twice = simulate(Walk(4, lr=0.5, slope=slope), "delayed-nesterov:2,lr=0.25,beta=0.5", workers)
+    first = mean
+    second = 0.5 * first + mean
+    moved = 0.25 * (mean + 0.5 * first) + 0.25 * (mean + 0.5 * second)
+    assert trained(twice)["x"].item() == pytest.approx(1 - moved, rel=1e-14)
+
+
+# --- elastic averaging ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", ["", ",max_staleness=0", ",max_staleness=2"])
+@pytest.mark.parametrize("speeds", SPEEDS)
+def test_elastic_exchanges_conserve_the_sum(simulate: Any, bound: str, speeds: str) -> None:
+    """Centre plus workers change by the gradients alone: what one gains in an exchange the other loses."""
+    workers, count = 3, 6
+    walk = Walk(count, lr=1.0, slope=lambda rank, x: torch.full_like(x, float(1 << rank)))
+    summary = simulate(walk, f"easgd:1,alpha=0.25{bound}", workers, cluster=SPEEDS[speeds])
+    total = trained(summary)["x"].item() + sum(point.x.item() for point in walk.points.values())
+    assert total == workers + 1 - count * sum(1 << rank for rank in range(workers))  # all are dyadic: exact
+
+
+def test_without_elasticity_workers_are_alone(simulate: Any) -> None:
+    walk = Walk(10, slope=lambda rank, x: (1 + rank) * x)
+    summary = simulate(walk, "easgd:2,alpha=0", 3, cluster=SPEEDS["heterogeneous"])
+    assert trained(summary)["x"].item() == 1
+    for rank, point in walk.points.items():
+        assert point.x.item() == pytest.approx((1 - 0.1 * (1 + rank)) ** 10, rel=1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize(("factor", "grows"), [(0.95, False), (1.05, True)])
+def test_elasticity_has_a_limit(simulate: Any, rate: float, factor: float, grows: bool) -> None:
+    """One worker on x^2/2: stable for alpha up to (4 - 2 lr) / (4 - lr)."""
+    walk = Walk(200, lr=rate)
+    simulate(walk, f"easgd:1,alpha={factor * (4 - 2 * rate) / (4 - rate)}", 1)
+    assert walk.grows == grows
+
+
+def test_synchronous_elastic_averaging_by_hand(simulate: Any) -> None:
+    """All differences are to the same centre: c <- c + alpha sum_i (x_i - c)."""
+    slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
+    summary = simulate(Walk(1, lr=1.0, slope=slope), "easgd:1,alpha=0.25,max_staleness=0", 3)
+    assert trained(summary)["x"].item() == 1 - 0.25 * (1 + 2 + 3)
+
+
+# --- the server's optimizer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("size", [48, 50])
+def test_servers_clip_the_whole_mean(simulate: Any, servers: int, size: int) -> None:
+    """`sync:clip=c` on any number of servers is `allreduce` with clip_grad_norm_(c) in the script."""
+    plain = Script(optimizer=MOMENTUM, size=size)
+    clipped = Script(optimizer=MOMENTUM, size=size, clip=0.2)
+    one = trained(simulate(clipped, "allreduce", 3))
+    two = trained(simulate(plain, "sync:clip=0.2", 3, servers))
+    assert distance(one, two) < 1e-12
+    assert distance(one, trained(simulate(plain, "sync", 3))) > 1e-3
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_servers_clip_each_push_as_its_worker_would(simulate: Any, servers: int) -> None:
+    """Where each push is an update, `clip` is what clip_grad_norm_ in the script is."""
+    one = simulate(Script(size=50, clip=0.2), "async", 3, servers, SPEEDS["heterogeneous"])
+    two = simulate(Script(size=50), "async:clip=0.2", 3, servers, SPEEDS["heterogeneous"])
+    assert distance(trained(one), trained(two)) < 1e-12
+
+
+def test_groups_of_different_shards_are_clipped_together(simulate: Any) -> None:
+    """Soft groups with several servers: every update is as long as it may be, and the run ends."""
+    slope = lambda rank, x: torch.full_like(x, 3.0)  # noqa: E731
+    summary = simulate(
+        Walk(20, lr=1.0, size=4, slope=slope), "softsync:2,clip=1", 5, 2, SPEEDS["heterogeneous"]
+    )
+    moved = 1 - trained(summary)["x"]
+    versions = [max(line["version"] for line in pushes(summary, server)) for server in range(2)]
+    # The gradient (3, 3, 3, 3) has norm 6 and is scaled to norm 1: every element moves by a half.
+    for value, count in zip(moved.tolist(), [versions[0]] * 2 + [versions[1]] * 2, strict=True):
+        assert value == pytest.approx(0.5 * count, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.Adagrad, lr=0.05),
+        partial(torch.optim.RMSprop, lr=0.01),
+        partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+        partial(torch.optim.NAdam, lr=0.01),
+        partial(torch.optim.Rprop, lr=0.01),
+    ],
+    ids=["adagrad", "rmsprop", "adamw", "nadam", "rprop"],
+)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_any_optimizer_works_on_the_server(simulate: Any, optimizer: Any, servers: int) -> None:
+    """Decay is applied once and schedules reach the server: `sync` is one machine with the union batch."""
+    script = Script(optimizer=optimizer, groups=False, schedule=True)
+    union = Script(optimizer=optimizer, groups=False, schedule=True, batch=12)
+    assert distance(trained(simulate(script, "sync", 3, servers)), alone(union)) < 1e-9
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("softsync:9", "wait_for is 9 but there are 4 workers; use 0 for all"),
+        ("softsync:-1", "wait_for must be 0"),
+        ("ssp:-1", "ssp:-1: max_staleness must be 0 or more"),
+        ("ssp:nan", "max_staleness takes a number, not 'nan'"),
+        ("async:weight=2/tau", "weight takes 1 or 1/tau or exp, not '2/tau'"),
+        ("async:weight=exp,damping=-1", "damping must be 0 or more"),
+        ("async:discard=0", "discard must be 1 or more"),
+        ("async:clip=0", "clip must be above 0"),
+        ("async:push_every=0", "push_every and fetch_every must be 1 or more"),
+        ("async:prefetch=yes,push_every=2", "leave out push_every"),
+        ("backup:4", "use at most 3"),
+        ("backup:-1", "spare must be 0 or more"),
+        ("backup:1,wait_for=2", "all but `spare`"),
+        ("dc-asgd:-1", "lam must be 0 or more"),
+        ("dc-asgd:1,decay=1", "decay must be at least 0 and below 1"),
+        ("ormo:wait_for=2", "each push is a step of its own"),
+        ("delayed-nesterov:0", "period must be 1 or more"),
+        ("delayed-nesterov:lr=0", "lr must be above 0"),
+        ("easgd:0", "period must be 1 or more"),
+        ("easgd:alpha=-1", "alpha must be 0 or more"),
+        ("easgd:weight=1/tau", "only max_staleness has a meaning"),
+        ("backup:1,clip=1", "leave out clip"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(strategy: str, message: str) -> None:
+    def never() -> None:
+        raise AssertionError("the script was started")
+
+    for how in (pr.run, pr.simulate):
+        with pytest.raises(UsageError) as caught:
+            how(never, workers=4, servers=2, strategy=strategy, runs=None)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["gap-aware", "dana-zero", "dana-slim", "ormo"])
+def test_what_is_about_sgd_needs_sgd(simulate: Any, strategy: str) -> None:
+    with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
+        simulate(Script(optimizer=ADAM), strategy, 2)
+    with pytest.raises(UsageError, match="has no dampening"):
+        simulate(Script(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)), strategy, 2)
+
+
+def test_optimizers_that_need_a_closure_are_refused(simulate: Any) -> None:
+    with pytest.raises(UsageError, match="LBFGS calls a closure several times per step"):
+        simulate(Script(optimizer=partial(torch.optim.LBFGS, lr=0.1)), "async", 2)
+
+
+def test_more_servers_than_parameters_are_refused(simulate: Any) -> None:
+    with pytest.raises(UsageError, match="3 servers for 2 parameters"):
+        simulate(Steps(1, size=2), "ssp", 2, 3)
