@@ -20,6 +20,7 @@ examples:
   polyrhythm run train.py -n 4 -s async --servers 2 -- --lr 0.1 what follows -- goes to the script
   polyrhythm simulate train.py -n 64 -s local:8 --cluster office.toml
   polyrhythm strategies                                         what --strategy can be
+  polyrhythm bench servers                                      how many servers for how many workers
 
 The script needs three lines: import polyrhythm, session = polyrhythm.init(), and
 model, optimizer, loader = session.prepare(model, optimizer, loader).
@@ -53,8 +54,13 @@ def parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a peer (1800 s)"
     )
     run.add_argument(
+        "--restarts", type=int, default=0, metavar="R",
+        help="replace up to R workers that die, where the strategy lets others go on without them (0)",
+    )  # fmt: skip
+    run.add_argument(
         "--listen", default=None, metavar="HOST:PORT",
-        help="let nodes talk over TCP, encrypted; the coordinator is at this address (port 0: any)",
+        help="let nodes talk over TCP, encrypted, instead of shared memory; the coordinator is at this "
+        "address (port 0: any)",
     )  # fmt: skip
 
     simulate = commands.add_parser(
@@ -75,7 +81,30 @@ def parser() -> argparse.ArgumentParser:
         "strategies", help="list every strategy with its fields, defaults and paper"
     )
     listing.add_argument("--json", action="store_true", help="as JSON")
+
+    kinds = commands.add_parser("bench", help="measure this machine").add_subparsers(
+        dest="bench", metavar="WHAT", required=True
+    )
+    _bench_servers(kinds.add_parser(
+        "servers",
+        help="how many parameter servers for how many workers",
+        description="Measures push and pull for every number of workers and servers, with real processes and "
+        "the strategy async, and prints the knee beside the formula P* = ceil(N |w| / (beta t)).",
+        epilog="A worker sleeps for the time of a step: it stands for a machine with cores of its own.",
+    ))  # fmt: skip
     return top
+
+
+def _bench_servers(command: argparse.ArgumentParser) -> None:
+    def option(name: str, default: Any, metavar: str, text: str, kind: type = str) -> None:
+        command.add_argument(name, default=default, metavar=metavar, help=text, type=kind)
+
+    option("--size", "16MiB", "SIZE", "of the parameters: B, kB, MB, GB, KiB, MiB or GiB (16MiB)")
+    option("--workers", "1,2,4", "N,...", "numbers of workers (1,2,4)")
+    option("--servers", "1,2,4", "P,...", "numbers of servers (1,2,4)")
+    option("--step-time", "50ms", "T", "what a worker sleeps between two pushes (50ms)")
+    option("--seconds", 2.0, "S", "how long to measure each (2)", float)
+    command.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _common(command: argparse.ArgumentParser, runs: str) -> None:
@@ -86,8 +115,9 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
         help="how they keep time, such as allreduce, async or local:8; wins over the one in the script",
     )  # fmt: skip
     command.add_argument(
-        "--servers", type=int, default=0, metavar="P", help="parameter servers, if the strategy has them (1)"
-    )
+        "--servers", type=_servers, default=0, metavar="P",
+        help="parameter servers, if the strategy has them (1); colocated: one beside each worker",
+    )  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="of models, data order and simulated time (0)")
     command.add_argument(
         "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
@@ -96,6 +126,14 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
     command.add_argument("--name", help="name of the run folder (date and strategy)")
     command.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     command.add_argument("-q", "--quiet", action="store_true", help="no progress")
+
+
+def _servers(text: str) -> int | str:
+    """A number, or a word that the launcher has to know."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "strategies":
             return _strategies(options.json)
+        if options.command == "bench":
+            return _bench(options)
         return _train(options, rest)
     except PolyrhythmError as error:
         print(f"polyrhythm: {error}", file=sys.stderr)
@@ -134,7 +174,9 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with _silent() if options.json else contextlib.nullcontext():
         if options.command == "run":
             listen = f"tcp:{options.listen}" if options.listen else "unix:"
-            summary = run(options.script, timeout=options.timeout, listen=listen, **common)
+            summary = run(
+                options.script, timeout=options.timeout, listen=listen, restarts=options.restarts, **common
+            )
         else:
             summary = simulate(options.script, cluster=options.cluster, **common)
     if options.json:
@@ -145,9 +187,23 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
     for node, reason in summary["lost"].items():
-        print(f"lost: {node} {reason}; the others trained on")
+        times = summary["replaced"].get(node, 0)
+        then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"
+        print(f"lost: {node} {reason}; {then}")
     if "folder" in summary:
         print(f"folder: {summary['folder']}")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from polyrhythm.lab import servers
+
+    plan = servers.Plan.parse(
+        options.size, options.workers, options.servers, options.step_time, options.seconds
+    )
+    with _silent() if options.json else contextlib.nullcontext():
+        report = servers.measure(plan, servers.say)
+    print(json.dumps(report) if options.json else servers.show(report))
     return 0
 
 
@@ -166,18 +222,26 @@ def _silent() -> Iterator[None]:
 
 
 def _strategies(as_json: bool) -> int:
+    from polyrhythm.strategies.server import ParameterServer
     from polyrhythm.strategy import Strategy, describe
 
     rows = describe("strategy")
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
         return 0
+    shared = ParameterServer.knobs()
     print("A strategy is written name:value,field=value; the value after the colon sets the first field.\n")
     for each in rows:
         main = Strategy.registry[each.name].main
         print(f"{each.name}:{main.upper()}" if main else each.name)
         print(f"    {each.summary}")
         for name, takes, default in sorted(each.fields, key=lambda field: field[0] != main):
-            print(f"    {name} = {default}  ({takes})")
+            if name == main or shared.get(name) != default:
+                print(f"    {name} = {default}  ({takes})")
         print(f"    {each.paper}\n")
+    print("Every strategy with servers also has these, unless it says something else above:")
+    for line in (ParameterServer.__doc__ or "").splitlines():
+        if line.startswith(("    - ", "      ")):
+            print(line)
+    print("Their defaults: " + ", ".join(f"{name} = {default}" for name, default in shared.items()))
     return 0

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Scalar = int | float | str | bool | None
 Field = Scalar | list[Any] | dict[str, Any]
 
+# A peer that died and was replaced begins a new life. The sequence numbers of a life begin at life << LIFE:
+# they go on rising, so what was seen before stays known, and each tells which life it is of.
+LIFE = 40
+
 
 @dataclass(frozen=True, order=True)
 class Peer:
@@ -52,6 +56,11 @@ class Message:
 
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]
+
+    @property
+    def life(self) -> int:
+        """Which life of its sender sent it: 0, or how many it has lost."""
+        return self.sequence >> LIFE
 
 
 class Reply(ABC):

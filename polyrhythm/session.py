@@ -129,8 +129,9 @@ class _Member(Session):
         self.strategy: Strategy = parse(welcome["strategy"])
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
-        self.workers = len(here.node.workers)
+        self.workers = welcome["workers"]  # that the run began with, whoever is there now
         self._epoch: int = welcome["epoch"]
+        self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
         self._samples = self._seen = 0
         self._mark = self._exchange = self._compute = self._wait = 0.0
@@ -146,13 +147,14 @@ class _Member(Session):
                 "session.prepare() takes a model, its optimizer and the training loader, in this order"
             )
         node = self._node
+        _check_optimizer(self.strategy, optimizer)
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
         replica = self._replica = Replica(model, optimizer, node.empty)
         replica.layout.check_servers(len(node.servers))
         self._seat.request("prepared", layout=replica.layout.hash)
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
-        shared = [self._share(loader, number) for number, loader in enumerate(loaders)]
+        shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
         optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
         if node.servers:
@@ -164,7 +166,11 @@ class _Member(Session):
         return (model, optimizer, *shared)
 
     def epochs(self, count: int) -> Iterator[int]:
-        for epoch in range(self._epoch, count):
+        # A loop over `range(count)` runs through the epochs that are over: for a late worker they are empty.
+        first, self._epoch = self._epoch, 0
+        for loader in self._loaders:
+            loader.epoch = max(loader.epoch, first)
+        for epoch in range(first, count):
             self._seat.request("epoch", epoch=epoch, count=count)
             yield epoch
 
@@ -276,7 +282,6 @@ class _Member(Session):
             seed=self.seed,
             leases=None if self.strategy.lockstep else (take, give_back),
             counted=self._counted,
-            epoch=self._epoch,
             processes=self._seat.processes,
         )
 
@@ -297,6 +302,17 @@ class _Member(Session):
         self._seat.flush()
         self._seat.request("bye")
         raise ServerDone
+
+
+def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    """Some strategies are about what one optimizer does, and would be wrong with another."""
+    if strategy.optimizers == "any":
+        return
+    if type(optimizer) is not getattr(torch.optim, strategy.optimizers):
+        name = type(optimizer).__name__
+        raise UsageError(f"{strategy} needs torch.optim.{strategy.optimizers}, and this script has {name}")
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise UsageError(f"{strategy} has no dampening; leave it out of torch.optim.{strategy.optimizers}")
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -200,12 +200,16 @@ def describe(kind: Literal["strategy", "codec"] = "strategy") -> list[Row]:
     known: Mapping[str, type[Configured]] = Codec.registry if kind == "codec" else Strategy.registry
     rows = []
     for name, cls in sorted(known.items()):
-        options = tuple(
-            (o.name, _wanted(o.type), "required" if o.required else _write(o.type, o.default))
-            for o in _options(cls)
-        )
-        rows.append(Row(name, options, (cls.__doc__ or "").strip().partition("\n")[0], cls.paper))
+        rows.append(Row(name, fields_of(cls), (cls.__doc__ or "").strip().partition("\n")[0], cls.paper))
     return rows
+
+
+def fields_of(cls: type[Configured]) -> tuple[tuple[str, str, str], ...]:
+    """The fields of a strategy or codec as (name, what it takes, default), in text."""
+    return tuple(
+        (o.name, _wanted(o.type), "required" if o.required else _write(o.type, o.default))
+        for o in _options(cls)
+    )
 
 
 @cache

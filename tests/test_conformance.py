@@ -73,9 +73,11 @@ KEYS = {
 }  # fmt: skip
 
 LOCKSTEP = [row for row in ROWS if pr.parse(row.strategy).lockstep]
+LOOSE = [row for row in ROWS if row not in LOCKSTEP]
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 lockstep = pytest.mark.parametrize("row", LOCKSTEP, ids=str)
+loose = pytest.mark.parametrize("row", LOOSE, ids=str)
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
 
@@ -369,6 +371,69 @@ def test_one_seed_one_result(row: Row) -> None:
     first, again, other = (go(row, UNEVEN, 3, seed=seed) for seed in (5, 5, 6))
     assert first == again
     assert first["digest"] != other["digest"]
+
+
+FAILURES = """
+[[hosts]]
+step_time = { uniform = ["8 ms", "12 ms"] }
+[[failures]]
+workers = [0]
+at = "45 ms"
+back = "82 ms"
+[[failures]]
+workers = [2]
+at = "63 ms"
+"""
+
+
+def adds_up(summary: dict[str, Any]) -> None:
+    """Each push that came was applied or dropped, once; on every server versions follow each other."""
+    lines = events(summary, "apply", "drop", "deliver")
+    for server in {line["node"] for line in lines}:
+        mine = [line for line in lines if line["node"] == server]
+        pushed = [
+            (line["sender"], line["sequence"])
+            for line in mine
+            if line["event"] == "deliver" and line["kind"] == "push"
+        ]
+        done = [(f"worker {line['worker']}", line["sequence"]) for line in mine if line["event"] != "deliver"]
+        assert sorted(pushed) == sorted(done) and len(set(done)) == len(done)
+        versions = sorted({line["version"] for line in mine if line["event"] == "apply"})
+        assert versions == list(range(1, len(versions) + 1))
+        assert all(line["staleness"] >= 0 for line in mine if line["event"] == "apply")
+
+
+@loose
+def test_workers_die_and_join_in_simulation(row: Row, tmp_path: Path) -> None:
+    """One dies for good, worker 0 dies and comes back: every example is trained on, nothing counts twice."""
+    (tmp_path / "cluster.toml").write_text(FAILURES)
+    first, again = (
+        pr.simulate(
+            UNEVEN, workers=3, strategy=row.strategy, servers=row.servers, runs=tmp_path, threads=1,
+            cluster=tmp_path / "cluster.toml",
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    assert first["digest"] == again["digest"]
+    assert set(first["lost"]) == {"worker 0", "worker 2"} and first["joined"] == 1
+    assert first["samples"] >= UNEVEN.size * UNEVEN.epochs and first["batches_undone"] == 0
+    assert first["metrics"]["after"] < 0.85 * first["metrics"]["before"]
+    adds_up(first)
+
+
+@loose
+def test_workers_die_and_join_on_real_processes(trip: Any, row: Row, tmp_path: Path) -> None:
+    """A worker that is killed in the middle is replaced, and the run comes to its end."""
+    script = Script(**{**UNEVEN.__dict__, "kill": tmp_path / "killed", "seen": tmp_path / "seen"})
+    summary = pr.run(
+        script, workers=3, strategy=row.strategy, servers=row.servers, runs=tmp_path, threads=1, restarts=1
+    )
+    assert summary["lost"] == {"worker 1": "was killed by SIGKILL"} and summary["joined"] == 1
+    read = Counter((tmp_path / "seen").read_text().split())
+    assert len(read) == UNEVEN.size and min(read.values()) >= UNEVEN.epochs
+    undisturbed, _ = trip(row, "simulated")
+    assert summary["metrics"]["after"] < 0.9 * undisturbed["metrics"]["before"]
+    adds_up(summary)
 
 
 def test_one_seed_one_result_in_every_process(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ COMMANDS = {
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
+    "servers in words": (["--servers", "two"], 2, "servers is 'two'; it must be a whole number or the word"),
+    "servers beside nobody": (["-s", "local", "--servers", "colocated"], 2, "local needs no servers; leave"),
     "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce needs no servers; leave"),
     "a large seed": (["--seed", "99999999999999999999"], 2, r"seed is 9+; it must be between 0 and"),
     "no threads": (["--threads", "-3"], 2, "threads is -3; there must be 1 or more, or 0"),

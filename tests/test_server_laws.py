@@ -497,7 +497,8 @@ def test_elasticity_has_a_limit(simulate: Any, rate: float, factor: float, grows
 def test_synchronous_elastic_averaging_by_hand(simulate: Any) -> None:
     """All differences are to the same centre: c <- c + alpha sum_i (x_i - c)."""
     slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
-    summary = simulate(Walk(1, lr=1.0, slope=slope), "easgd:1,alpha=0.25,max_staleness=0", 3)
+    # The first exchange finds no differences, the second those of one step.
+    summary = simulate(Walk(2, lr=1.0, slope=slope), "easgd:1,alpha=0.25,max_staleness=0", 3)
     assert trained(summary)["x"].item() == 1 - 0.25 * (1 + 2 + 3)
 
 

@@ -55,7 +55,6 @@ class SharedLoader:
         seed: int,
         leases: tuple[Take, GiveBack] | None,
         counted: Callable[[int, float], None],
-        epoch: int = 0,
         processes: bool = True,
     ) -> None:
         if isinstance(loader.dataset, IterableDataset):
@@ -65,7 +64,7 @@ class SharedLoader:
                 "the DataLoader has batch_size=None; give it a batch size, so that it can be shared out"
             )
         self.loader = loader
-        self.epoch = epoch
+        self.epoch = 0
         self._rank, self._workers, self._seed = rank, workers, seed
         self._leases, self._counted = leases, counted
         self._drawn: dict[int, list[list[int]]] = {}

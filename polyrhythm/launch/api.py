@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
 from polyrhythm.launch.program import Program
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.coordinator import Coordinator
 
 Summary = dict[str, Any]
+Servers = int | Literal["colocated"]  # colocated: one beside each worker
 MOST = 1024  # processes that one host is asked to run
 
 
@@ -26,27 +27,33 @@ def run(
     *,
     workers: int = 2,
     strategy: str | Strategy | None = None,
-    servers: int = 0,
+    servers: Servers = 0,
     arguments: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
     timeout: float = 1800.0,
     listen: str = "unix:",
+    restarts: int = 0,
     runs: str | Path | None = "runs",
     name: str | None = None,
     screen: Screen | None = None,
 ) -> Summary:
     """Trains a script, or a function, on real processes of this host; returns the summary.
 
-    `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given).
+    `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given);
+    "colocated" is one beside each worker. Up to `restarts` workers that die are replaced, if the strategy
+    lets the others go on without them.
     `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
     """
     from polyrhythm.launch.local import Launcher, polite
 
     what = Program(program, arguments)
-    chosen = _check(strategy, workers, servers, seed, threads)
-    if workers + servers > MOST:
-        raise UsageError(f"{workers + servers} processes are more than {MOST}; use fewer, or simulate them")
+    count = _count(servers, workers)
+    chosen = _check(strategy, workers, count, seed, threads)
+    if workers + count > MOST:
+        raise UsageError(f"{workers + count} processes are more than {MOST}; use fewer, or simulate them")
+    if restarts < 0:
+        raise UsageError(f"restarts is {restarts}; it must be 0 or more")
     if not 0 < timeout < float("inf"):
         raise UsageError(f"timeout is {timeout}; it must be a number of seconds above 0")
     port = re.fullmatch(r"tcp:(?:\[.*\]|[^:]*):(\d{1,5})", listen)
@@ -55,14 +62,16 @@ def run(
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
     folder = _folder(runs, name, chosen)
     try:
-        config = _config("run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout)
+        config = _config(
+            "run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout, restarts=restarts
+        )
         if folder is not None:
             folder.config(config)
         with polite():
             try:
                 launcher = Launcher(
-                    what, workers=workers, servers=servers, strategy=chosen, seed=seed, threads=threads,
-                    wait=timeout, listen=listen, folder=folder, screen=screen,
+                    what, workers=workers, servers=count, strategy=chosen, seed=seed, threads=threads,
+                    wait=timeout, listen=listen, restarts=restarts, folder=folder, screen=screen,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:
@@ -82,7 +91,7 @@ def simulate(
     *,
     workers: int = 2,
     strategy: str | Strategy | None = None,
-    servers: int = 0,
+    servers: Servers = 0,
     cluster: str | Path | None = None,
     arguments: Sequence[str] = (),
     seed: int = 0,
@@ -97,11 +106,12 @@ def simulate(
     one all hosts are equal and the network is free. The same seed gives the same result, bit for bit.
     """
     what = Program(program, arguments)
-    chosen = _check(strategy, workers, servers, seed, threads)
+    count, colocated = _count(servers, workers), servers == "colocated"
+    chosen = _check(strategy, workers, count, seed, threads)
     from polyrhythm.worlds.cluster import Cluster
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
-    model.place(workers, servers, seed)
+    model.place(workers, count, seed, colocated)
     from polyrhythm.launch.local import threads_each
 
     each = threads or threads_each(0, workers)
@@ -122,8 +132,8 @@ def simulate(
         # As many as a worker has on real processes: the bits of a sum depend on it.
         torch.set_num_threads(each)
         world = Simulated(
-            what.load(), workers=workers, servers=servers, strategy=chosen, cluster=model, seed=seed,
-            folder=folder, say=screen.line,
+            what.load(), workers=workers, servers=count, colocated=colocated, strategy=chosen, cluster=model,
+            seed=seed, folder=folder, say=screen.line,
         )  # fmt: skip
         world.loop.beat = lambda: screen.progress(_progress(world.coordinator, world.loop.now))
         with _spoken(screen):
@@ -134,6 +144,15 @@ def simulate(
         torch.set_num_threads(before)
         screen.close()
         _close(folder)
+
+
+def _count(servers: Servers, workers: int) -> int:
+    """How many servers that is; 0 if it is left to the strategy."""
+    if servers == "colocated":
+        return workers
+    if not isinstance(servers, int):
+        raise UsageError(f"servers is {servers!r}; it must be a whole number or the word colocated")
+    return servers
 
 
 def _check(
@@ -166,7 +185,7 @@ def _config(
     world: str,
     program: Program,
     workers: int,
-    servers: int,
+    servers: Servers,
     strategy: Strategy | None,
     seed: int,
     **more: Any,
@@ -191,7 +210,8 @@ def _close(folder: RunFolder | None) -> None:
 def _settled(folder: RunFolder | None, config: dict[str, Any], coordinator: Coordinator) -> None:
     """Records what is only known since the script has chosen it."""
     if folder is not None and coordinator.strategy is not None and coordinator.failure is None:
-        folder.config(config | {"strategy": str(coordinator.strategy), "servers": coordinator.servers})
+        servers = config["servers"] if config["servers"] == "colocated" else coordinator.servers
+        folder.config(config | {"strategy": str(coordinator.strategy), "servers": servers})
 
 
 def _summary(coordinator: Coordinator) -> Summary:

@@ -22,8 +22,10 @@ from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode, ProcessSeat
 
 
-def live(me: Peer, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]) -> int:
-    """Runs the script as this node; returns the exit code of the process."""
+def live(
+    me: Peer, life: int, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]
+) -> int:
+    """Runs the script as this node, in this one of its lives; returns the exit code of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all of us in order
     torch.set_num_threads(passport.threads if me.role == "worker" else max(1, passport.threads // 2))
     transport = Transport(
@@ -33,6 +35,7 @@ def live(me: Peer, arena: int, coordinator: str, passport: Passport, script: Cal
         arenas=passport.arenas,
         host=passport.host,
         wait=passport.wait,
+        life=life,
     )
     transport.introduce(COORDINATOR, coordinator)
     node = ProcessNode(me, transport, 0, passport.began, passport.arenas, arena)
@@ -80,11 +83,13 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def be(me: Peer, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]) -> None:
+def be(
+    me: Peer, life: int, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]
+) -> None:
     """Lives, and ends the process without running what the launcher left to be run at exit."""
     code = 1
     try:
-        code = live(me, arena, coordinator, passport, script)
+        code = live(me, life, arena, coordinator, passport, script)
     except BaseException:
         traceback.print_exc()
     finally:

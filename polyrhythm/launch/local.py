@@ -22,7 +22,7 @@ from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError, WaitErro
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
 from polyrhythm.launch.zygote import Passport, Zygote
-from polyrhythm.node import Peer
+from polyrhythm.node import LIFE, Peer
 from polyrhythm.record import RunFolder
 from polyrhythm.strategy import Strategy
 from polyrhythm.wire.arena import Arenas
@@ -49,17 +49,25 @@ class Launcher:
         threads: int = 0,
         wait: float = 1800.0,
         listen: str = "unix:",
+        restarts: int = 0,
         folder: RunFolder | None = None,
         screen: Screen | None = None,
     ) -> None:
         self._screen = screen or Screen(quiet=True)
         self._workers = workers
-        self._arenas = Arenas(workers + max(servers, SPARE), ARENA)
+        self._restarts = restarts
+        fixed = workers + max(servers, SPARE)
+        self._arenas = Arenas(fixed + min(workers, restarts), ARENA)
+        # A dead worker's memory stays its own until no server reads or writes there; others begin in these.
+        self._spare = list(range(fixed, self._arenas.count))
+        self._arena: dict[tuple[Peer, int], int] = {}  # of each life of a worker
         threads = threads_each(threads, workers)
         self._began = time.monotonic()
         key = secrets.token_bytes(32)
         host = secrets.token_hex(8)
-        passport = Passport(key, host, self._began, threads, wait, _any_port(listen), self._arenas)
+        # Who wants TCP wants all of it: then tensors travel too, as they would between hosts.
+        shared = self._arenas if listen == "unix:" else None
+        passport = Passport(key, host, self._began, threads, wait, _any_port(listen), shared)
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(workers)]
         self._wake, self._woken = os.pipe()
         self._lock = threading.RLock()
@@ -73,7 +81,8 @@ class Launcher:
             self.coordinator = Coordinator(
                 workers=workers, servers=servers, strategy=strategy, seed=seed, folder=folder,
                 clock=lambda: time.monotonic() - self._began,
-                start_servers=self._start_servers, notify=self._tell_left,
+                start_servers=self._start_servers, tell=self._tell, replace=self._replace,
+                released=self._released,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
             self._zygote = Zygote(program, passport)
@@ -131,8 +140,11 @@ class Launcher:
     def _take(self, incoming: Incoming) -> None:
         transport = self._transport
         assert transport is not None
+        life = incoming.sequence >> LIFE
         if incoming.kind == "result":
             transport.answer(incoming)
+            if life != self.coordinator.lives[incoming.sender]:
+                return  # whoever takes its place will bring it again
             blob = bytes(incoming.buffers[0].view)
             self.coordinator.result(incoming.sender, incoming.fields["digest"], blob)
             return
@@ -146,19 +158,38 @@ class Launcher:
                 except PolyrhythmError as error:
                     self.coordinator.fail(str(error), error.exit_code)
 
-        if incoming.kind == "join":
+        if incoming.kind == "join" and life == self.coordinator.lives[incoming.sender]:
             transport.introduce(incoming.sender, incoming.fields["address"])
-        self.coordinator.handle(incoming.sender, incoming.kind, incoming.fields, respond)
+        self.coordinator.handle(incoming.sender, incoming.kind, incoming.fields, respond, life)
 
-    def _tell_left(self, peer: Peer, reason: str) -> None:
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Tells every member, but not whom it is about, what happened."""
         transport = self._transport
         assert transport is not None
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
         for other in list(self.coordinator.members):
-            with contextlib.suppress(PolyrhythmError):
-                # No second try: one that cannot be reached is dead too, and word of it is on its way.
-                fields = {"role": peer.role, "rank": peer.rank, "reason": reason}
-                transport.send(other, "left", fields=fields, retry=False)
-        transport.lost(peer, reason)
+            if other != peer:
+                with contextlib.suppress(PolyrhythmError):
+                    # No second try: one that cannot be reached is dead too, and word of it is on its way.
+                    transport.send(other, kind, fields=fields, retry=False)
+        if peer is not None and kind == "left":
+            transport.lost(peer, fields["reason"])
+
+    def _replace(self, peer: Peer) -> bool:
+        """A worker has died. Whether there will be another in its place."""
+        if self._restarts == 0:
+            return False
+        self._restarts -= 1
+        self._wanted.append(peer)
+        self._nudge()
+        return True
+
+    def _released(self, peer: Peer, life: int) -> None:
+        """Nobody uses the memory of a dead worker any longer."""
+        arena = self._arena.pop((peer, life))
+        self._arenas.clear(arena)
+        self._spare.append(arena)
+        self._nudge()
 
     def _start_servers(self, count: int) -> None:
         self._wanted += [Peer("server", rank) for rank in range(count)]
@@ -183,11 +214,28 @@ class Launcher:
                 with self._lock:
                     if self.coordinator.failure is not None or self.coordinator.finished:
                         return
-                    wanted, self._wanted = (self._wanted, []) if self._ready else ([], self._wanted)
+                    wanted = self._assign() if self._ready else []
                     text = self._progress()
-                for peer in wanted:
-                    self._fork(peer)
+                for peer, life, arena in wanted:
+                    self._fork(peer, life, arena)
                 self._screen.progress(text)
+
+    def _assign(self) -> list[tuple[Peer, int, int]]:
+        """The nodes to start now, each with its life and arena; those for which none is free wait on."""
+        ready, waiting = [], []
+        for peer in self._wanted:
+            life = self.coordinator.lives[peer]
+            if not life:
+                arena = peer.rank + (self._workers if peer.role == "server" else 0)
+            elif self._spare:
+                arena = self._spare.pop(0)
+            else:
+                waiting.append(peer)
+                continue
+            self._arena[peer, life] = arena
+            ready.append((peer, life, arena))
+        self._wanted = waiting
+        return ready
 
     def _hear(self) -> None:
         assert self._zygote is not None
@@ -207,11 +255,10 @@ class Launcher:
             with self._lock:
                 self.coordinator.died(peer, _cause(status))
 
-    def _fork(self, peer: Peer) -> None:
+    def _fork(self, peer: Peer, life: int, arena: int) -> None:
         assert self._zygote is not None and self._transport is not None
         ends = [os.pipe(), os.pipe()]
-        arena = peer.rank + (self._workers if peer.role == "server" else 0)
-        self._zygote.fork(peer, arena, self._transport.address, (ends[0][1], ends[1][1]))
+        self._zygote.fork(peer, life, arena, self._transport.address, (ends[0][1], ends[1][1]))
         self._alive.add(peer)
         for read, write in ends:
             os.close(write)

@@ -60,9 +60,9 @@ class Zygote:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def fork(self, peer: Peer, arena: int, coordinator: str, outputs: tuple[int, int]) -> None:
+    def fork(self, peer: Peer, life: int, arena: int, coordinator: str, outputs: tuple[int, int]) -> None:
         """Asks for a node whose standard output and error are these files."""
-        command = ["fork", peer.role, peer.rank, arena, coordinator]
+        command = ["fork", peer.role, peer.rank, life, arena, coordinator]
         with contextlib.suppress(OSError):  # if it is gone, `hear` tells
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(outputs))
 
@@ -142,10 +142,10 @@ class _Forker:
         if command[0] == "kill":
             self._kill(command[1])
         else:
-            self._fork(Peer(command[1], command[2]), command[3], command[4], files)
+            self._fork(Peer(command[1], command[2]), command[3], command[4], command[5], files)
         return True
 
-    def _fork(self, peer: Peer, arena: int, coordinator: str, files: list[int]) -> None:
+    def _fork(self, peer: Peer, life: int, arena: int, coordinator: str, files: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -168,7 +168,7 @@ class _Forker:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from polyrhythm.launch import child
 
-        child.be(peer, arena, coordinator, self._passport, self._program)
+        child.be(peer, life, arena, coordinator, self._passport, self._program)
 
     def _reap(self) -> None:
         while True:

@@ -208,7 +208,10 @@ class Desk:
                 node.send(server, "norm", version=version, square=squares[node.rank])
         while any(server.rank not in squares for server in node.servers):
             message = node.receive("norm")
-            if message is not None:
+            if message is None:
+                update = tuple(part.clone() for part in update)  # its worker may be the one that left
+                self._let_go()
+            else:
                 self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
         del self.norms[version]
         total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))

@@ -54,9 +54,6 @@ class Elastic(ParameterServer):
             self._exchange(node, replica)  # before the step, whose gradient is that of the old x_i
         replica.apply()
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        self._exchange(node, replica)
-
     def restore(self, node: Node, replica: Replica) -> None:
         """The optimizer works here."""
 

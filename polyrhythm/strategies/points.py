@@ -168,7 +168,7 @@ class StaleSynchronous(ParameterServer):
     name: ClassVar[str] = "ssp"
     main: ClassVar[str | None] = "max_staleness"
     paper: ClassVar[str] = (
-        "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Server"
+        "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
     )
 
     max_staleness: float = 3

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
-from polyrhythm.strategy import Strategy
+from polyrhythm.strategy import Strategy, fields_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +90,11 @@ class ParameterServer(Strategy):
                 f"{self}: servers that drop different pushes have no common norm; "
                 "leave out clip, or use one server"
             )
+
+    @staticmethod
+    def knobs() -> dict[str, str]:
+        """The fields that every strategy with servers has, and their defaults, as text."""
+        return {name: default for name, _, default in fields_of(ParameterServer)}
 
     # --- a worker -----------------------------------------------------------------------------------
 

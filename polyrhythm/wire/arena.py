@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
@@ -18,6 +19,7 @@ from polyrhythm.errors import PolyrhythmError
 
 ALIGNMENT = 64
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
 
 class Arenas:
@@ -72,6 +74,13 @@ class Arenas:
                 start, room = holes.pop(at)
                 offset, size = start, room + size
             holes.insert(at, (offset, size))
+
+    def clear(self, index: int) -> None:
+        """Gives the pages of an arena back to the system, where it can do that; nobody may be using them."""
+        with contextlib.suppress(OSError, AttributeError):
+            fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+            fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+            fallocate(self._files[index], _PUNCH_HOLE, 0, self.size)
 
     def close(self) -> None:
         """Lets go of the files and the maps; a map still seen by a tensor goes when the tensor goes."""

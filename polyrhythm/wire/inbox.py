@@ -50,6 +50,7 @@ class Incoming:
     _into: list[Part] = field(default_factory=list, repr=False)
     _line: Line | None = field(default=None, repr=False)
     _memory: memoryview | None = field(default=None, repr=False)
+    _number: int = field(default=0, repr=False)
 
 
 class Pool:
@@ -84,6 +85,7 @@ class Flow:
     """What one instance of a peer has sent so far, over all its connections."""
 
     instance: bytes
+    number: int = 0  # of its first connection
     seen: dict[int, None] = field(default_factory=dict)
     unanswered: dict[int, Incoming] = field(default_factory=dict)
     answers: dict[int, Header] = field(default_factory=dict)  # the last ones that carried no bytes
@@ -104,17 +106,20 @@ class Inbox:
     """The messages of a node, from all its connections, until it receives them."""
 
     def __init__(self, queue: int) -> None:
+        self.arrived = 0
         self._queue = queue
         self._messages: deque[Incoming] = deque()
         self._flows: dict[Peer, Flow] = {}
         self._lock = threading.Lock()
 
     def join(self, channel: Channel) -> Line:
-        """A new connection. A peer that was restarted counts from 1 again, so it begins a new flow."""
+        """A new connection. A peer that was restarted begins a new flow."""
         with self._lock:
             flow = self._flows.get(channel.peer)
             if flow is None or flow.instance != channel.instance:
-                flow = self._flows[channel.peer] = Flow(channel.instance)
+                known, flow = flow, Flow(channel.instance, channel.number)
+                if known is None or known.number < flow.number:  # handshakes may overtake each other
+                    self._flows[channel.peer] = flow
             return Line(channel, flow)
 
     def put(self, line: Line, message: Incoming) -> bool:
@@ -145,6 +150,8 @@ class Inbox:
             message._line = line
             if message.asked:
                 flow.unanswered[sequence] = message
+            self.arrived += 1
+            message._number = self.arrived
             self._messages.append(message)
             line.unreceived += 1
             line.resting = line.unreceived >= self._queue
@@ -158,10 +165,12 @@ class Inbox:
         with self._lock:
             return any(message.kind in kinds for message in messages)
 
-    def take(self, kinds: Collection[str]) -> tuple[Incoming, Line | None] | None:
+    def take(self, kinds: Collection[str], before: int | None = None) -> tuple[Incoming, Line | None] | None:
         """The next message of these kinds, and the connection that need not rest any longer."""
         with self._lock:
             for at, message in enumerate(self._messages):
+                if before is not None and message._number > before:
+                    return None
                 if not kinds or message.kind in kinds:
                     del self._messages[at]
                     line = message._line

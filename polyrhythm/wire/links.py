@@ -90,6 +90,9 @@ class Links:
 
     def _end(self, channel: Channel) -> None:
         self.closing.wait(LINGER)
+        link = self[channel.peer]
+        if link.gone is None and link.channel is channel:
+            return  # word that its former life had ended came late: this is the present one's
         channel.close()
 
     def close(self) -> None:
@@ -133,7 +136,10 @@ class Links:
             with self._lock:
                 self._sockets.discard(sock)
         channel.number = number
-        self[channel.peer].channel = channel
+        link = self[channel.peer]
+        with self._lock:
+            if link.channel is None or link.channel.broken or link.channel.number < number:
+                link.channel = channel
         self._adopt(channel)
         return channel
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-from polyrhythm.node import Peer
+from polyrhythm.node import LIFE, Peer
 from polyrhythm.wire.arena import ALIGNMENT, Arenas
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.engine import Engine
@@ -93,6 +93,7 @@ class Transport:
         queue: int = 64,
         wait: float = 300.0,
         encrypt: bool = True,
+        life: int = 0,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         if len(key) != 32:
@@ -109,7 +110,7 @@ class Transport:
         self._lines: dict[Channel, Line] = {}
         self.wakes = 0
         self._engine = Engine(self._take, str(me))
-        self._sequence = itertools.count(1)
+        self._sequence = itertools.count((life << LIFE) + 1)
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
         # Only nodes with the same arenas may name them to each other, so a node without any has no host id.
@@ -189,17 +190,27 @@ class Transport:
         """Answers an ask with an error for a person to read."""
         self._reply(to, _REFUSED, {"error": error})
 
+    @property
+    def arrived(self) -> int:
+        """How many messages have arrived so far."""
+        return self._inbox.arrived
+
     def receive(
-        self, kinds: Collection[str] = (), timeout: float | None = None, since: int | None = None
+        self,
+        kinds: Collection[str] = (),
+        timeout: float | None = None,
+        since: int | None = None,
+        before: int | None = None,
     ) -> Incoming | None:
         """The next message of these kinds (any, if empty) in order of arrival; None on timeout or `wake`.
 
-        `since` is the number of `wakes` that the caller knows of, if not all there were until now.
+        `since` is the number of `wakes` that the caller knows of, if not all there were until now. With
+        `before` only the first so many that `arrived` are looked at.
         """
         began, wakes = time.monotonic(), self.wakes if since is None else since
         deadline = began + (self.wait if timeout is None else timeout)
         closing = self._links.closing.is_set
-        while (taken := self._inbox.take(kinds)) is None:
+        while (taken := self._inbox.take(kinds, before)) is None:
             left = deadline - time.monotonic()
             if closing() or (left <= 0 and timeout is None):
                 what = "to send " + (" or ".join(map(repr, sorted(kinds))) or "anything")

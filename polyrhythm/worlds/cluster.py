@@ -13,12 +13,18 @@ Every worker has a host of its own, every host a link of its own to a network th
 
     [servers]                  # the host of each server: the same keys, but no name and no count
     step_time = "1 ms"         # what a server takes per push (default 0)
+                               # (beside workers they have no link of their own: no bandwidth, no latency)
 
     [[stragglers]]             # an episode in which some workers are slower
     workers = [3]              # their ranks; or host = "workstation"
     from = "10 s"              # (default 0)
     to = "20 s"                # (default: to the end)
     slowdown = 5.0             # their steps take five times as long
+
+    [[failures]]               # a crash of some workers, for strategies in which the others can go on
+    workers = [1]              # their ranks
+    at = "0.5 s"               # when they crash
+    back = "1 s"               # when they begin anew (default: never)
 
 Nothing is required: an empty file describes equal hosts on a free network.
 """
@@ -91,6 +97,15 @@ class Straggler:
     slowdown: float
 
 
+@dataclass(frozen=True)
+class Crash:
+    """Some workers stop dead; at `back`, if ever, they begin anew."""
+
+    workers: tuple[int, ...]
+    at: float
+    back: float | None = None
+
+
 SERVER = Host(step_time=StepTime("constant", (0.0,)))
 
 
@@ -102,6 +117,7 @@ class Cluster:
     servers: Host = SERVER
     stragglers: tuple[Straggler, ...] = ()
     source: str = "the cluster"
+    failures: tuple[Crash, ...] = ()
 
     @staticmethod
     def uniform() -> Cluster:
@@ -123,8 +139,15 @@ class Cluster:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
         return _cluster(_Table(str(path), content))
 
-    def place(self, workers: int, servers: int, seed: int) -> Costs:
-        """Deals the workers to the hosts. The seed decides every draw."""
+    def place(self, workers: int, servers: int, seed: int, colocated: bool = False) -> Costs:
+        """Deals the workers to the hosts; server r has one of its own, or shares worker r's. The seed
+        decides every draw.
+        """
+        if colocated and (self.servers.bandwidth != inf or self.servers.latency):
+            raise UsageError(
+                f"{self.source}: servers: colocated servers use the links of the workers' hosts; leave out "
+                "their bandwidth and latency"
+            )
         counts = [host.count for host in self.hosts]
         fixed = sum(count for count in counts if count is not None)
         if None not in counts and workers > fixed:
@@ -136,7 +159,7 @@ class Cluster:
         for host in self.hosts:
             wanted = max(0, workers - fixed) if host.count is None else host.count
             dealt += [host] * min(wanted, workers - len(dealt))
-        return Costs(dealt, [self.servers] * servers, self.stragglers, seed)
+        return Costs(dealt, [self.servers] * servers, self.stragglers, seed, colocated)
 
 
 class Costs:
@@ -145,7 +168,12 @@ class Costs:
     """
 
     def __init__(
-        self, workers: list[Host], servers: list[Host], stragglers: Sequence[Straggler], seed: int
+        self,
+        workers: list[Host],
+        servers: list[Host],
+        stragglers: Sequence[Straggler],
+        seed: int,
+        colocated: bool = False,
     ) -> None:
         # Strings seed `Random` by their SHA-512, so every process draws the same; `hash` would not do.
         self._steps = [
@@ -164,8 +192,10 @@ class Costs:
             ]
             for rank, host in enumerate(workers)
         ]
-        nodes = workers + servers  # one list for both roles: the first server comes after the last worker
-        self._offset = {"worker": 0, "server": len(workers)}
+        # One list of links for both roles: the first server comes after the last worker, or shares the
+        # first worker's.
+        nodes = workers if colocated else workers + servers
+        self._offset = {"worker": 0, "server": 0 if colocated else len(workers)}
         self._bandwidth = [node.bandwidth for node in nodes]
         self._latency = [node.latency for node in nodes]
         self.free = all(node.bandwidth == inf and not node.latency for node in nodes)
@@ -183,6 +213,10 @@ class Costs:
     def apply_time(self, server: int) -> float:
         """How long this server takes for its next update."""
         return self._applies[server]()
+
+    def together(self, source: tuple[str, int], target: tuple[str, int]) -> bool:
+        """Whether both are on one host, so that nothing between them touches the network."""
+        return source[1] == target[1] and self._offset[source[0]] == self._offset[target[0]]
 
     def depart(
         self, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float
@@ -321,6 +355,7 @@ def _cluster(table: _Table) -> Cluster:
     names = [host.name for host in hosts if host.name]
     size = None if any(host.count is None for host in hosts) else sum(host.count or 0 for host in hosts)
     stragglers = tuple(_straggler(item, names, size) for item in table.tables("stragglers"))
+    failures = tuple(_failure(item, size) for item in table.tables("failures"))
     table.end()
     for name in names:
         if names.count(name) > 1:
@@ -329,7 +364,7 @@ def _cluster(table: _Table) -> Cluster:
         raise UsageError(
             f"{table.where}: hosts: more than one group has no count; one at most can take what is left over"
         )
-    return Cluster(hosts, servers, stragglers, table.where)
+    return Cluster(hosts, servers, stragglers, table.where, failures)
 
 
 def _host(table: _Table) -> Host:
@@ -390,11 +425,29 @@ def _straggler(table: _Table, names: list[str], size: int | None) -> Straggler:
         raise UsageError(f'{table.where}: say who, either by workers = [3] or by host = "name"')
     if host is not None and host not in names:
         raise table.wrong("host", f"there is no such group of hosts; {_hint(host, names, 'names')}")
-    ranks = [] if workers is None else workers
+    ranks = _ranks(table, [] if workers is None else workers, size)
+    if not start < end:
+        raise table.wrong("to", "must be later than from")
+    return Straggler(ranks, host, start, end, slowdown)
+
+
+def _failure(table: _Table, size: int | None) -> Crash:
+    workers, at = table.take("workers"), table.quantity("at", SECONDS, 0.0, above_zero=True)
+    back = table.quantity("back", SECONDS, inf)
+    table.end()
+    if workers is None:
+        raise UsageError(f"{table.where}: workers is missing; write, say, workers = [1]")
+    if at == 0:
+        raise UsageError(f'{table.where}: at is missing; write, say, at = "0.5 s"')
+    ranks = _ranks(table, workers, size)
+    if not at < back:
+        raise table.wrong("back", "must be later than at")
+    return Crash(ranks, at, None if back == inf else back)
+
+
+def _ranks(table: _Table, ranks: Any, size: int | None) -> tuple[int, ...]:
     if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
         raise table.wrong("workers", "must be a list of ranks, such as [0, 3]")
     if size is not None and any(rank >= size for rank in ranks):
         raise table.wrong("workers", f"there are only {size} hosts, so ranks are 0 to {size - 1}")
-    if not start < end:
-        raise table.wrong("to", "must be later than from")
-    return Straggler(tuple(ranks), host, start, end, slowdown)
+    return tuple(ranks)

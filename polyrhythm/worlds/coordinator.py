@@ -8,7 +8,7 @@ calls it directly; both hand in a `respond` that it may call now or later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,7 +69,9 @@ class Coordinator:
         seed: int,
         clock: Callable[[], float],
         start_servers: Callable[[int], None],
-        notify: Callable[[Peer, str], None],
+        tell: Callable[[str, dict[str, Any]], None],
+        replace: Callable[[Peer], bool] = lambda peer: False,
+        released: Callable[[Peer, int], None] = lambda peer, life: None,
         folder: RunFolder | None = None,
     ) -> None:
         self.workers = workers
@@ -79,11 +81,14 @@ class Coordinator:
         self.clock = clock
         self.failure: Failure | None = None
         self.members: dict[Peer, str] = {}  # who is in the run, and its address
-        self.gone: dict[Peer, str] = {}
-        self.lost: dict[str, str] = {}  # those of them that did not go by themselves
+        self.gone: dict[Peer, str] = {}  # who has left for good, and why
+        self.expected: set[Peer] = set()  # whose replacement is on its way
+        self.lives: Counter[Peer] = Counter()  # which life of a peer is the present one
+        self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
-        self.totals: dict[Peer, Totals] = {}
+        self.dropped = 0  # updates that came too late to be applied
+        self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
         self.blob: bytes | memoryview = b""
         self.began = self.ended = 0.0
@@ -91,20 +96,27 @@ class Coordinator:
         self.epoch = (0, 0)  # the epoch the first worker is in, and how many there will be
         self.running = False
         self._start_servers = start_servers
-        self._notify = notify
+        self._tell, self._replace, self._released = tell, replace, released
         self._folder = folder
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
+        self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
+        self._freed: Counter[tuple[str, int]] = Counter()  # how many servers have let go of a dead worker
         if strategy is not None:
             self._settle(strategy)
 
     # --- what nodes say -----------------------------------------------------------------------------
 
-    def handle(self, peer: Peer, kind: str, fields: dict[str, Any], respond: Respond) -> None:
+    def handle(self, peer: Peer, kind: str, fields: dict[str, Any], respond: Respond, life: int = 0) -> None:
         """Takes in one message of a node."""
         handler = getattr(self, f"_on_{kind}", None)
-        if handler is None:
+        if kind == "events":
+            self._take_lines(peer, life, fields["lines"])
+            respond({})
+        elif handler is None:
             respond({"error": f"the coordinator knows no {kind!r}"})
+        elif life != self.lives[peer]:
+            respond({})  # sent before its process died, read since: it has been seen to
         else:
             handler(peer, fields, respond)
 
@@ -117,25 +129,35 @@ class Coordinator:
                 self.fail(str(error), error.exit_code)
                 return
         self.members[peer] = fields.get("address", "")
-        self._event("join", peer)
+        self._event("join", peer, life=self.lives[peer])
+        if self.running:
+            self.expected.discard(peer)
+            self.replaced[str(peer)] += 1
+            self.leases.enter(peer.rank)
+            # Before the newcomer hears that it may go on: nobody gets a message from a stranger.
+            self._tell("joined", {"role": peer.role, "rank": peer.rank, "address": self.members[peer]})
         self._joining.add(peer, respond)
         if self.running or len(self.members) >= self.workers + self.servers:
             self._joining.open(self._welcome)
 
     def _welcome(self, peer: Peer) -> dict[str, Any]:
         peers = [[each.role, each.rank, address] for each, address in sorted(self.members.items())]
-        return {"strategy": str(self.strategy), "seed": self.seed, "peers": peers, "epoch": self.leases.epoch}
+        return {
+            "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
+            "life": self.lives[peer], "epoch": max(0, self.epoch[0] - 1),
+        }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        self._layouts[peer] = fields["layout"]
-        first = next(iter(self._layouts))  # that came; the lowest rank may be this very peer
-        if self._layouts[first] != self._layouts[peer]:
+        layout = fields["layout"]
+        first = next(iter(self._layouts), peer)  # that came; the lowest rank may be this very peer
+        if self._layouts.setdefault(first, layout) != layout:
             self.fail(
-                f"{peer} and {first} have different models (layouts {self._layouts[peer]} and "
+                f"{peer} and {first} have different models (layouts {layout} and "
                 f"{self._layouts[first]}): every node must build the same model and optimizer"
             )
             return
-        self.totals[peer] = Totals()
+        self._layouts[peer] = layout
+        self.totals[peer, self.lives[peer]] = Totals()
         self._preparing.add(peer, respond)
         if self.running or len(self._layouts) >= self.workers + self.servers:
             if not self.running:
@@ -158,19 +180,22 @@ class Coordinator:
         self._event("give back", peer, loader=fields["loader"], returned=returned)
         respond({})
 
-    def _on_events(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        for line in fields["lines"]:
-            self.record(peer, line)
+    def _take_lines(self, peer: Peer, life: int, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            self.record(peer, life, line)
         if self._folder is not None:
             self._folder.flush()
-        respond({})
 
-    def record(self, peer: Peer, line: dict[str, Any]) -> None:
+    def record(self, peer: Peer, life: int, line: dict[str, Any]) -> None:
         """One line of a node's event log."""
         if line["event"] == "apply":
             self.staleness[line["staleness"]] += 1
+        if line["event"] == "drop":
+            self.dropped += 1
+        if line["event"] == "left" and peer.role == "server" and line["reason"] != "finished":
+            self._let_go(line["peer"], line["life"])
         if line["event"] == "totals":
-            totals = self.totals.setdefault(peer, Totals())
+            totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
             totals.bytes_sent = line["bytes_sent"]
             totals.compute_s, totals.wait_s = line["compute_s"], line["wait_s"]
@@ -195,7 +220,7 @@ class Coordinator:
         It is the last one, for only then are they final; in lockstep worker 0, for there all have the same
         and so the buffers are always of the same worker.
         """
-        others = any(each.role == "worker" and each != peer for each in self.members)
+        others = bool(self.expected) or any(each.role == "worker" and each != peer for each in self.members)
         lockstep = self.strategy is not None and self.strategy.lockstep
         last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
         respond({"last": last})
@@ -221,15 +246,23 @@ class Coordinator:
         if self.members.pop(peer, None) is None:
             return
         self.gone[peer] = reason
+        life = self.lives[peer]
         returned = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0
-        self._event("leave", peer, reason=reason, returned=returned)
-        self._notify(peer, reason)
+        self._event("leave", peer, life=life, reason=reason, returned=returned)
+        self._tell("left", {"role": peer.role, "rank": peer.rank, "life": life, "reason": reason})
+        if peer.role == "worker" and self._alone:
+            self._tell("over", {})
+
+    @property
+    def _alone(self) -> bool:
+        """No worker is there, and none will come."""
+        return not self.expected and not any(each.role == "worker" for each in self.members)
 
     def died(self, peer: Peer, reason: str) -> None:
-        """A node's process ended without saying goodbye."""
+        """A node's process ended without saying goodbye: also one that never joined, in place of another."""
         if peer in self.gone or self.failure is not None:
             return
-        self.lost[str(peer)] = reason
+        self._deaths.setdefault(peer, Counter())[reason] += 1
         strategy = self.strategy
         if not self.running:
             self.fail(f"{peer} {reason} before training began")
@@ -238,9 +271,33 @@ class Coordinator:
         elif strategy is None or strategy.lockstep:
             self.fail(f"{peer} {reason}; under {strategy} no worker can go on without it (async can)")
         else:
-            self.leave(peer, reason)
-            if not any(each.role == "worker" for each in self.members) and not self.digest:
-                self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
+            self._lose(peer, reason)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """A worker is dead, and the others can go on: with another in its place, if there is one."""
+        life, joined = self.lives[peer], peer in self.members
+        self.expected.discard(peer)
+        again = self._replace(peer)
+        if again:
+            self.expected.add(peer)
+        self.leave(peer, reason)
+        if again:
+            self.gone.pop(peer, None)
+            self.lives[peer] += 1
+        else:
+            self.gone[peer] = reason
+        if not joined or not self.servers:
+            self._released(peer, life)
+        if self._alone and not self.digest:
+            self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
+
+    def _let_go(self, worker: str, life: int) -> None:
+        """A server holds nothing of a dead worker any longer; once none does, its memory is free."""
+        self._freed[worker, life] += 1
+        if self._freed[worker, life] == self.servers:
+            del self._freed[worker, life]
+            role, rank = worker.split()
+            self._released(Peer(role, int(rank)), life)
 
     def fail(self, message: str, exit_code: int = 1) -> None:
         """The first failure is the run's."""
@@ -259,7 +316,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         wall = max(self.ended - self.began, 1e-9)
-        workers = [totals for peer, totals in self.totals.items() if peer.role == "worker"]
+        workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
         summary = {
             "strategy": str(self.strategy),
             "workers": self.workers,
@@ -272,8 +329,11 @@ class Coordinator:
             "compute_s": sum(each.compute_s for each in workers),
             "wait_s": sum(each.wait_s for each in workers),
             "staleness": spread(self.staleness),
+            "dropped": self.dropped,
             "metrics": self.metrics,
             "lost": self.lost,
+            "joined": sum(self.replaced.values()),
+            "replaced": dict(self.replaced),
             "batches_undone": self.leases.undone,
             "digest": self.digest,
         }
@@ -282,9 +342,19 @@ class Coordinator:
             self._folder.summary(summary)
         return summary
 
+    @property
+    def lost(self) -> dict[str, str]:
+        """Who did not go by itself, and why; how often, if more than once."""
+        return {
+            str(peer): "; ".join(
+                reason if count == 1 else f"{reason} {count} times" for reason, count in deaths.items()
+            )
+            for peer, deaths in self._deaths.items()
+        }
+
     def progress(self) -> tuple[int, int]:
         """Steps and samples of all workers so far."""
-        workers = [totals for peer, totals in self.totals.items() if peer.role == "worker"]
+        workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
         return sum(each.steps for each in workers), sum(each.samples for each in workers)
 
     def _settle(self, strategy: Strategy) -> None:

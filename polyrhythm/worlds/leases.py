@@ -38,7 +38,8 @@ class Leases:
     """The leases of a run, for each of its loaders."""
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self._latest: dict[int, int] = {}  # the last epoch that anybody is in, by loader
+        self._since: dict[tuple[int, int], int] = {}  # by worker and loader: in which epoch it came
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
         self._returned: dict[int, list[Lease]] = {}
@@ -50,17 +51,19 @@ class Leases:
 
         The worker has done with those it held, but for the last `unseen` ones, which it has loaded ahead.
         """
-        self.epoch = max(self.epoch, epoch)
+        self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
-        lease = self._take(loader, epoch, batches, workers)
+        over = epoch < self._since.get((worker, loader), 0)
+        lease = self._take(loader, epoch, 0 if over else batches, workers)
         if lease is not None:
             held.append(lease)
         return lease
 
     def _take(self, loader: int, epoch: int, batches: int, workers: int) -> Lease | None:
         returned = self._returned.get(loader, [])
-        if returned and returned[0].epoch <= epoch:
-            return returned.pop(0)
+        for at, lease in enumerate(returned):
+            if lease.epoch <= epoch:
+                return returned.pop(at)
         first = self._next.get((loader, epoch), 0)
         left = batches - first
         if left <= 0:
@@ -68,6 +71,11 @@ class Leases:
         count = max(1, min(LONGEST, left // (2 * workers)))
         self._next[loader, epoch] = first + count
         return Lease(epoch, first, count)
+
+    def enter(self, worker: int) -> None:
+        """A worker comes while others train: the epochs before the present one are over for it."""
+        for loader, epoch in self._latest.items():
+            self._since[worker, loader] = epoch
 
     def give_back(self, worker: int, loader: int, unseen: int) -> int:
         """A worker will not train on the last `unseen` batches it holds: they are to be handed out again."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,16 @@ PARCEL = 1000  # lines in one at most: a header has a limit
 
 _TYPE = {name: getattr(torch, name) for name in DTYPES}
 _NAME = {kind: name for name, kind in _TYPE.items()}
+
+
+@dataclass
+class _Notice:
+    """What happened to another node (to none, if all is over), and how many messages had arrived by then."""
+
+    kind: str
+    peer: Peer | None
+    fields: dict[str, Any]
+    arrived: int
 
 
 class _Arrived(Message):
@@ -93,13 +104,18 @@ class ProcessNode(Node):
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: tuple[Peer, ...] = ()  # who takes part in collectives: all workers, or it is an error
-        self._notices: deque[tuple[Peer, str]] = deque()  # of nodes that left, in order
+        self._notices: deque[_Notice] = deque()  # of what happened to others, in order
+        self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
+        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
+        self._dead: dict[Peer, int] = {}  # the same, of those that died
+        self._over = False
         self._collectives = 0
         self._lines: list[dict[str, Any]] = []
         self._totals: dict[str, Any] | None = None
         self._flushed = 0.0
         self._lock = threading.Lock()
-        transport.handlers["left"] = self._left
+        for kind in ("left", "joined", "over"):
+            transport.handlers[kind] = self._notice
 
     # --- who is there -------------------------------------------------------------------------------
 
@@ -113,10 +129,10 @@ class ProcessNode(Node):
 
     @property
     def over(self) -> bool:
-        return not self.workers
+        return self._over
 
     def alive(self, message: Message) -> bool:
-        return message.sender in self.workers
+        return message.life > self._left.get(message.sender, -1)
 
     def now(self) -> float:
         return time.monotonic() - self._began
@@ -130,12 +146,43 @@ class ProcessNode(Node):
             self._present[role] = sorted([*self._present[role], peer])
         self._crew = tuple(self._present["worker"])
 
-    def _left(self, notice: Incoming) -> None:
-        """Waits for that node end at once; who is there changes in `receive`, in order and logged."""
-        peer = Peer(notice.fields["role"], notice.fields["rank"])
-        self._notices.append((peer, notice.fields["reason"]))
-        self.transport.lost(peer, notice.fields["reason"])
+    def _notice(self, incoming: Incoming) -> None:
+        """Something happened to another node: waits for one that left end at once, and one that joined can
+        be talked to. Who is there changes in `receive`, in order."""
+        fields = incoming.fields
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
+        if peer is not None and incoming.kind == "left":
+            self.transport.lost(peer, fields["reason"])
+        elif peer is not None:
+            self.transport.introduce(peer, fields["address"])
+        self._notices.append(_Notice(incoming.kind, peer, fields, self.transport.arrived))
         self.transport.wake()
+
+    def _heed(self, notice: _Notice) -> None:
+        """From here on this node knows of it."""
+        peer = notice.peer
+        if peer is None:
+            self._over = True
+            return
+        others = [each for each in self._present[peer.role] if each != peer]
+        if notice.kind == "joined":
+            self._present[peer.role] = sorted([*others, peer])
+        else:
+            self._present[peer.role] = others
+            self._left[peer] = notice.fields["life"]
+            if notice.fields["reason"] != "finished":
+                self._dead[peer] = notice.fields["life"]
+
+    def _log_handled(self) -> None:
+        """The line that a node has left says that nothing of it is in use here any longer, its memory
+        included; a replacement may be waiting for that."""
+        if not self._handled:
+            return
+        for notice in self._handled:
+            fields = {key: value for key, value in notice.fields.items() if key in ("life", "reason")}
+            self.log(notice.kind, peer=str(notice.peer), **fields)
+        self._handled.clear()
+        self.flush()
 
     # --- messages -----------------------------------------------------------------------------------
 
@@ -155,17 +202,27 @@ class ProcessNode(Node):
         return _ProcessReply(pending, staged)
 
     def receive(self, *kinds: str) -> Message | None:
+        self._log_handled()
         while True:
             wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
-            incoming = self.transport.receive(kinds, timeout=0 if self._notices else None, since=wakes)
+            # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
+            notice = self._notices[0] if self._notices else None
+            if notice is None:
+                incoming = self.transport.receive(kinds, since=wakes)
+            else:
+                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
             if incoming is not None:
                 message = _message(incoming)
-                self.log("deliver", sender=str(message.sender), sequence=message.sequence, kind=message.kind)
-                return message
-            if self._notices:
-                peer, reason = self._notices.popleft()
-                self._present[peer.role] = [each for each in self._present[peer.role] if each != peer]
-                self.log("left", peer=str(peer), reason=reason)
+                late = message.life <= self._dead.get(message.sender, -1)
+                event, sender = "late" if late else "deliver", str(message.sender)
+                self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
+                if not late:  # otherwise its memory may be another's by now
+                    return message
+            elif notice is not None:
+                self._notices.popleft()
+                self._heed(notice)
+                if notice.peer is not None:
+                    self._handled.append(notice)
                 return None
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:

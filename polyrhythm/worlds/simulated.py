@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives.arithmetic import reduce, split
 from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, _Member, seat, session
 from polyrhythm.worlds.coordinator import Coordinator
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.record import RunFolder
     from polyrhythm.strategy import Strategy
-    from polyrhythm.worlds.cluster import Cluster, Costs
+    from polyrhythm.worlds.cluster import Cluster, Costs, Crash
 
 
 class Loop:
@@ -82,8 +83,11 @@ class Fiber:
         self._greenlet = greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
         self._since = 0.0
+        node.fibers = [*(fiber for fiber in node.fibers if not fiber.dead), self]
 
     def start(self, _: object = None) -> None:
+        if self._greenlet.dead:  # its node crashed in the same moment
+            return
         self.node.world.lend_random_state(self.node)
         torch.set_grad_enabled(True)
         self._greenlet.parent = self.loop.hub  # it may have been made by another fiber
@@ -113,6 +117,7 @@ class Fiber:
     def kill(self) -> None:
         if not self._greenlet.dead:
             self.node.fiber = self  # a loader that closes gives its lease back
+            self._greenlet.parent = self.loop.hub  # where control goes afterwards
             self._greenlet.throw(GreenletExit)
 
     @property
@@ -122,6 +127,16 @@ class Fiber:
     def __str__(self) -> str:
         what = " ".join(self.waiting or ("nothing",))
         return f"{self.node.me} waits since {self._since:.6g} s for {what}"
+
+
+@dataclass
+class _Notice:
+    """What happened to another node (to none, if all is over), and the workers that are there since."""
+
+    kind: str
+    peer: Peer | None
+    fields: dict[str, Any]
+    workers: Sequence[Peer]
 
 
 class _SimulatedReply(Reply):
@@ -140,6 +155,12 @@ class _SimulatedReply(Reply):
         self.message = message
         if self.fiber is not None:
             self.fiber.resume()
+
+
+class _Asked(Message):
+    """A message that knows who waits for its answer."""
+
+    reply: _SimulatedReply | None = None
 
 
 class _SimulatedTask(Task):
@@ -171,27 +192,33 @@ class _SimulatedTask(Task):
 class SimulatedNode(Node):
     """A node on virtual time."""
 
-    def __init__(self, world: Simulated, me: Peer) -> None:
-        self.world, self.me, self.seed = world, me, world.seed
+    def __init__(self, world: Simulated, me: Peer, life: int) -> None:
+        self.world, self.me, self.life, self.seed = world, me, life, world.seed
+        self.fibers: list[Fiber] = []
+        self.crashed = False
         self.fiber: Fiber | None = None
         self.random_state: Tensor | None = None
         self.bytes_sent = 0
         self._key = (me.role, me.rank)
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Message | _Notice] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
-        self._asks: dict[int, _SimulatedReply] = {}
-        self._sequence = 0
-        self._changed = False
+        self._sequence = life << LIFE
+        self._workers: Sequence[Peer] = ()
+        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
+        self._dead: dict[Peer, int] = {}  # the same, of those that died
+        self._over = False
         self._rounds = 0
 
     def current(self) -> Fiber:
+        if self.crashed:
+            raise GreenletExit
         if self.fiber is None:
             raise UsageError(f"{self.me}: only code that its world runs may wait")
         return self.fiber
 
     @property
     def workers(self) -> Sequence[Peer]:
-        return self.world.present["worker"]
+        return self._workers
 
     @property
     def servers(self) -> Sequence[Peer]:
@@ -199,10 +226,14 @@ class SimulatedNode(Node):
 
     @property
     def over(self) -> bool:
-        return not self.workers
+        return self._over
 
     def alive(self, message: Message) -> bool:
-        return message.sender in self.workers
+        return message.life > self._left.get(message.sender, -1)
+
+    def meet(self) -> None:
+        """Learns who is in the run."""
+        self._workers = self.world.present["worker"]
 
     def now(self) -> float:
         return self.world.loop.now
@@ -218,8 +249,9 @@ class SimulatedNode(Node):
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         self._sequence += 1
-        reply = self._asks[self._sequence] = _SimulatedReply(self, to, kind, into)
-        self._post(to, Message(self.me, kind, self._sequence, fields, tensors, asked=True))
+        message = _Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
+        reply = message.reply = _SimulatedReply(self, to, kind, into)
+        self._post(to, message)
         return reply
 
     def _post(self, to: Peer, message: Message) -> None:
@@ -242,23 +274,29 @@ class SimulatedNode(Node):
         fiber, inbox = self.current(), self._inbox
         while True:
             for index, message in enumerate(inbox):
+                if isinstance(message, _Notice):
+                    del inbox[index]
+                    self._heed(message)
+                    return None
                 if not kinds or message.kind in kinds:
                     del inbox[index]
-                    self.log(
-                        "deliver", sender=str(message.sender), sequence=message.sequence, kind=message.kind
-                    )
+                    late = bool(self._dead) and message.life <= self._dead.get(message.sender, -1)
+                    event, sender = "late" if late else "deliver", str(message.sender)
+                    self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
+                    if late:
+                        break
                     if self.me.role == "server" and message.tensors:
                         self._take_time(self.world.costs.apply_time(self.rank))
                     return message
-            if self._changed:
-                self._changed = False
-                return None
-            self._receivers.append((fiber, kinds))
-            fiber.block("a message", *kinds)
+            else:
+                self._receivers.append((fiber, kinds))
+                fiber.block("a message", *kinds)
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
-        asker = self.world.nodes[message.sender]
-        reply = asker._asks.pop(message.sequence)
+        assert isinstance(message, _Asked) and message.reply is not None, "this was answered already"
+        reply, message.reply = message.reply, None
+        if reply.node.crashed:
+            return
         nbytes = 0
         # Nobody may look at `into` before the answer arrives, so it can be filled now, without a snapshot.
         for place, tensor in zip(reply.into, tensors, strict=False):
@@ -269,13 +307,35 @@ class SimulatedNode(Node):
         self._sequence += 1
         given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
         answer = Message(self.me, message.kind, self._sequence, fields, given)
-        self.world.carry(self._key, asker._key, nbytes, reply.arrive, answer)
+        self.world.carry(self._key, reply.node._key, nbytes, reply.arrive, answer)
 
-    def membership_changed(self) -> None:
-        self._changed = True
+    def notice(self, notice: _Notice) -> None:
+        """Something happened to another node; `receive` tells, after what arrived before."""
+        self._inbox.append(notice)
         waiting, self._receivers = self._receivers, []
         for fiber, _ in waiting:
             self.world.loop.at(self.now(), fiber.resume, None)
+
+    def _heed(self, notice: _Notice) -> None:
+        """From here on this node knows of it."""
+        peer, fields = notice.peer, notice.fields
+        if peer is None:
+            self._over = True
+            return
+        self._workers = notice.workers
+        if notice.kind == "left":
+            self._left[peer] = fields["life"]
+            if fields["reason"] != "finished":
+                self._dead[peer] = fields["life"]
+            self.log("left", peer=str(peer), life=fields["life"], reason=fields["reason"])
+        else:
+            self.log("joined", peer=str(peer))
+
+    def crash(self) -> None:
+        """Stops in the middle of whatever it is doing."""
+        self.crashed = True
+        for fiber in self.fibers:
+            fiber.kill()
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -345,10 +405,11 @@ class SimulatedNode(Node):
         return torch.empty(count, dtype=dtype, device=device)
 
     def log(self, event: str, /, **fields: Any) -> None:
-        self.world.coordinator.record(self.me, {"t": self.world.loop.now, "event": event, **fields})
+        line = {"t": self.world.loop.now, "event": event, **fields}
+        self.world.coordinator.record(self.me, self.life, line)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        totals = self.world.coordinator.totals[self.me]
+        totals = self.world.coordinator.totals[self.me, self.life]
         totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
         totals.compute_s, totals.wait_s = compute_s, wait_s
 
@@ -367,6 +428,8 @@ class _SimulatedSeat(Seat):
         self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+        if self.node.crashed:
+            return {}  # a loader that closes gives its lease back, but that was taken from it already
         answers: list[dict[str, Any]] = []
         fiber = self.node.current()
         blocked = False
@@ -376,7 +439,7 @@ class _SimulatedSeat(Seat):
             if blocked:
                 self.node.world.loop.at(self.node.now(), fiber.resume, None)
 
-        self.node.world.coordinator.handle(self.me, kind, fields, respond)
+        self.node.world.coordinator.handle(self.me, kind, fields, respond, self.node.life)
         blocked = True
         if not answers:
             with self.away():
@@ -385,7 +448,9 @@ class _SimulatedSeat(Seat):
         return answers[0]
 
     def join(self, strategy: str | None) -> dict[str, Any]:
-        return self.request("join", strategy=strategy)
+        welcome = self.request("join", strategy=strategy)
+        self.node.meet()
+        return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:
         self.node.world.coordinator.result(self.me, digest, blob)
@@ -420,6 +485,7 @@ class Simulated:
         *,
         workers: int,
         servers: int = 0,
+        colocated: bool = False,
         strategy: Strategy | None = None,
         cluster: Cluster,
         seed: int = 0,
@@ -427,11 +493,13 @@ class Simulated:
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
+        self._colocated = colocated
+        self._comes_back = False
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self.collectives: dict[int, dict[int, Any]] = {}
-        self.costs: Costs = cluster.place(workers, servers, seed)
+        self.costs: Costs = cluster.place(workers, servers, seed, colocated)
         self._fibers: list[Fiber] = []
         self._say = say
         self._owner: SimulatedNode | None = None
@@ -444,16 +512,23 @@ class Simulated:
             seed=seed,
             clock=lambda: self.loop.now,
             start_servers=self._start_servers,
-            notify=self._left,
+            tell=self._tell,
+            replace=lambda peer: self._comes_back,
             folder=folder,
         )
         for rank in range(workers):
             self._start(Peer("worker", rank))
+        for crash in cluster.failures:
+            for rank in crash.workers:
+                if rank < workers:
+                    self.loop.at(crash.at, self._crash, (Peer("worker", rank), crash))
 
     def run(self) -> Coordinator:
         grad, state = torch.is_grad_enabled(), random.getstate()
         try:
-            self.loop.run(lambda: self.coordinator.failure is not None)
+            here = self.coordinator
+            # Asked also whether it is finished, for there may be failures still to come.
+            self.loop.run(lambda: here.failure is not None or (here.digest != "" and here.finished))
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
@@ -476,7 +551,7 @@ class Simulated:
     ) -> None:
         """Brings a message over the network: `arrive(what)` is called when its last byte is there."""
         loop, costs = self.loop, self.costs
-        if costs.free or source == target:
+        if costs.free or costs.together(source, target):
             loop.at(loop.now, arrive, what)
             return
         head, span = costs.depart(source, target, nbytes, loop.now)
@@ -496,13 +571,29 @@ class Simulated:
         self._owner = node
 
     def _start_servers(self, count: int) -> None:
-        self.costs = self.cluster.place(self.workers, count, self.seed)
+        self.costs = self.cluster.place(self.workers, count, self.seed, self._colocated)
         for rank in range(count):
             self._start(Peer("server", rank))
 
-    def _start(self, me: Peer) -> None:
-        node = self.nodes[me] = SimulatedNode(self, me)
-        self.present[me.role].append(me)
+    def _crash(self, which: tuple[Peer, Crash]) -> None:
+        """A worker stops dead, unless it is gone by now; like a process that is killed."""
+        peer, crash = which
+        if peer not in self.coordinator.members:
+            return
+        self._comes_back = crash.back is not None
+        self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
+        if self.coordinator.failure is None:
+            self.nodes[peer].crash()
+            if crash.back is not None:
+                self.loop.at(crash.back, self._come_back, peer)
+
+    def _come_back(self, peer: Peer) -> None:
+        self._start(peer, self.coordinator.lives[peer])
+
+    def _start(self, me: Peer, life: int = 0) -> None:
+        node = self.nodes[me] = SimulatedNode(self, me, life)
+        if not life:  # later ones are there when they have joined
+            self.present[me.role].append(me)
         fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
         self._fibers.append(fiber)
         self.loop.at(self.loop.now, fiber.start, None)
@@ -522,13 +613,22 @@ class Simulated:
         except (ServerDone, GreenletExit):
             pass
         except PolyrhythmError as error:
-            self.coordinator.fail(str(error), error.exit_code)
+            if not node.crashed:
+                self.coordinator.fail(str(error), error.exit_code)
         except Exception as error:
+            if node.crashed:
+                return  # while it was stopped: a process that is killed says nothing either
             for line in traceback.format_exc().rstrip().splitlines():
                 self._say(f"[{node.me}] {line}")
             self.coordinator.fail(f"{node.me} failed: {type(error).__name__}: {error}")
 
-    def _left(self, peer: Peer, reason: str) -> None:
-        self.present[peer.role] = [each for each in self.present[peer.role] if each != peer]
-        for node in self.nodes.values():
-            node.membership_changed()
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Tells every member, but not whom it is about, what happened."""
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
+        if peer is not None:
+            others = [each for each in self.present[peer.role] if each != peer]
+            self.present[peer.role] = sorted([*others, peer]) if kind == "joined" else others
+        notice = _Notice(kind, peer, fields, self.present["worker"])
+        for other in self.coordinator.members:
+            if other != peer:
+                self.nodes[other].notice(notice)

@@ -136,3 +136,16 @@ def test_second_signal(start: Callable[..., Run]) -> None:
     _, error = run.launcher.communicate(timeout=SOON)
     assert (run.launcher.returncode, error) == (130, "polyrhythm: interrupted\n")
     run.check_gone(within=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Signals) -> None:
+    """Worker 1 dies in its third step, in each of its lives: at whatever stage of that, all ends soon."""
+    run = start("-s", "async", "--restarts", "1000", "--", "--do", "kill")
+    wait_until(run.trains)
+    time.sleep(0.3)
+    os.killpg(run.launcher.pid, number)
+    _, error = run.launcher.communicate(timeout=SOON)
+    assert run.launcher.returncode == 130
+    assert error.endswith("polyrhythm: interrupted\n") and "Traceback" not in error
+    run.check_gone(within=1.0)

@@ -29,6 +29,16 @@ def test_only_touched_pages_exist():
     arenas.close()
 
 
+def test_a_cleared_arena_takes_no_memory():
+    arenas = Arenas(2, 1 << 36)
+    for index in range(2):
+        arenas.view(index)[: 1 << 20] = bytes([1]) * (1 << 20)
+    arenas.clear(0)
+    assert [os.fstat(file).st_blocks > 0 for file in arenas._files] == [False, True]
+    assert arenas.view(0)[0] == 0 and arenas.view(1)[0] == 1
+    arenas.close()
+
+
 def test_the_files_cannot_change_their_size():
     arenas = Arenas(1, 1 << 20)
     for size in (1 << 19, 1 << 21):

@@ -16,6 +16,7 @@ from polyrhythm.wire import Arenas, Buffer, Transport
 from polyrhythm.wire.channel import dial, hang_up, listen, open_channel
 from polyrhythm.wire.frame import Header, Part, encode
 from polyrhythm.wire.handshake import Identity
+from polyrhythm.wire.links import LINGER
 
 KEY = bytes(range(32))
 WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
@@ -465,6 +466,45 @@ def test_a_restarted_peer_is_not_taken_for_its_own_repetition():
         message = server.receive(timeout=5)
         assert (message.sequence, message.duplicate) == (1, False)
         again.close()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_replacement_that_is_here_before_the_news_of_the_death(address):
+    """Its connection outlives the word that its former life is lost, and is answered; numbers go on."""
+    with nodes(address) as (server, worker):
+        old = worker.ask(SERVER, "push")
+        unanswered = server.receive(timeout=5)
+        with contextlib.closing(Transport(WORKER, KEY, listen=address, life=1)) as again:
+            again.introduce(SERVER, server.address)
+            pending = again.ask(SERVER, "push")
+            message = server.receive(timeout=5)
+            assert message.sequence == (1 << 40) + 1 and not message.duplicate
+            channel = server._links[WORKER].channel
+            server.lost(WORKER, "its process ended")
+            server.introduce(WORKER, again.address)
+            time.sleep(LINGER + 0.3)
+            assert server._links[WORKER].channel is channel and not channel.broken
+            server.answer(message, fields={"version": 7})
+            assert pending.wait(5).fields == {"version": 7}
+            server.send(WORKER, "x")
+            assert again.receive(timeout=5).kind == "x"
+            server.answer(unanswered)  # goes to the one that asked, which in truth is gone
+            old.wait(5)
+
+
+def test_only_what_arrived_before():
+    """A busy node can be told how far to read."""
+    with nodes() as (server, worker):
+        worker.send(SERVER, "x", fields={"n": 1})
+        while server.arrived < 1:
+            server.receive(("y",), timeout=0.05)
+        mark = server.arrived
+        worker.send(SERVER, "x", fields={"n": 2})
+        while server.arrived < 2:
+            server.receive(("y",), timeout=0.05)
+        assert server.receive(timeout=0, before=mark).fields["n"] == 1
+        assert server.receive(timeout=0, before=mark) is None
+        assert server.receive(timeout=0).fields["n"] == 2
 
 
 def test_a_full_queue_holds_the_sender_back():

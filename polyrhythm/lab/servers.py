@@ -1,0 +1,190 @@
+"""`polyrhythm bench servers`: how many servers for how many workers, measured on this machine.
+
+Every cell of workers x servers is a real run: processes, the `async` strategy, one flat parameter. A worker
+sleeps for the time of a step, pushes a gradient and gets the parameters back. Beside what is measured stands
+what the formula says: servers stop being the limit at P* = ceil(N |w| / (beta t)), with beta the bytes that
+one server takes in per second when it is never idle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from polyrhythm.errors import UsageError
+from polyrhythm.launch import run
+from polyrhythm.launch.api import MOST
+from polyrhythm.launch.screen import size, table
+from polyrhythm.worlds.cluster import SECONDS, quantity
+
+SIZES = {
+    **{"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9},
+    **{"KiB": float(1 << 10), "MiB": float(1 << 20), "GiB": float(1 << 30)},
+}
+ELEMENT = 4  # bytes of a parameter
+WARM_TIME, WARM_STEPS = 0.3, 3  # before anything is counted: memory is touched for the first time, pages come
+TAIL = 0.1  # seconds that a worker goes on pushing afterwards, while others may still count
+ENOUGH = 0.9  # of the best of its row
+
+
+def formula(workers: int, nbytes: int, beta: float, step_time: float) -> int:
+    """P* = ceil(N |w| / (beta t)): how many servers it takes so that they are not the limit."""
+    return max(1, math.ceil(workers * nbytes / (beta * step_time)))
+
+
+def knee(rates: dict[int, float]) -> int:
+    """The fewest servers that come close to the best; `rates` are by the number of servers."""
+    return min(servers for servers, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure; `parse` makes one of what a person wrote."""
+
+    nbytes: int = 16 << 20
+    workers: tuple[int, ...] = (1, 2, 4)
+    servers: tuple[int, ...] = (1, 2, 4)
+    step_time: float = 0.05
+    seconds: float = 2.0
+
+    @staticmethod
+    def parse(size: str, workers: str, servers: str, step_time: str, seconds: float) -> Plan:
+        if not 0 < seconds <= 3600:
+            raise UsageError(f"--seconds {seconds:g}: must be above 0, and an hour at most")
+        nbytes = int(_quantity("--size", size, SIZES)) // ELEMENT * ELEMENT
+        plan = Plan(
+            nbytes, _counts("--workers", workers), _counts("--servers", servers),
+            _quantity("--step-time", step_time, SECONDS), seconds,
+        )  # fmt: skip
+        if (most := max(plan.workers) + max(plan.servers)) > MOST:
+            raise UsageError(f"{most} processes are more than {MOST}; use fewer workers or servers")
+        if (count := max(plan.servers)) > nbytes // ELEMENT:
+            raise UsageError(
+                f"--size {size}: {count} servers need at least as many parameters, of {ELEMENT} bytes each"
+            )
+        return plan
+
+
+def _quantity(option: str, text: str, units: dict[str, float]) -> float:
+    try:
+        value = quantity(text, units)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from None
+    if value <= 0:
+        raise UsageError(f"{option} {text}: must be above 0")
+    return value
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise UsageError(f"{option} {text}: must be whole numbers above 0 with commas between, such as 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+@dataclass(frozen=True)
+class Load:
+    """The script that every node runs: a worker reports how many round trips it makes per second."""
+
+    count: int  # of parameters
+    step_time: float
+    seconds: float
+
+    def __call__(self) -> None:
+        import torch
+
+        import polyrhythm as pr
+
+        session = pr.init()
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(self.count))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model, optimizer = session.prepare(model, optimizer)
+        model.weight.grad = torch.ones(self.count)
+        opens = time.monotonic() + WARM_TIME
+        steps = counted = 0
+        first = last = 0.0
+        while not counted or time.monotonic() < opens + self.seconds + TAIL:
+            time.sleep(self.step_time)
+            optimizer.step()
+            now, steps = time.monotonic(), steps + 1
+            if not first and now >= opens and steps >= WARM_STEPS:
+                first = now
+            elif first and (not counted or now < opens + self.seconds):
+                last, counted = now, counted + 1
+        session.log(**{f"worker {session.rank}": counted / (last - first)})
+
+
+def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    """All cells, one after the other; `say` hears of each."""
+    total = 1 + len(plan.workers) * len(plan.servers)
+
+    def cell(workers: int, servers: int, step_time: float, number: int) -> dict[str, Any]:
+        load = Load(plan.nbytes // ELEMENT, step_time, plan.seconds)
+        summary = run(load, workers=workers, servers=servers, strategy="async", runs=None)
+        rate = sum(summary["metrics"][f"worker {rank}"] for rank in range(workers))
+        say(
+            f"{number} of {total}: {_plural(workers, 'worker')}, {_plural(servers, 'server')}, "
+            f"{1000 * step_time:g} ms a step: {_rates(rate, plan.nbytes)}"
+        )
+        return {
+            "workers": workers, "servers": servers, "round_trips_per_s": rate,
+            "bytes_per_s": rate * plan.nbytes,
+        }  # fmt: skip
+
+    saturated = cell(max(plan.workers), 1, 0.0, 1)
+    beta = saturated["bytes_per_s"]
+    cells: list[dict[str, Any]] = []
+    for workers in plan.workers:
+        for servers in plan.servers:
+            each = cell(workers, servers, plan.step_time, len(cells) + 2)
+            cells.append(each | {"share": each["round_trips_per_s"] * plan.step_time / workers})
+    knees = []
+    for workers in plan.workers:
+        rates = {each["servers"]: each["round_trips_per_s"] for each in cells if each["workers"] == workers}
+        law = formula(workers, plan.nbytes, beta, plan.step_time)
+        knees.append({"workers": workers, "knee": knee(rates), "formula": law})
+    return {
+        "bytes": plan.nbytes, "step_time_s": plan.step_time, "seconds": plan.seconds,
+        "cores": os.cpu_count(), "beta_bytes_per_s": beta, "cells": cells, "knees": knees,
+    }  # fmt: skip
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report as a table with a row for each number of workers, and how to read it."""
+    servers = sorted({each["servers"] for each in report["cells"]})
+    rows = []
+    for each in report["knees"]:
+        cells = [cell for cell in report["cells"] if cell["workers"] == each["workers"]]
+        shown = [
+            f"{_rates(cell['round_trips_per_s'], report['bytes'])}  {cell['share']:4.0%}" for cell in cells
+        ]
+        rows.append([str(each["workers"]), *shown, str(each["knee"]), str(each["formula"])])
+    head = ["workers", *(_plural(count, "server") for count in servers), "knee", "P*"]
+    return f"""\
+{size(report["bytes"])} of parameters over shared memory; {report["cores"]} cores for all processes.
+Between two pushes a worker sleeps {1000 * report["step_time_s"]:g} ms: it stands for a machine of its own.
+One server that is never idle takes in {size(report["beta_bytes_per_s"])}/s.
+
+{table(head, rows)}
+
+A cell: round trips and bytes pushed per second, all workers together, and the share of what they would
+do if a round trip took no time. Knee: the fewest servers that reach {ENOUGH:.0%} of the best of their row.
+P* = ceil(workers * size / (what one server takes in * step time)): the law, if each had cores of its own."""
+
+
+def _rates(rate: float, nbytes: int) -> str:
+    return f"{rate:.1f}/s  {size(rate * nbytes)}/s"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""A parameter server over TCP whose connections break again and again: each push counts, and counts once."""
+
+import threading
+import time
+
+import pytest
+import torch
+from test_transport import KEY, Proxy
+from torch import nn
+
+from polyrhythm.node import Peer
+from polyrhythm.replica import Replica, Shard
+from polyrhythm.strategy import parse
+from polyrhythm.wire import Transport
+from polyrhythm.worlds.processes import ProcessNode
+
+WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
+
+
+class Quiet(ProcessNode):
+    """There is no coordinator here, so its event log stays with it."""
+
+    def flush(self):
+        self._flushed = self.now()
+
+
+def point():
+    model = nn.ParameterList([torch.zeros(1000)])
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync", "softsync:1,pull=next-version", "easgd:1,alpha=0.5"])
+def test_pushes_survive_cuts_and_count_once(strategy):
+    chosen, pushes = parse(strategy), 60
+    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (WORKER, SERVER)}
+    proxy = Proxy(transports[SERVER].address)
+    server, worker = (Quiet(peer, transports[peer], 0, time.monotonic()) for peer in (SERVER, WORKER))
+    for node in (server, worker):
+        node.meet([("worker", 0, transports[WORKER].address), ("server", 0, proxy.address)])
+    shard, replica = Shard(*point(), 0, 1, server.empty), Replica(*point(), worker.empty)
+    replica.layout.parameters[0].grad = torch.ones(1000)
+    replica.gather()
+    done = threading.Event()
+
+    def serve():
+        with torch.no_grad():
+            chosen.serve(server, shard)
+
+    def cut():
+        while not done.wait(0.004):
+            proxy.cut()
+
+    threads = [threading.Thread(target=serve), threading.Thread(target=cut)]
+    try:
+        for thread in threads:
+            thread.start()
+        with torch.no_grad():
+            chosen.start(worker, replica)
+            for _ in range(pushes):
+                replica.steps += 1
+                chosen.step(worker, replica)
+    finally:
+        done.set()
+        threads[1].join()
+        while threads[0].is_alive():  # what is sent one way may go down with a connection
+            worker.transport.send(SERVER, "over")
+            threads[0].join(0.05)
+        for transport in transports.values():
+            transport.close()
+        proxy.close()
+    applied = [line["sequence"] for line in server._lines if line["event"] == "apply"]
+    delivered = [line["sequence"] for line in server._lines if line.get("kind") == "push"]
+    assert shard.version == pushes == len(applied) == len(set(applied))
+    assert len(delivered) > pushes  # some came twice, or this test shows nothing
+    if chosen.name == "easgd":  # what the worker lost the centre has gained
+        assert torch.equal(replica.parameters[0] + shard.parameters[0], torch.full((1000,), -float(pushes)))
+    else:
+        assert torch.equal(shard.parameters[0], torch.full((1000,), -float(pushes)))
+        assert torch.equal(replica.parameters[0], shard.parameters[0])

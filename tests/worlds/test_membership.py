@@ -1,0 +1,318 @@
+"""Workers that die and come back: in simulation, and the coordinator's part of it alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+from polyrhythm.node import Message, Peer
+from polyrhythm.worlds.cluster import Cluster, Crash
+from polyrhythm.worlds.coordinator import Coordinator
+from polyrhythm.worlds.leases import Leases
+from tests.logs import check_laws
+from tests.programs import Examples, Script, events
+
+SCRIPT = Script(size=240, epochs=3)
+W0, W1, W2, SERVER = Peer("worker", 0), Peer("worker", 1), Peer("worker", 2), Peer("server", 0)
+
+
+def simulate(folder: Path, failures: str, strategy: str = "async", **more: Any) -> dict[str, Any]:
+    (folder / "c.toml").write_text(failures)
+    given = {"workers": 3, "cluster": folder / "c.toml", "runs": folder / "runs", "name": "run", **more}
+    return pr.simulate(given.pop("program", SCRIPT), strategy=strategy, **given)
+
+
+def crash(workers: list[int], at: str, back: str = "") -> str:
+    return f'[[failures]]\nworkers = {workers}\nat = "{at}"\n' + (f'back = "{back}"\n' if back else "")
+
+
+LINKS = '[[hosts]]\nbandwidth = "1 Mbit/s"\nlatency = "2 ms"\nstep_time = { exponential = "10 ms" }\n'
+CASES = {
+    "gone": crash([1], "95 ms"),
+    "back": crash([1], "95 ms", "200 ms"),
+    "the first": crash([0], "95 ms", "200 ms"),
+    "while initializing": LINKS + crash([0], "1 ms", "30 ms"),
+    "again and again": crash([1], "50 ms", "60 ms") + crash([1], "110 ms", "120 ms") + crash([1], "160 ms"),
+    "one after another": crash([0], "50 ms", "90 ms") + crash([1], "60 ms") + crash([2], "70 ms", "75 ms"),
+    "all at once": crash([0, 1, 2], "95 ms", "200 ms"),
+    "all but one": crash([0, 2], "95 ms"),
+    "over slow links": LINKS + crash([0], "500 ms", "700 ms") + crash([2], "501 ms"),
+    "at the end": crash([1], "590 ms", "5 s"),
+    "while it is away": crash([1], "95 ms", "200 ms") + crash([1], "150 ms", "160 ms"),
+    "later than the end": crash([1], "500 s", "501 s"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["async", "async:max_staleness=3"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strategy: str) -> None:
+    one = simulate(tmp_path, CASES[case], strategy)
+    assert one["samples"] >= SCRIPT.size * SCRIPT.epochs
+    assert one["batches_undone"] == 0
+    check_laws(one, at_once=strategy == "async")
+    leased = events(one, "lease")
+    assert {(line["epoch"], line["first"] + at) for line in leased for at in range(line["count"])} == {
+        (epoch, batch) for epoch in range(SCRIPT.epochs) for batch in range(SCRIPT.size // SCRIPT.batch)
+    }
+    other = simulate(tmp_path, CASES[case], strategy)
+    for summary in (one, other):
+        del summary["folder"]
+    assert one == other
+
+
+def test_the_summary_tells(tmp_path: Path) -> None:
+    calm = simulate(tmp_path, "")
+    summary = simulate(tmp_path, CASES["again and again"])
+    assert calm["joined"] == 0 and calm["lost"] == {} and calm["replaced"] == {}
+    assert summary["joined"] == 2 and summary["replaced"] == {"worker 1": 2}
+    assert summary["lost"] == {"worker 1": "crashed at 0.05 s; crashed at 0.11 s; crashed at 0.16 s"}
+    assert summary["steps"] >= calm["steps"] and summary["bytes_sent"] > 0
+    late = simulate(tmp_path, CASES["later than the end"])
+    assert late["lost"] == {} and late["wall_s"] == calm["wall_s"]
+
+
+def test_a_joiner_counts_on_from_the_present_epoch(tmp_path: Path) -> None:
+    """With `session.epochs` it begins there; with `range` it runs through what is over, without a batch."""
+
+    def script() -> None:
+        session, model = pr.init(), SCRIPT.model()
+        loader = DataLoader(Examples(SCRIPT.size), batch_size=SCRIPT.batch, shuffle=True)
+        model, optimizer, loader = session.prepare(model, SCRIPT.optimizer(model.parameters()), loader)
+        for epoch in session.epochs(3) if epochs else range(3):
+            steps = 0
+            for x, _ in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                steps += 1
+            if session.rank == 1:
+                counted.append((epoch, steps))
+
+    for epochs in (True, False):
+        counted: list[tuple[int, int]] = []
+        # An epoch takes 200 ms, and 300 ms without it: it dies in the first and comes back in the second.
+        summary = simulate(tmp_path, crash([1], "95 ms", "350 ms"), program=script)
+        assert summary["joined"] == 1
+        assert [epoch for epoch, _ in counted] == ([1, 2] if epochs else [0, 1, 2])
+        assert all((steps > 0) == (epoch > 0) for epoch, steps in counted)
+
+
+def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
+    """What a script does at its end cannot fail the run, or speak to it, when its worker has crashed."""
+
+    def script() -> None:
+        session, model = pr.init(), SCRIPT.model()
+        loader = DataLoader(Examples(SCRIPT.size), batch_size=SCRIPT.batch, shuffle=True)
+        model, optimizer, loader = session.prepare(model, SCRIPT.optimizer(model.parameters()), loader)
+        try:
+            for x, _ in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        finally:
+            session.log(**{f"worker {session.rank} ended": session._node.now()})
+            if session.rank == 1:
+                raise RuntimeError("in the middle of a crash")
+
+    summary = simulate(tmp_path, crash([1], "95 ms"), program=script)
+    assert summary["samples"] >= SCRIPT.size and summary["batches_undone"] == 0
+    assert set(summary["metrics"]) == {"worker 0 ended", "worker 2 ended"}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
+@pytest.mark.parametrize("back", ["", "200 ms"])
+def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str) -> None:
+    message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can go on without it (async can)"
+    with pytest.raises(pr.PolyrhythmError, match=re.escape(message)):
+        simulate(tmp_path, crash([1], "95 ms", back), strategy)
+
+
+def test_nobody_left_fails(tmp_path: Path) -> None:
+    with pytest.raises(pr.PolyrhythmError, match="no worker is left to bring the parameters home"):
+        simulate(tmp_path, crash([0, 1, 2], "95 ms"))
+
+
+# The cluster file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('at = "1 s"', "failures[0]: workers is missing; write, say, workers = [1]"),
+        ("workers = [1]", 'failures[0]: at is missing; write, say, at = "0.5 s"'),
+        ('workers = 1\nat = "1 s"', "workers = 1: must be a list of ranks, such as [0, 3]"),
+        ('workers = [1]\nat = "0 s"', "at = '0 s': must be above 0"),
+        ("workers = [1]\nat = 1", "at = 1: must be a text of a number and a unit"),
+        ('workers = [1]\nat = "1 s"\nback = "1 s"', "back = '1 s': must be later than at"),
+        ('workers = [1]\nat = "1 s"\nbakc = "2 s"', "unknown key 'bakc'; did you mean back?"),
+        ('workers = [2]\nat = "1 s"\n[[hosts]]\ncount = 2', "only 2 hosts, so ranks are 0 to 1"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.toml").write_text(f"[[failures]]\n{text}")
+    with pytest.raises(UsageError) as caught:
+        Cluster.load(tmp_path / "c.toml")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_failures_are_read(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(crash([1, 2], "500 ms", "1 s") + crash([0], "2 s"))
+    assert Cluster.load(tmp_path / "c.toml").failures == (Crash((1, 2), 0.5, 1.0), Crash((0,), 2.0))
+
+
+# The coordinator alone
+
+
+@dataclass
+class Told:
+    """A coordinator that is running with two workers and a server, and what it told and wanted."""
+
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.notices: list[tuple[Any, ...]] = []
+        self.released: list[tuple[Peer, int]] = []
+        self.here = Coordinator(
+            workers=2, servers=1, strategy=pr.parse("async"), seed=0, clock=lambda: 0.0,
+            start_servers=lambda count: None, tell=self.tell, replace=self.replace,
+            released=lambda peer, life: self.released.append((peer, life)),
+        )  # fmt: skip
+        for peer in (W0, W1, SERVER):
+            self.say(peer, "join")
+        for peer in (W0, W1, SERVER):
+            self.say(peer, "prepared", layout="x")
+        assert self.here.running
+
+    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+        self.notices.append((kind, fields.get("rank"), fields.get("life")))
+
+    def replace(self, peer: Peer) -> bool:
+        self.restarts -= 1
+        return self.restarts >= 0
+
+    def say(self, peer: Peer, kind: str, life: int = 0, **fields: Any) -> dict[str, Any]:
+        answers: list[dict[str, Any]] = []
+        self.here.handle(peer, kind, fields, answers.append, life)
+        return answers[-1] if answers else {}
+
+
+def test_last_is_who_has_nobody_behind() -> None:
+    """A worker that is done while another is expected is not the last."""
+    told = Told(restarts=1)
+    told.here.died(W1, "fell")
+    assert told.here.expected == {W1} and told.notices == [("left", 1, 0)]
+    assert told.say(W0, "bye") == {"last": False}
+    assert told.notices[1:] == [("left", 0, 0)] and not told.here.failure
+    welcome = told.say(W1, "join", life=1)
+    assert welcome["life"] == 1 and welcome["workers"] == 2
+    assert [role for role, _, _ in welcome["peers"]] == ["server", "worker"]
+    assert told.notices[2:] == [("joined", 1, None)]
+    assert told.say(W1, "bye", life=1) == {"last": True}
+    told.here.result(W1, "digest", b"")
+    assert told.notices[3:] == [("left", 1, 1), ("over", None, None)]
+    assert not told.here.finished
+    told.say(SERVER, "bye")
+    assert told.here.finished and told.here.summary()["joined"] == 1
+
+
+def test_a_replacement_that_dies_before_it_joins() -> None:
+    told = Told(restarts=2)
+    told.here.died(W1, "fell")
+    told.here.died(W1, "fell")
+    assert told.here.expected == {W1} and told.here.lives[W1] == 2
+    told.here.died(W1, "stumbled")
+    assert not told.here.expected and not told.here.failure
+    assert told.notices == [("left", 1, 0)]  # the others never knew of it
+    assert told.here.lost == {"worker 1": "fell 2 times; stumbled"}
+    assert told.released == [(W1, 1), (W1, 2)]
+    assert told.say(W0, "bye") == {"last": True}
+
+
+def test_nobody_left_and_none_to_come() -> None:
+    told = Told(restarts=1)
+    told.here.died(W0, "fell")
+    told.here.died(W1, "fell")
+    assert told.here.failure is None
+    told.here.died(W0, "fell")
+    assert told.here.failure is not None and "no worker is left" in told.here.failure.message
+
+
+def test_a_finished_worker_is_not_lost() -> None:
+    told = Told(restarts=1)
+    told.say(W1, "bye")
+    told.here.died(W1, "ended")
+    assert told.here.lost == {} and not told.here.expected
+
+
+def test_the_dead_are_not_listened_to() -> None:
+    """What a process sent before it died, and that is read after, does nothing to its replacement."""
+    told = Told(restarts=1)
+    lease = {"loader": 0, "epoch": 0, "batches": 8, "unseen": 0}
+    first = told.say(W1, "lease", **lease)
+    told.here.died(W1, "fell")
+    assert told.here.leases.undone == first["count"]
+    for kind, fields in (
+        ("lease", lease),
+        ("bye", {}),
+        ("join", {}),
+        ("failed", {"error": "", "exit_code": 1}),
+    ):
+        assert told.say(W1, kind, life=0, **fields) == {}
+    assert told.here.leases.undone == first["count"] and W1 not in told.here.members
+    told.say(W1, "join", life=1)
+    told.say(W1, "prepared", life=1, layout="x")
+    assert told.say(W1, "bye", life=0) == {} and W1 in told.here.members
+    assert told.say(W1, "lease", life=1, **lease) == first
+
+
+def test_totals_of_all_lives_count() -> None:
+    told = Told(restarts=1)
+    line = {"event": "totals", "steps": 5, "samples": 20, "bytes_sent": 7, "compute_s": 1.0, "wait_s": 1.0}
+    told.say(W1, "events", lines=[line])
+    told.here.died(W1, "fell")
+    told.say(W1, "join", life=1)
+    told.say(W1, "prepared", life=1, layout="x")
+    told.say(W1, "events", life=1, lines=[{**line, "steps": 2, "samples": 8}])
+    told.say(W1, "events", life=0, lines=[{**line, "steps": 6, "samples": 24}])  # read late
+    assert told.here.progress() == (8, 32)
+    summary = told.here.summary()
+    assert (summary["steps"], summary["samples"], summary["bytes_sent"]) == (8, 32, 14)
+
+
+def test_memory_is_free_when_every_server_has_let_go() -> None:
+    told = Told(restarts=1)
+    told.here.died(W1, "fell")
+    assert told.released == []
+    left = {"event": "left", "peer": "worker 1", "life": 0, "reason": "fell"}
+    told.say(W0, "events", lines=[left])
+    assert told.released == []
+    told.say(SERVER, "events", lines=[left])
+    assert told.released == [(W1, 0)]
+    told.say(SERVER, "events", lines=[{**left, "peer": "worker 0", "reason": "finished"}])
+    assert told.released == [(W1, 0)]
+
+
+def test_epochs_that_are_over_are_empty_for_a_newcomer() -> None:
+    """Also one that its script left early, with batches to spare; what came back is still handed out."""
+    leases = Leases()
+    held = leases.take(0, 0, 0, 100, 2)
+    assert leases.take(1, 0, 1, 100, 2) is not None
+    assert leases.lose(1) == 8
+    leases.enter(1)
+    assert leases.take(1, 0, 0, 100, 2) is None
+    leases.lose(0)
+    assert leases.take(1, 0, 0, 100, 2) == held  # although a later one came back before it
+    assert leases.take(1, 0, 0, 100, 2) is None
+    assert leases.take(1, 0, 1, 100, 2) is not None
+
+
+def test_a_message_knows_its_life() -> None:
+    assert Message(W0, "x", 5).life == 0
+    assert Message(W0, "x", (3 << 40) + 5).life == 3
