@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ class Row:
     ratio: float | None = None
     bar: float | None = None
     wanted: Literal["at least", "below"] = "at least"
+    more: dict[str, str] = field(default_factory=dict)  # columns of its own, by their head
 
     @property
     def met(self) -> bool | None:
@@ -49,7 +50,9 @@ class Row:
 
 
 def show(rows: Sequence[Row]) -> str:
-    return table(HEAD, [row.cells() for row in rows])
+    more = list(dict.fromkeys(name for row in rows for name in row.more))
+    cells = [[*row.cells(), *(row.more.get(name, "–") for name in more)] for row in rows]
+    return table([*HEAD, *more], cells)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:

@@ -229,19 +229,16 @@ def _strategies(as_json: bool) -> int:
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
         return 0
-    shared = ParameterServer.knobs()
     print("A strategy is written name:value,field=value; the value after the colon sets the first field.\n")
     for each in rows:
         main = Strategy.registry[each.name].main
         print(f"{each.name}:{main.upper()}" if main else each.name)
         print(f"    {each.summary}")
         for name, takes, default in sorted(each.fields, key=lambda field: field[0] != main):
-            if name == main or shared.get(name) != default:
-                print(f"    {name} = {default}  ({takes})")
+            print(f"    {name} = {default}  ({takes})")
         print(f"    {each.paper}\n")
-    print("Every strategy with servers also has these, unless it says something else above:")
+    print("What the fields decide that many strategies with servers have:")
     for line in (ParameterServer.__doc__ or "").splitlines():
         if line.startswith(("    - ", "      ")):
             print(line)
-    print("Their defaults: " + ", ".join(f"{name} = {default}" for name, default in shared.items()))
     return 0

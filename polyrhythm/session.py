@@ -306,13 +306,12 @@ class _Member(Session):
 
 def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
     """Some strategies are about what one optimizer does, and would be wrong with another."""
-    if strategy.optimizers == "any":
-        return
-    if type(optimizer) is not getattr(torch.optim, strategy.optimizers):
-        name = type(optimizer).__name__
-        raise UsageError(f"{strategy} needs torch.optim.{strategy.optimizers}, and this script has {name}")
-    if any(group.get("dampening") for group in optimizer.param_groups):
-        raise UsageError(f"{strategy} has no dampening; leave it out of torch.optim.{strategy.optimizers}")
+    wanted = strategy.optimizers
+    if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
+        raise UsageError(
+            f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
+        )
+    strategy.check_groups(optimizer.param_groups)
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -68,6 +68,11 @@ class Configured(ABC):
             raise TypeError(f"{cls.__qualname__}: {cls.kind} {cls.name!r} is already {known.__qualname__}")
         cls.registry[cls.name] = cls
 
+    @classmethod
+    def choices(cls) -> list[str]:
+        """The names of the fields that can be set."""
+        return [option.name for option in _options(cls)]
+
     def __str__(self) -> str:
         texts = {
             o.name: _write(o.type, getattr(self, o.name))
@@ -125,6 +130,9 @@ class Strategy(Configured):
 
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises UsageError if it cannot work with the optimizer's parameter groups."""
 
     def start(self, node: Node, replica: Replica) -> None:
         """Runs on every worker before its first step: all start equal to worker 0."""
@@ -200,16 +208,13 @@ def describe(kind: Literal["strategy", "codec"] = "strategy") -> list[Row]:
     known: Mapping[str, type[Configured]] = Codec.registry if kind == "codec" else Strategy.registry
     rows = []
     for name, cls in sorted(known.items()):
-        rows.append(Row(name, fields_of(cls), (cls.__doc__ or "").strip().partition("\n")[0], cls.paper))
+        options = tuple(
+            (o.name, _wanted(o.type), "required" if o.required else _write(o.type, o.default))
+            for o in _options(cls)
+            if o.name in cls.choices()
+        )
+        rows.append(Row(name, options, (cls.__doc__ or "").strip().partition("\n")[0], cls.paper))
     return rows
-
-
-def fields_of(cls: type[Configured]) -> tuple[tuple[str, str, str], ...]:
-    """The fields of a strategy or codec as (name, what it takes, default), in text."""
-    return tuple(
-        (o.name, _wanted(o.type), "required" if o.required else _write(o.type, o.default))
-        for o in _options(cls)
-    )
 
 
 @cache

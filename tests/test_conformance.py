@@ -58,7 +58,8 @@ MORE = [
     Row("ssp:0"),
     Row("ssp:1", 2),
     Row("backup:0"),
-    Row("softsync:2,pull=next-version", 2),
+    Row("softsync:2,pull=next-version", 3),
+    Row("backup:1,clip=0.5", 3),
     Row("sync:clip=0.5", 2),
     Row("dc-asgd:2,adaptive=yes", 2),
     Row("dana-zero:weight=exp", 2),
@@ -95,7 +96,7 @@ def go(
     )
 
 
-# With one worker these are another algorithm; tests/test_laws.py says which.
+# With one worker these are another algorithm; tests/test_server_laws.py says which.
 NOT_PLAIN = {"dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo"}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import copied
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Remembering(ParameterServer):
     """A server that knows what each worker has pulled."""
+
+    free: ClassVar[tuple[str, ...]] = (
+        "wait_for", "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip",
+    )  # fmt: skip
 
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
         copied(shard.parameters, shard.buffer(_pulled(reader.sender.rank)))
@@ -64,26 +68,25 @@ class DelayCompensated(_Remembering):
             raise UsageError("lam must be 0 or more")
         if not 0 <= self.decay < 1:
             raise UsageError("decay must be at least 0 and below 1")
+        if self.decay != 0.95 and not self.adaptive:
+            raise UsageError("decay is for adaptive=yes")
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
         if not self.lam:
             return push.update
-        squares = [gradient * gradient for gradient in push.update]
-        strengths: Sequence[Any] = [self.lam] * len(squares)
         if self.adaptive:
-            means = shard.buffer("mean square")
-            for mean, square in zip(means, squares, strict=True):
-                mean.mul_(self.decay).add_(square, alpha=1 - self.decay)
-            strengths = [self.lam / (mean + 1e-7).sqrt_() for mean in means]
+            for mean, gradient in zip(shard.buffer("mean square", exact=True), push.update, strict=True):
+                mean.mul_(self.decay).add_(gradient.to(mean.dtype).square(), alpha=1 - self.decay)
         if not push.staleness:
             return push.update
-        pulled = shard.buffer(_pulled(push.worker))
-        return tuple(
-            gradient + square.mul_(strength).mul_(now - then)
-            for gradient, square, strength, now, then in zip(
-                push.update, squares, strengths, shard.parameters, pulled, strict=True
-            )
-        )
+        pulled, update = shard.buffer(_pulled(push.worker)), tuple(part.clone() for part in push.update)
+        for span in shard.spans(push["groups"]):
+            gradient = span.of(update)
+            missed = gradient.square().mul_(span.of(shard.parameters) - span.of(pulled))
+            if self.adaptive:
+                missed.div_((span.of(shard.buffer("mean square")) + 1e-7).sqrt_())
+            gradient.add_(missed, alpha=-self.lam if span.settings.get("maximize") else self.lam)
+        return update
 
 
 @dataclass(frozen=True)
@@ -105,19 +108,20 @@ class GapAware(_Remembering):
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
         counts = shard.notes["steps measured"] = shard.notes.get("steps measured", 0) + 1
-        means, steps = shard.buffer("mean square"), shard.momentum() or push.update
+        means, steps = shard.buffer("mean square", exact=True), shard.momentum() or push.update
         for mean, step in zip(means, steps, strict=True):
-            mean.mul_(0.999).addcmul_(step, step, value=0.001)
+            mean.mul_(0.999).add_(step.to(mean.dtype).square(), alpha=0.001)
+        highest = shard.notes.setdefault("highest rates", {})
+        for group, settings in enumerate(push["groups"]):
+            highest[group] = max(highest.get(group, 0.0), settings["lr"])
         if not push.staleness:
             return push.update
-        groups, pulled = push["groups"], shard.buffer(_pulled(push.worker))
-        update = tuple(gradient.clone() for gradient in push.update)
-        highest = shard.notes.setdefault("highest rates", {})
-        for span in shard.spans(groups, push["absent"]):
-            rate = highest[span.group] = max(highest.get(span.group, 0.0), span.settings["lr"])
+        pulled, update = shard.buffer(_pulled(push.worker)), tuple(part.clone() for part in push.update)
+        for span in shard.spans(push["groups"], push["absent"]):
             now, gradient = span.of(shard.parameters), span.of(update)
-            usual = (span.of(means) / (1 - 0.999**counts)).sqrt_().add_(1e-8).mul_(rate)
-            penalty = (now - span.of(pulled)).abs_().div_(usual).add_(1)
+            usual = (span.of(means) / (1 - 0.999**counts)).sqrt_().add_(1e-8).mul_(highest[span.group])
+            usual.clamp_(min=1e-30)  # where nothing moves yet, because the rate is still 0
+            penalty = (now - span.of(pulled)).abs_().div(usual).add_(1)
             gradient.div_(penalty)
             if decay := span.settings["weight_decay"]:  # the optimizer adds decay * w: less of it, here
                 sign = -1 if span.settings["maximize"] else 1

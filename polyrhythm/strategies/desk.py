@@ -2,6 +2,10 @@
 
 What is collected and how it is applied is up to the strategy; the desk sees to it that each push counts once,
 that nobody reads who may not, and that those who leave are waited for no longer.
+
+Where pushes are held until their group is applied, several servers must hold the same groups: if each chose
+by itself, every worker might be held by another server, and none could push what the others wait for. So the
+first server decides, and tells the others by verdicts: these pushes are a group, this one came too late.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyrhythm.collectives.arithmetic import reduce
+from polyrhythm.node import LIFE, Message, Peer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node
+    from polyrhythm.node import Node
     from polyrhythm.replica import Shard
     from polyrhythm.strategies.server import ParameterServer
 
@@ -37,6 +42,11 @@ class Push:
     def worker(self) -> int:
         return self.message.sender.rank
 
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """What it is called on every server; sequence numbers differ between them."""
+        return self.worker, self.message.life, self["step"]
+
     def __getitem__(self, key: str) -> Any:
         return self.message[key]
 
@@ -54,14 +64,20 @@ class Desk:
         self.norms: dict[int, dict[int, float]] = {}  # squares, by version and server
         # Where each push is an update by itself, its worker knows the norm of all of it.
         self.single = strategy.wait_for == 1 and not strategy.together
-        self.lends = strategy.together or strategy.pull == "next-version"
+        self.lends = strategy.lockstep or strategy.pull == "next-version"
+        guided = self.lends and not strategy.lockstep and not self.single and len(node.servers) > 1
+        self.leads, self.follows = guided and node.rank == 0, guided and node.rank > 0
+        self.decided = 0  # verdicts given, or carried out
+        self.verdicts: dict[int, Message] = {}  # not carried out yet, by number
+        self.finals = 0  # how many may take the final parameters home
+        self.pending: dict[tuple[int, int, int], Push] = {}  # not decided upon yet, by name
         shard.clocks.update((worker.rank, 0) for worker in node.workers)
 
     def work(self) -> None:
         """Serves until training is over."""
         node, shard = self.node, self.shard
         while not node.over:
-            message = node.receive("initialize", "push", "pull", "look", "state")
+            message = node.receive("initialize", "push", "pull", "look", "state", "verdict")
             if message is None:
                 self._let_go()
             elif message.kind == "push":
@@ -74,13 +90,19 @@ class Desk:
             elif message.kind == "state":
                 slices, tensors = shard.state()
                 node.answer(message, *tensors, slices=slices)
+            elif message.kind == "verdict":
+                self.verdicts[message["number"]] = message
+                node.answer(message)
             else:
                 if message.kind == "pull":
                     self._clock(message.sender.rank)
-                elif message["final"]:
+                elif message["final"] and not self.follows:
                     self._apply()
+                    self._decide("final")
                 self.readers.append(message)
-            if self.group and len(self.group) >= self._quorum():
+            if self.follows:
+                self._follow()
+            elif self.group and len(self.group) >= self._quorum():
                 self._apply()
             if self.initialized:
                 self._answer()
@@ -104,21 +126,72 @@ class Desk:
         shard.clocks[worker] = self._clock(worker) + 1
         staleness = shard.version - message["version"]
         push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
+        if self.follows:
+            push.update = self._decoded(message)
+            self.pending[push.name] = push
+            return
         if staleness >= self.strategy.discard:
-            self._log("drop", push)
-            self.readers.append(message)
+            self._drop(push)
             return
         push.update = self._decoded(message)
         self.group.append(push)
         if not self.lends and self._quorum() > 1:
             # Added up as they come, for the answer goes out before the group is applied.
-            for place, part in zip(shard.buffer("sum"), self._weighed(push), strict=True):
+            for place, part in zip(shard.buffer("sum"), self._weighed(push, alone=True), strict=True):
                 place.copy_(part) if len(self.group) == 1 else place.add_(part)
             self.added = True
             push.update = ()
             self.readers.append(message)
 
-    def _weighed(self, push: Push) -> Sequence[Tensor]:
+    def _drop(self, push: Push) -> None:
+        self._decide("drop", [push])
+        self._log("drop", push)
+        self.readers.append(push.message)
+
+    def _decide(self, what: str, pushes: Sequence[Push] = ()) -> None:
+        """Tells the other servers, if they wait for it, what was decided here."""
+        if not self.leads:
+            return
+        self.decided += 1
+        names = [list(push.name) for push in pushes]
+        for server in self.node.servers:
+            if (
+                server != self.node.me
+            ):  # asked, and not just sent, so that it is repeated until it has arrived
+                self.node.ask(server, "verdict", number=self.decided, what=what, pushes=names)
+
+    def _follow(self) -> None:
+        """Carries out verdicts once all their pushes are here; what the dead did not send is no loss."""
+        while (verdict := self.verdicts.get(self.decided + 1)) is not None:
+            names = [(worker, life, step) for worker, life, step in verdict["pushes"]]
+            if any(self._comes(name[0], name[1]) for name in names if name not in self.pending):
+                return
+            self.decided += 1
+            del self.verdicts[self.decided]
+            pushes = [self.pending.pop(name) for name in names if name in self.pending]
+            for push in pushes:
+                push.staleness = self.shard.version - push["version"]
+                if verdict["what"] == "drop":
+                    self._drop(push)
+            if verdict["what"] == "group":
+                self.group = pushes
+                self._apply()
+                if not pushes:
+                    self.shard.version += 1  # in step with the other servers
+            elif verdict["what"] == "final":
+                self.finals += 1
+                for name in [
+                    name for name, push in self.pending.items() if not self.node.alive(push.message)
+                ]:
+                    self._log(
+                        "drop", self.pending.pop(name)
+                    )  # of the dead, and never came to the first server
+
+    def _comes(self, worker: int, life: int) -> bool:
+        """Whether something of this life of a worker may still come."""
+        return self.node.alive(Message(Peer("worker", worker), "push", life << LIFE))
+
+    def _weighed(self, push: Push, alone: bool) -> Sequence[Tensor]:
         """One update as it is collected: weighted by its staleness, then transformed."""
         strategy, factor = self.strategy, 1.0
         if strategy.weight == "1/tau":
@@ -128,7 +201,7 @@ class Desk:
         if self.single and push["norm"] > strategy.clip:
             factor *= _shrink(strategy.clip, push["norm"])
         if factor != 1:
-            push.update = tuple(part * factor for part in push.update)
+            push.update = self._scaled(push.update, factor, alone)
         return strategy.transform(self.shard, push)
 
     def _apply(self) -> None:
@@ -138,13 +211,14 @@ class Desk:
         if not group:
             return
         group.sort(key=lambda push: (push.worker, push.message.sequence))
+        self._decide("group", group)
         if self.added:
             update: Sequence[Tensor] = shard.buffer("sum")
             if strategy.reduce == "mean":
                 for part in update:
                     part.div_(len(group))
         else:
-            updates = [self._weighed(push) for push in group]
+            updates = [self._weighed(push, alone=len(group) == 1) for push in group]
             update = updates[0]
             if len(group) > 1:
                 update = shard.buffer("sum")
@@ -174,7 +248,10 @@ class Desk:
             worker = reader.sender.rank
             if not node.alive(reader):
                 continue
-            if reader.kind == "look":
+            if reader.kind == "look" and reader["final"] and self.follows and not self.finals:
+                waiting.append(reader)
+            elif reader.kind == "look":
+                self.finals -= self.follows and reader["final"]
                 node.answer(reader, *shard.parameters, version=shard.version)
             elif reader.kind == "push" and not reader["fetch"]:
                 node.answer(reader)
@@ -194,7 +271,7 @@ class Desk:
             self.strategy.forget(self.shard, worker)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if self.node.alive(reader)]
-        for push in self.group:
+        for push in (*self.group, *self.pending.values()):
             if not self.node.alive(push.message):
                 push.update = tuple(part.clone() for part in push.update)
 
@@ -205,19 +282,29 @@ class Desk:
         squares[node.rank] = norm(update) ** 2
         for server in node.servers:
             if server != node.me:
-                node.send(server, "norm", version=version, square=squares[node.rank])
+                node.ask(server, "norm", version=version, square=squares[node.rank])
         while any(server.rank not in squares for server in node.servers):
             message = node.receive("norm")
             if message is None:
                 update = tuple(part.clone() for part in update)  # its worker may be the one that left
                 self._let_go()
             else:
+                node.answer(message)
                 self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
         del self.norms[version]
         total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))
         if total <= self.strategy.clip:
             return update
-        return tuple(part * _shrink(self.strategy.clip, total) for part in update)
+        return self._scaled(update, _shrink(self.strategy.clip, total), alone=True)
+
+    def _scaled(self, update: Sequence[Tensor], factor: float, alone: bool) -> Sequence[Tensor]:
+        """An update times a factor; in memory that is used again, if it is the only one now."""
+        import torch
+
+        if not alone:
+            return tuple(part * factor for part in update)
+        places = self.shard.buffer("scaled")
+        return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
 
     def _decoded(self, push: Message) -> tuple[Tensor, ...]:
         parts = list(zip(push.tensors, self.shard.parameters, strict=True))
@@ -242,7 +329,9 @@ def turned(items: list[T], rank: int) -> list[T]:
 
 def norm(vectors: Sequence[Tensor]) -> float:
     """The Euclidean norm of all of them together."""
-    return math.sqrt(sum(float(part.double().square().sum()) for part in vectors))
+    import torch
+
+    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in vectors))
 
 
 def _shrink(most: float, length: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.errors import UsageError
@@ -35,6 +35,8 @@ class Elastic(ParameterServer):
     codecs: ClassVar[bool] = False
     paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
 
+    free: ClassVar[tuple[str, ...]] = ("max_staleness",)
+
     period: int = 4
     alpha: float | None = None
     reduce: Literal["mean", "sum"] = "sum"
@@ -45,9 +47,6 @@ class Elastic(ParameterServer):
             raise UsageError("period must be 1 or more")
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
             raise UsageError("alpha must be 0 or more")
-        knobs = [each for each in fields(Elastic) if each.name not in ("period", "alpha", "max_staleness")]
-        if any(getattr(self, each.name) != each.default for each in knobs):
-            raise UsageError("of the knobs of a server only max_staleness has a meaning here")
 
     def step(self, node: Node, replica: Replica) -> None:
         if replica.steps % self.period == 0:

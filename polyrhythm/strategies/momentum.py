@@ -28,6 +28,16 @@ class _WithMomentum(ParameterServer):
     """What the strategies of this module have in common."""
 
     optimizers: ClassVar[str] = "SGD"
+    free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard", "clip", "prefetch")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_staleness == 0:
+            raise UsageError("each push is a step of its own here; use a max_staleness of 1 or more")
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        if any(group["dampening"] for group in groups):
+            raise UsageError(f"{self} has no dampening; leave it out of torch.optim.SGD")
 
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
         return _decayed(replica), replica.hyper_parameters()
@@ -112,6 +122,9 @@ class DanaSlim(_WithMomentum):
         "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
     )
 
+    # What the server made of a push the worker's momentum would not know.
+    free: ClassVar[tuple[str, ...]] = ("max_staleness", "prefetch")
+
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
         direction, momenta = _decayed(replica), replica.buffer("momentum")
         for span in replica.spans():
@@ -165,6 +178,9 @@ class OrderedMomentum(_WithMomentum):
             place.add_(gradient, alpha=sum(mu**power for power in range(late + 1)))
         return direction
 
+    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
+        super().update(shard, update, (), groups)  # who has no gradient now still has momentum
+
 
 @dataclass(frozen=True)
 class DelayedNesterov(ParameterServer):
@@ -182,6 +198,8 @@ class DelayedNesterov(ParameterServer):
     main: ClassVar[str | None] = "period"
     paper: ClassVar[str] = "Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling"
 
+    free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard")
+
     period: int = 8
     lr: float = 0.7
     beta: float = 0.9
@@ -192,8 +210,8 @@ class DelayedNesterov(ParameterServer):
             raise UsageError("period must be 1 or more")
         if not 0 < self.lr < float("inf") or not 0 <= self.beta < 1:
             raise UsageError("lr must be above 0, and beta at least 0 and below 1")
-        if self.wait_for != 1 or self.max_staleness == 0 or self.prefetch:
-            raise UsageError("each push is a step of its own here; leave out wait_for and prefetch")
+        if self.max_staleness == 0:
+            raise UsageError("each push is a step of its own here; use a max_staleness of 1 or more")
 
     def start(self, node: Node, replica: Replica) -> None:
         super().start(node, replica)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.server import ParameterServer
@@ -28,6 +30,8 @@ class Sync(ParameterServer):
     name: ClassVar[str] = "sync"
     paper: ClassVar[str] = "Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server"
 
+    free: ClassVar[tuple[str, ...]] = ("clip", "prefetch")
+
     wait_for: int = 0
     max_staleness: float = 0
 
@@ -48,6 +52,8 @@ class Backup(ParameterServer):
     name: ClassVar[str] = "backup"
     main: ClassVar[str | None] = "spare"
     paper: ClassVar[str] = "Chen et al. 2016, Revisiting Distributed Synchronous SGD"
+
+    free: ClassVar[tuple[str, ...]] = ("clip",)
 
     spare: int = 1
     wait_for: int = 0
@@ -85,7 +91,8 @@ class Async(ParameterServer):
 
     w <- Opt(w, g_i) for one worker's gradient at a time. Mean staleness is N-1 for any mix of speeds, so the
     learning rate has to shrink as workers are added. With `push_every` or `fetch_every` above 1 a worker adds
-    up its gradients between pushes, and in between takes plain steps of its own, w <- w - lr g.
+    up its gradients between pushes, and in between takes plain steps of its own, w <- w - lr g; the server
+    steps once per push, by the sum, and so decays weights once per push.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("async:weight=1/tau,push_every=4"))
@@ -94,6 +101,10 @@ class Async(ParameterServer):
 
     name: ClassVar[str] = "async"
     paper: ClassVar[str] = "Dean et al. 2012, Large Scale Distributed Deep Networks"
+
+    free: ClassVar[tuple[str, ...]] = (
+        "wait_for", "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip", "prefetch",
+    )  # fmt: skip
 
     push_every: int = 1
     fetch_every: int = 1
@@ -104,16 +115,24 @@ class Async(ParameterServer):
             raise UsageError("push_every and fetch_every must be 1 or more")
         if self.prefetch and (self.push_every, self.fetch_every) != (1, 1):
             raise UsageError("prefetch fetches at every step; leave out push_every and fetch_every")
+        if self.fetch_every > 1 and (self.max_staleness, self.discard) != (math.inf, math.inf):
+            raise UsageError("who does not fetch cannot be held to a staleness; leave out fetch_every")
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        if (self.push_every, self.fetch_every) != (1, 1) and not all("lr" in group for group in groups):
+            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
 
     def step(self, node: Node, replica: Replica) -> None:
         if (self.push_every, self.fetch_every) == (1, 1):
             return super().step(node, replica)
         accrued = replica.buffer("accrued")
+        replica.notes.setdefault("versions", dict(replica.version))
         for place, part in zip(accrued, replica.gradient, strict=True):
             place.add_(part)
         replica.notes["absent"] = replica.notes.get("absent", set(replica.absent)) & set(replica.absent)
         for span in replica.spans():
-            span.of(replica.parameters).add_(span.of(replica.gradient), alpha=-span.settings["lr"])
+            rate = span.settings["lr"] if span.settings.get("maximize") else -span.settings["lr"]
+            span.of(replica.parameters).add_(span.of(replica.gradient), alpha=rate)
         fetch = replica.steps % self.fetch_every == 0
         if replica.steps % self.push_every == 0:
             self._push_accrued(node, replica, fetch)
@@ -127,7 +146,10 @@ class Async(ParameterServer):
 
     def _push_accrued(self, node: Node, replica: Replica, fetch: bool) -> None:
         accrued, absent = replica.buffer("accrued"), replica.notes.pop("absent")
-        self._push(node, replica, accrued, replica.hyper_parameters(), fetch=fetch, absent=sorted(absent))
+        self._push(
+            node, replica, accrued, replica.hyper_parameters(), fetch=fetch, absent=sorted(absent),
+            versions=replica.notes.pop("versions"),
+        )  # fmt: skip
         for part in accrued:
             part.zero_()
 
@@ -148,6 +170,10 @@ class Softsync(ParameterServer):
     name: ClassVar[str] = "softsync"
     main: ClassVar[str | None] = "wait_for"
     paper: ClassVar[str] = "Zhang, Gupta, Lian, Liu 2016, Staleness-aware Async-SGD"
+
+    free: ClassVar[tuple[str, ...]] = (
+        "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip", "prefetch",
+    )  # fmt: skip
 
     wait_for: int = 2
 
@@ -170,5 +196,7 @@ class StaleSynchronous(ParameterServer):
     paper: ClassVar[str] = (
         "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
     )
+
+    free: ClassVar[tuple[str, ...]] = ("weight", "damping", "discard", "clip", "prefetch")
 
     max_staleness: float = 3

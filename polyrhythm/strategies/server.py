@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
-from polyrhythm.strategy import Strategy, fields_of
+from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """The design space. Its knobs are those of every strategy with servers.
+    """The design space. Of its knobs each strategy has those that make sense with it: its `free` ones.
 
     - `wait_for`: how many pushes does the server collect before it applies them? (0: one of every worker)
     - `max_staleness`: how many steps may a worker be ahead of the slowest before it has to wait?
@@ -48,6 +48,7 @@ class ParameterServer(Strategy):
 
     servers: ClassVar[bool] = True
     codecs: ClassVar[bool] = True
+    free: ClassVar[tuple[str, ...]] = ()
 
     wait_for: int = 1
     max_staleness: float = math.inf
@@ -60,16 +61,37 @@ class ParameterServer(Strategy):
     prefetch: bool = False
 
     def __post_init__(self) -> None:
+        for knob in fields(ParameterServer):
+            mine = type(self).__dataclass_fields__[knob.name].default
+            if knob.name not in ("codec", self.main, *self.free) and getattr(self, knob.name) != mine:
+                raise UsageError(
+                    f"{knob.name} cannot be set here; {self.name} has: {', '.join(self.choices())}"
+                )
+        for name in ("max_staleness", "discard"):
+            value = getattr(self, name)
+            if value != math.inf and not (value >= 0 and value == int(value)):
+                raise UsageError(f"{name} must be a whole number, 0 or more, or inf")
         if self.wait_for < 0:
             raise UsageError("wait_for must be 0 (every worker) or more")
-        if not self.max_staleness >= 0:
-            raise UsageError("max_staleness must be 0 or more")
+        if self.damping != 0.1 and self.weight != "exp":
+            raise UsageError("damping is for weight=exp")
         if not 0 <= self.damping < math.inf:
             raise UsageError("damping must be 0 or more")
         if not self.discard >= 1:
             raise UsageError("discard must be 1 or more: a fresh update has staleness 0")
         if not self.clip > 0:
             raise UsageError("clip must be above 0")
+        if self.pull == "next-version" and 0 < self.max_staleness < math.inf and self.wait_for != 1:
+            # Those who are ahead would wait for the slowest, and the slowest for them to fill its group.
+            raise UsageError("pull=next-version and a max_staleness would wait for each other; leave one out")
+
+    @classmethod
+    def choices(cls) -> list[str]:
+        """The names of the fields that can be set."""
+        knobs = {knob.name for knob in fields(ParameterServer)}
+        return [
+            each.name for each in fields(cls) if each.name not in knobs or each.name in (cls.main, *cls.free)
+        ]
 
     @property
     def together(self) -> bool:
@@ -83,18 +105,14 @@ class ParameterServer(Strategy):
     def check(self, workers: int, servers: int) -> None:
         if self.wait_for > workers:
             raise UsageError(
-                f"{self}: wait_for is {self.wait_for} but there are {workers} workers; use 0 for all"
+                f"{self}: wait_for is {self.wait_for} but there are {workers} workers; use at most {workers}"
             )
-        if self.clip < math.inf and self.discard < math.inf and self.wait_for != 1 and servers > 1:
+        torn = not self.lockstep and self.wait_for != 1 and self.pull == "at-once"
+        if self.clip < math.inf and torn and servers > 1:
             raise UsageError(
-                f"{self}: servers that drop different pushes have no common norm; "
-                "leave out clip, or use one server"
+                f"{self}: each server makes its own groups, so an update has no norm over all of them; "
+                "leave out clip, add pull=next-version, or use one server"
             )
-
-    @staticmethod
-    def knobs() -> dict[str, str]:
-        """The fields that every strategy with servers has, and their defaults, as text."""
-        return {name: default for name, _, default in fields_of(ParameterServer)}
 
     # --- a worker -----------------------------------------------------------------------------------
 
@@ -135,9 +153,13 @@ class ParameterServer(Strategy):
         into: Sequence[Tensor] | None = None,
         fetch: bool = True,
         absent: Sequence[int] | None = None,
+        versions: dict[int, int] | None = None,
     ) -> None:
-        """Pushes an update, and unless it is told not to, fetches the parameters that result."""
-        versions = dict(replica.version)  # of the parameters that the update was computed on
+        """Pushes an update, and unless it is told not to, fetches the parameters that result.
+
+        `versions` are those of the parameters that it was computed on, if not of the present ones.
+        """
+        versions = dict(replica.version) if versions is None else versions
         into = replica.parameters if into is None else into
         if self.prefetch:
             self._take_ahead(replica)
