@@ -58,8 +58,8 @@ def main() -> None:
             optimizer.step()
             losses.append(loss.item())
         # How many batches a worker gets is up to the strategy: when others are faster, maybe none.
-        loss_mean = sum(losses) / max(1, len(losses))
-        session.log(epoch=epoch, loss=loss_mean, accuracy=evaluate(session.consensus(), test_set))
+        seen = {"loss": sum(losses) / len(losses)} if losses else {}
+        session.log(epoch=epoch, accuracy=evaluate(session.consensus(), test_set), **seen)
 
 
 if __name__ == "__main__":

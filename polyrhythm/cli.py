@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--restarts", type=int, default=0, metavar="R",
-        help="replace up to R workers that die, where the strategy lets others go on without them (0)",
+        help="replace up to R workers whose processes die while training, where the strategy lets others go "
+        "on without them (0); an exception in the script still ends the run",
     )  # fmt: skip
     run.add_argument(
         "--listen", default=None, metavar="HOST:PORT",

@@ -99,7 +99,7 @@ class Session:
         return (model, optimizer, *loaders)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Counts epochs like `range(count)`; a worker that joins late begins at the present one."""
+        """Counts epochs like `range(count)`, and lets the progress line know."""
         yield from range(count)
 
     def log(self, **metrics: Any) -> None:
@@ -130,7 +130,7 @@ class _Member(Session):
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
-        self._epoch: int = welcome["epoch"]
+        self._late: bool = welcome["life"] > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
         self._samples = self._seen = 0
@@ -160,21 +160,21 @@ class _Member(Session):
         if node.servers:
             _refuse_loading(model, optimizer)
         _watch_backward()
+        if self._late:  # it runs through past epochs without a step, and schedulers would complain
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._seat.away():
             self.strategy.start(node, replica)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
     def epochs(self, count: int) -> Iterator[int]:
-        # A loop over `range(count)` runs through the epochs that are over: for a late worker they are empty.
-        first, self._epoch = self._epoch, 0
-        for loader in self._loaders:
-            loader.epoch = max(loader.epoch, first)
-        for epoch in range(first, count):
+        for epoch in range(count):
             self._seat.request("epoch", epoch=epoch, count=count)
             yield epoch
 
     def log(self, **metrics: Any) -> None:
+        if self._late and self._replica is not None and not self._replica.steps:
+            return  # it runs through epochs that are over, and knows nothing of them
         plain = {name: _plain(value) for name, value in metrics.items()}
         step = self._replica.steps if self._replica else 0
         self._seat.request("metrics", t=self._node.now(), step=step, metrics=plain)
@@ -268,7 +268,11 @@ class _Member(Session):
 
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-            request = {"loader": number, "epoch": epoch, "batches": batches, "unseen": unseen}
+            assert self._replica is not None
+            request = {
+                "loader": number, "epoch": epoch, "batches": batches, "unseen": unseen,
+                "steps": self._replica.steps, "samples": self._samples,
+            }  # fmt: skip
             answer = self._seat.request("lease", **request)
             return None if "over" in answer else Lease(**answer)
 

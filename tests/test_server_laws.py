@@ -581,7 +581,7 @@ class Turns(torch.nn.Module):
 @pytest.mark.parametrize("optimizer", [MOMENTUM, NESTEROV, ADAM], ids=["momentum", "nesterov", "adam"])
 @pytest.mark.parametrize("servers", [1, 2, 5])
 def test_tensors_are_joined_and_parted_without_a_trace(simulate: Any, optimizer: Any, servers: int) -> None:
-    """A server treats parameters as one while the same ones have gradients; when that changes nothing is lost."""
+    """A server treats parameters as one while the same ones have gradients; when not, it parts them."""
     script = Script(model=Turns, optimizer=optimizer, size=60, epochs=1, set_to_none=True)
     with torch.random.fork_rng():
         expected = alone(script)

@@ -95,15 +95,16 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._counts.clear()
         self._undrawn = 0
+        complete = False
         try:
             for batch in self._inner:
                 self._counted(*self._counts.popleft())
                 yield batch
+            complete = True
         finally:  # an epoch that is left early is over too
             self.epoch += 1
-            unseen = self._undrawn + len(self._counts)
-            if self._leases is not None and unseen:
-                self._leases[1](unseen)
+            if self._leases is not None and not complete:
+                self._leases[1](self._undrawn + len(self._counts))
 
     def indexes(self) -> Iterator[list[int]]:
         """The examples of each batch of this worker in the present epoch."""

@@ -30,11 +30,12 @@ ELEMENT = 4  # bytes of a parameter
 WARM_TIME, WARM_STEPS = 0.3, 3  # before anything is counted: memory is touched for the first time, pages come
 TAIL = 0.1  # seconds that a worker goes on pushing afterwards, while others may still count
 ENOUGH = 0.9  # of the best of its row
+BUSY = 4  # workers that leave a server no time to rest
 
 
 def formula(workers: int, nbytes: int, beta: float, step_time: float) -> int:
-    """P* = ceil(N |w| / (beta t)): how many servers it takes so that they are not the limit."""
-    return max(1, math.ceil(workers * nbytes / (beta * step_time)))
+    """P* = ceil(N |w| / (beta t)): so many servers are not the limit any more. More than N never help."""
+    return min(workers, max(1, math.ceil(workers * nbytes / (beta * step_time))))
 
 
 def knee(rates: dict[int, float]) -> int:
@@ -137,13 +138,14 @@ def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
             "bytes_per_s": rate * plan.nbytes,
         }  # fmt: skip
 
-    saturated = cell(max(plan.workers), 1, 0.0, 1)
-    beta = saturated["bytes_per_s"]
+    saturated = cell(max(BUSY, *plan.workers), 1, 0.0, 1)
     cells: list[dict[str, Any]] = []
     for workers in plan.workers:
         for servers in plan.servers:
             each = cell(workers, servers, plan.step_time, len(cells) + 2)
             cells.append(each | {"share": each["round_trips_per_s"] * plan.step_time / workers})
+    singles = [each["bytes_per_s"] for each in (saturated, *cells) if each["servers"] == 1]
+    beta = max(singles)
     knees = []
     for workers in plan.workers:
         rates = {each["servers"]: each["round_trips_per_s"] for each in cells if each["workers"] == workers}

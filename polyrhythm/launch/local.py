@@ -55,9 +55,9 @@ class Launcher:
     ) -> None:
         self._screen = screen or Screen(quiet=True)
         self._workers = workers
-        self._restarts = restarts
+        self._restarts, self._rescued = restarts, False
         fixed = workers + max(servers, SPARE)
-        self._arenas = Arenas(fixed + min(workers, restarts), ARENA)
+        self._arenas = Arenas(fixed + min(workers, restarts) + 1, ARENA)
         # A dead worker's memory stays its own until no server reads or writes there; others begin in these.
         self._spare = list(range(fixed, self._arenas.count))
         self._arena: dict[tuple[Peer, int], int] = {}  # of each life of a worker
@@ -82,6 +82,7 @@ class Launcher:
                 workers=workers, servers=servers, strategy=strategy, seed=seed, folder=folder,
                 clock=lambda: time.monotonic() - self._began,
                 start_servers=self._start_servers, tell=self._tell, replace=self._replace,
+                rescue=self._rescue, restarts=restarts,
                 released=self._released,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
@@ -180,6 +181,16 @@ class Launcher:
         if self._restarts == 0:
             return False
         self._restarts -= 1
+        return self._want(peer)
+
+    def _rescue(self, peer: Peer) -> bool:
+        """The last worker has died, and servers hold what all have trained: once, another brings it home."""
+        if self._rescued:
+            return False
+        self._rescued = True
+        return self._want(peer)
+
+    def _want(self, peer: Peer) -> bool:
         self._wanted.append(peer)
         self._nudge()
         return True
@@ -253,7 +264,13 @@ class Launcher:
             peer, status = Peer(str(words[1]), int(str(words[2]))), int(str(words[3]))
             self._alive.discard(peer)
             with self._lock:
+                deaths = self.coordinator.deaths
                 self.coordinator.died(peer, _cause(status))
+                if self.coordinator.deaths > deaths and self.coordinator.failure is None:
+                    then = "the others train on"
+                    if peer in self.coordinator.expected:
+                        then = f"another takes its place ({self._restarts} restarts left)"
+                    self._screen.line(f"{peer} {_cause(status)}; {then}")
 
     def _fork(self, peer: Peer, life: int, arena: int) -> None:
         assert self._zygote is not None and self._transport is not None

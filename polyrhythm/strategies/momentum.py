@@ -150,12 +150,10 @@ class OrderedMomentum(_WithMomentum):
     name: ClassVar[str] = "ormo"
     paper: ClassVar[str] = "Shi, Yang, Li 2024, Ordered Momentum for Asynchronous SGD"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.wait_for != 1 or self.max_staleness == 0:
-            raise UsageError(
-                "each push is a step of its own here; leave wait_for at 1 and max_staleness above 0"
-            )
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        super().check_groups(groups)
+        if any(group["nesterov"] for group in groups):
+            raise UsageError(f"{self} orders plain momentum; leave out nesterov, or use dana-slim")
 
     def serve(self, node: Node, shard: Shard) -> None:
         shard.notes["round"] = len(node.workers)

@@ -435,7 +435,7 @@ def _failure(table: _Table, size: int | None) -> Crash:
     workers, at = table.take("workers"), table.quantity("at", SECONDS, 0.0, above_zero=True)
     back = table.quantity("back", SECONDS, inf)
     table.end()
-    if workers is None:
+    if workers is None or workers == []:
         raise UsageError(f"{table.where}: workers is missing; write, say, workers = [1]")
     if at == 0:
         raise UsageError(f'{table.where}: at is missing; write, say, at = "0.5 s"')

@@ -71,7 +71,9 @@ class Coordinator:
         start_servers: Callable[[int], None],
         tell: Callable[[str, dict[str, Any]], None],
         replace: Callable[[Peer], bool] = lambda peer: False,
+        rescue: Callable[[Peer], bool] = lambda peer: False,
         released: Callable[[Peer, int], None] = lambda peer, life: None,
+        restarts: int = 0,
         folder: RunFolder | None = None,
     ) -> None:
         self.workers = workers
@@ -96,7 +98,8 @@ class Coordinator:
         self.epoch = (0, 0)  # the epoch the first worker is in, and how many there will be
         self.running = False
         self._start_servers = start_servers
-        self._tell, self._replace, self._released = tell, replace, released
+        self._tell, self._replace, self._rescue, self._released = tell, replace, rescue, released
+        self._restarts = restarts
         self._folder = folder
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
@@ -130,12 +133,7 @@ class Coordinator:
                 return
         self.members[peer] = fields.get("address", "")
         self._event("join", peer, life=self.lives[peer])
-        if self.running:
-            self.expected.discard(peer)
-            self.replaced[str(peer)] += 1
-            self.leases.enter(peer.rank)
-            # Before the newcomer hears that it may go on: nobody gets a message from a stranger.
-            self._tell("joined", {"role": peer.role, "rank": peer.rank, "address": self.members[peer]})
+        self.expected.discard(peer)
         self._joining.add(peer, respond)
         if self.running or len(self.members) >= self.workers + self.servers:
             self._joining.open(self._welcome)
@@ -144,7 +142,7 @@ class Coordinator:
         peers = [[each.role, each.rank, address] for each, address in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer], "epoch": max(0, self.epoch[0] - 1),
+            "life": self.lives[peer],
         }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
@@ -158,6 +156,12 @@ class Coordinator:
             return
         self._layouts[peer] = layout
         self.totals[peer, self.lives[peer]] = Totals()
+        if self.running:
+            self.replaced[str(peer)] += 1
+            self.leases.enter(peer.rank)
+            # Now that it can push, and before it hears that it may: nobody waits for one that still loads its
+            # data, and nobody gets a message from a stranger.
+            self._tell("joined", {"role": peer.role, "rank": peer.rank, "address": self.members[peer]})
         self._preparing.add(peer, respond)
         if self.running or len(self._layouts) >= self.workers + self.servers:
             if not self.running:
@@ -165,6 +169,8 @@ class Coordinator:
             self._preparing.open(lambda peer: {})
 
     def _on_lease(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
+        totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
         lease = self.leases.take(
             peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
@@ -278,6 +284,8 @@ class Coordinator:
         life, joined = self.lives[peer], peer in self.members
         self.expected.discard(peer)
         again = self._replace(peer)
+        if not again and not self.digest and not any(o.role == "worker" and o != peer for o in self.members):
+            again = not self.expected and self._rescue(peer)
         if again:
             self.expected.add(peer)
         self.leave(peer, reason)
@@ -343,6 +351,10 @@ class Coordinator:
         return summary
 
     @property
+    def deaths(self) -> int:
+        return sum(deaths.total() for deaths in self._deaths.values())
+
+    @property
     def lost(self) -> dict[str, str]:
         """Who did not go by itself, and why; how often, if more than once."""
         return {
@@ -364,6 +376,8 @@ class Coordinator:
             self.servers = self.servers or 1
         elif self.servers:
             raise UsageError(f"{strategy} needs no servers; leave --servers out")
+        if strategy.lockstep and self._restarts:
+            raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
         if self.servers:
             self._start_servers(self.servers)

@@ -117,7 +117,7 @@ def test_no_restart_left(tmp_path: Path) -> None:
     check_trained(tmp_path)
     (tmp_path / "alone").mkdir()
     with pytest.raises(pr.PolyrhythmError, match="was killed by SIGKILL and no worker is left to bring"):
-        run(tmp_path / "alone", {0: 2}, restarts=1, workers=1)
+        run(tmp_path / "alone", {0: 3}, restarts=1, workers=1)  # the third: one is replaced, one rescues
 
 
 def test_dies_before_it_joins(tmp_path: Path) -> None:
@@ -140,9 +140,18 @@ def test_more_deaths_than_spare_memory(tmp_path: Path) -> None:
     check_trained(tmp_path)
 
 
-def test_lockstep_fails_as_ever(tmp_path: Path) -> None:
-    with pytest.raises(pr.PolyrhythmError, match=r"worker 1 was killed by SIGKILL; under sync no worker can"):
+def test_lockstep_has_no_restarts(tmp_path: Path) -> None:
+    with pytest.raises(
+        pr.UsageError, match="under sync no worker can go on without another; leave --restarts"
+    ):
         run(tmp_path, {1: 1}, restarts=3, strategy="sync")
+
+
+def test_the_last_worker_is_rescued(tmp_path: Path) -> None:
+    """What servers hold is not lost when the last worker dies: once, another brings it home, asked or not."""
+    summary = run(tmp_path, {0: 1}, restarts=0, workers=1)
+    assert summary["joined"] == 1 and summary["batches_undone"] == 0
+    check_trained(tmp_path)
 
 
 def test_fails_while_a_replacement_is_on_its_way(tmp_path: Path) -> None:
