@@ -36,12 +36,41 @@ Times = dict[tuple[int, str], list[float]]  # seconds of a round trip by size an
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rounds, work = (3, 100) if quick else (7, 200)
     sizes = (1, 16) if quick else (1, 16, 100)
-    rows: list[Row] = []
+    rows: list[Row] = [_apply_row(*apart(_apply, count, 9 if quick else 31), count) for count in (1, 1000)]
     for servers in (1, 2):
         times = apart(_stage, servers, sizes, rounds, work)
         for size in sizes:
             rows += _rows(servers, size, times)
     return rows, [f"ms per round trip, medians of {rounds} rounds in turn; the ratio is theirs / ours"]
+
+
+def _apply(tensors: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of one update of 16 MiB by a server's optimizer, and of the bare arithmetic, in turn."""
+    import torch
+
+    from polyrhythm.replica import Shard
+
+    torch.set_num_threads(1)
+    count = 16 * MEBIBYTE // 4
+    model = torch.nn.ParameterList(torch.zeros(count).tensor_split(tensors))
+    shard = Shard(model, torch.optim.SGD(model.parameters(), lr=RATE), 0, 1)
+    bare, gradient = torch.zeros(count), torch.full((count,), 1e-3)
+    ours, theirs = [], []
+    with torch.no_grad():
+        for _ in range(rounds):
+            began = time.perf_counter()
+            shard.apply([gradient], [], [{"lr": RATE}])
+            middle = time.perf_counter()
+            bare.add_(gradient, alpha=-RATE)
+            ours.append(middle - began)
+            theirs.append(time.perf_counter() - middle)
+    return ours[2:], theirs[2:]
+
+
+def _apply_row(ours: list[float], theirs: list[float], tensors: int) -> Row:
+    middle = [1000 * statistics.median(values) for values in (ours, theirs)]
+    what = f"one update of 16 MiB, model of {tensors:,} tensor{'s' * (tensors > 1)} / w.add_(g)"
+    return Row(what, middle[0], "ms", middle[1], ratio=ratio(theirs, ours))
 
 
 def _rows(servers: int, size: int, times: Times) -> list[Row]:
@@ -154,7 +183,7 @@ class Ours(System):
     ) -> None:
         super().__init__(here, servers)
         from polyrhythm.node import Peer
-        from polyrhythm.strategies.server import Async
+        from polyrhythm.strategies.points import Async
         from polyrhythm.wire.transport import Transport
 
         listen = "unix:" if arenas else "tcp:127.0.0.1:0"

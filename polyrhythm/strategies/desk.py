@@ -154,11 +154,12 @@ class Desk:
             return
         self.decided += 1
         names = [list(push.name) for push in pushes]
-        for server in self.node.servers:
-            if (
-                server != self.node.me
-            ):  # asked, and not just sent, so that it is repeated until it has arrived
-                self.node.ask(server, "verdict", number=self.decided, what=what, pushes=names)
+        # Asked, and not just sent, so that it is repeated until it has arrived.
+        for server in self._others():
+            self.node.ask(server, "verdict", number=self.decided, what=what, pushes=names)
+
+    def _others(self) -> list[Peer]:
+        return [server for server in self.node.servers if server != self.node.me]
 
     def _follow(self) -> None:
         """Carries out verdicts once all their pushes are here; what the dead did not send is no loss."""
@@ -176,16 +177,14 @@ class Desk:
             if verdict["what"] == "group":
                 self.group = pushes
                 self._apply()
-                if not pushes:
-                    self.shard.version += 1  # in step with the other servers
+                if not pushes:  # in step with the other servers nevertheless
+                    self._clipped(())
+                    self.shard.version += 1
             elif verdict["what"] == "final":
                 self.finals += 1
-                for name in [
-                    name for name, push in self.pending.items() if not self.node.alive(push.message)
-                ]:
-                    self._log(
-                        "drop", self.pending.pop(name)
-                    )  # of the dead, and never came to the first server
+                # Of the dead, who did not live to send it to the first server too.
+                for push in [push for push in self.pending.values() if not self.node.alive(push.message)]:
+                    self._log("drop", self.pending.pop(push.name))
 
     def _comes(self, worker: int, life: int) -> bool:
         """Whether something of this life of a worker may still come."""
@@ -226,8 +225,7 @@ class Desk:
                     reduce(parts, strategy.reduce, [place])
             self.readers += [push.message for push in turned(group, self.node.rank)]
         self.added = False
-        if strategy.clip < math.inf and not self.single:
-            update = self._clipped(update)
+        update = self._clipped(update)
         absent = set.intersection(*(set(push["absent"]) for push in group))
         strategy.update(shard, update, sorted(absent), group[0]["groups"])
         for push in group:
@@ -277,12 +275,13 @@ class Desk:
 
     def _clipped(self, update: Sequence[Tensor]) -> Sequence[Tensor]:
         """The update of a group with its norm, over all servers, at most `clip`."""
+        if self.single or self.strategy.clip == math.inf:
+            return update
         node, version = self.node, self.shard.version
         squares = self.norms.setdefault(version, {})
         squares[node.rank] = norm(update) ** 2
-        for server in node.servers:
-            if server != node.me:
-                node.ask(server, "norm", version=version, square=squares[node.rank])
+        for server in self._others():
+            node.ask(server, "norm", version=version, square=squares[node.rank])
         while any(server.rank not in squares for server in node.servers):
             message = node.receive("norm")
             if message is None:
@@ -293,7 +292,7 @@ class Desk:
                 self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
         del self.norms[version]
         total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))
-        if total <= self.strategy.clip:
+        if total <= self.strategy.clip or not update:
             return update
         return self._scaled(update, _shrink(self.strategy.clip, total), alone=True)
 
