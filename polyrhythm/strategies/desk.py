@@ -109,6 +109,8 @@ class Desk:
         self._apply()
 
     def _quorum(self) -> int:
+        if self.single:
+            return 1
         present = len(self.node.workers)
         return min(self.strategy.quorum(present, self.started), present)
 
@@ -209,7 +211,8 @@ class Desk:
         group, self.group = self.group, []
         if not group:
             return
-        group.sort(key=lambda push: (push.worker, push.message.sequence))
+        if len(group) > 1:
+            group.sort(key=lambda push: (push.worker, push.message.sequence))
         self._decide("group", group)
         if self.added:
             update: Sequence[Tensor] = shard.buffer("sum")
@@ -226,8 +229,10 @@ class Desk:
             self.readers += [push.message for push in turned(group, self.node.rank)]
         self.added = False
         update = self._clipped(update)
-        absent = set.intersection(*(set(push["absent"]) for push in group))
-        strategy.update(shard, update, sorted(absent), group[0]["groups"])
+        absent = group[0]["absent"]
+        for push in group[1:]:
+            absent = [index for index in absent if index in push["absent"]]
+        strategy.update(shard, update, absent, group[0]["groups"])
         for push in group:
             self._log("apply", push)
 
@@ -306,7 +311,7 @@ class Desk:
         return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
 
     def _decoded(self, push: Message) -> tuple[Tensor, ...]:
-        parts = list(zip(push.tensors, self.shard.parameters, strict=True))
+        parts = zip(push.tensors, self.shard.parameters, strict=True)
         codec = self.strategy.codec
         if codec is None:
             return tuple(part.to(like.device) for part, like in parts)
