@@ -48,7 +48,7 @@ def _apply(tensors: int, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of one update of 16 MiB by a server's optimizer, and of the bare arithmetic, in turn."""
     import torch
 
-    from polyrhythm.replica import Shard
+    from polyrhythm.shard import Shard
 
     torch.set_num_threads(1)
     count = 16 * MEBIBYTE // 4
@@ -201,7 +201,8 @@ class Ours(System):
         import torch
         from torch import nn
 
-        from polyrhythm.replica import Replica, Shard
+        from polyrhythm.replica import Replica
+        from polyrhythm.shard import Shard
 
         model = nn.ParameterList([torch.zeros(count)])
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from polyrhythm.node import Node
-    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.replica import Replica
+    from polyrhythm.shard import Shard
 
 MAXIMUM_GIB = 3.0
 

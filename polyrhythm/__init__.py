@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
     from polyrhythm.launch import run, simulate
     from polyrhythm.node import Message, Node, Peer
-    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.replica import Replica
     from polyrhythm.session import Session, init
+    from polyrhythm.shard import Shard
     from polyrhythm.strategy import Codec, Strategy, parse
 
 # Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session", "Session": "session", "run": "launch", "simulate": "launch",
     "Strategy": "strategy", "Codec": "strategy", "parse": "strategy",
-    "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "replica",
+    "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
     "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
     "PeerLost": "errors", "NotFinite": "errors",
 }  # fmt: skip

@@ -92,7 +92,8 @@ class Node(ABC):
     @property
     @abstractmethod
     def workers(self) -> Sequence[Peer]:
-        """The workers now in the run, by rank. Those that left or died are not among them."""
+        """The workers in the run, by rank, as far as `receive` has told: who comes and goes while a node does
+        not receive, it hears of when it does."""
 
     @property
     @abstractmethod

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
-from polyrhythm.replica import Replica, Shard
+from polyrhythm.replica import Replica
+from polyrhythm.shard import Shard
 from polyrhythm.strategy import Strategy, parse
 from polyrhythm.worlds.leases import Lease
 

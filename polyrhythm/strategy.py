@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.node import Node
-    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.replica import Replica
+    from polyrhythm.shard import Shard
 
 Made = TypeVar("Made", bound="Configured")
 

@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: a forked child inherits the parent's OpenMP pool without its threads, and waits
 # for them forever. A parent with one thread has no pool.
@@ -21,6 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import psutil
 import pytest
 import torch
+
+import polyrhythm as pr
 
 torch.set_num_threads(1)
 
@@ -124,3 +127,20 @@ def no_leaks() -> Iterator[None]:
             pytest.fail("the test leaked: " + "; ".join(leaks), pytrace=False)
         gc.collect()  # only when in doubt: it costs more than most tests
         time.sleep(0.02)
+
+
+@pytest.fixture
+def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Simulates with a run folder; `cluster` is the text of a cluster.toml."""
+
+    def go(
+        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **more: Any
+    ) -> Any:
+        path = tmp_path / "cluster.toml"
+        path.write_text(cluster)
+        return pr.simulate(
+            program, workers=workers, strategy=strategy, servers=servers, cluster=path, runs=tmp_path,
+            threads=1, **more,
+        )  # fmt: skip
+
+    return go

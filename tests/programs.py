@@ -33,6 +33,15 @@ NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, ne
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
+# How fast workers are, as the text of a cluster.toml.
+SPEEDS = {
+    "constant": '[[hosts]]\nstep_time = "10 ms"',
+    "exponential": '[[hosts]]\nstep_time = { exponential = "10 ms" }',
+    "heterogeneous": '[[hosts]]\ncount = 1\nspeed = 0.05\nstep_time = { lognormal = "10 ms", sigma = 0.5 }\n'
+    '[[hosts]]\ncount = 2\nspeed = 3.0\n[[hosts]]\nstep_time = { uniform = ["5 ms", "30 ms"] }',
+}
+
+
 class Examples(TensorDataset):
     """A small classification problem; `seen` is a file that gets the index of every example that is read."""
 

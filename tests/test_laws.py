@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from programs import (
     MOMENTUM,
     NESTEROV,
     SGD,
+    SPEEDS,
     Examples,
     Point,
     Script,
@@ -42,30 +42,6 @@ from polyrhythm.replica import Replica
 
 BYTES = 8 * sum(parameter.numel() for parameter in mlp().parameters())
 TENSORS = len(list(mlp().parameters()))
-
-SPEEDS = {
-    "constant": '[[hosts]]\nstep_time = "10 ms"',
-    "exponential": '[[hosts]]\nstep_time = { exponential = "10 ms" }',
-    "heterogeneous": '[[hosts]]\ncount = 1\nspeed = 0.05\nstep_time = { lognormal = "10 ms", sigma = 0.5 }\n'
-    '[[hosts]]\ncount = 2\nspeed = 3.0\n[[hosts]]\nstep_time = { uniform = ["5 ms", "30 ms"] }',
-}
-
-
-@pytest.fixture
-def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Simulates with a run folder; `cluster` is the text of a cluster.toml."""
-
-    def go(
-        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **more: Any
-    ) -> Any:
-        path = tmp_path / "cluster.toml"
-        path.write_text(cluster)
-        return pr.simulate(
-            program, workers=workers, strategy=strategy, servers=servers, cluster=path, runs=tmp_path,
-            threads=1, **more,
-        )  # fmt: skip
-
-    return go
 
 
 # --- synchronous: one machine with the union batch --------------------------------------------------

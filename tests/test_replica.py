@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from polyrhythm.collectives.arithmetic import BLOCK, OPERATIONS, cut, reduce, split
 from polyrhythm.errors import NotFinite, UsageError
-from polyrhythm.replica import Layout, Replica, Shard
+from polyrhythm.layout import Layout
+from polyrhythm.replica import Replica
+from polyrhythm.shard import Shard
 
 MODELS = [mlp, normed, odd, Mixed, Half]
 every_model = pytest.mark.parametrize("make", MODELS, ids=["mlp", "normed", "odd", "mixed", "half"])

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from programs import (
     MOMENTUM,
     NESTEROV,
     SGD,
+    SPEEDS,
     Point,
     Script,
     Steps,
@@ -28,30 +28,12 @@ from programs import (
     same,
     trained,
 )
-from test_laws import SPEEDS
 from torch import Tensor
 
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 
 EXPONENTIAL = '[[hosts]]\nstep_time = { exponential = "1 s" }'
-
-
-@pytest.fixture
-def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Simulates with a run folder; `cluster` is the text of a cluster.toml."""
-
-    def go(
-        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **more: Any
-    ) -> Any:
-        path = tmp_path / "cluster.toml"
-        path.write_text(cluster)
-        return pr.simulate(
-            program, workers=workers, strategy=strategy, servers=servers, cluster=path, runs=tmp_path,
-            threads=1, **more,
-        )  # fmt: skip
-
-    return go
 
 
 @dataclass
@@ -590,7 +572,7 @@ def test_tensors_are_joined_and_parted_without_a_trace(simulate: Any, optimizer:
 
 def test_a_server_steps_on_few_tensors() -> None:
     """A model of many tensors is one tensor to the optimizer of its server, for each group and dtype."""
-    from polyrhythm.replica import Shard
+    from polyrhythm.shard import Shard
 
     model = torch.nn.ParameterList([torch.zeros(3) for _ in range(100)])
     groups = [{"params": list(model)[:40]}, {"params": list(model)[40:], "lr": 0.2}]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.node import Message
-    from polyrhythm.replica import Shard
+    from polyrhythm.shard import Shard
     from polyrhythm.strategies.desk import Push
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.node import Node
-    from polyrhythm.replica import Shard
+    from polyrhythm.shard import Shard
     from polyrhythm.strategies.server import ParameterServer
 
 T = TypeVar("T")

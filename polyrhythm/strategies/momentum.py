@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.node import Message, Node
-    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.replica import Replica
+    from polyrhythm.shard import Shard
     from polyrhythm.strategies.desk import Push, Settings
 
 

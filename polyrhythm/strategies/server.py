@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.node import Field, Message, Node, Peer, Reply
-    from polyrhythm.replica import Replica, Shard
+    from polyrhythm.replica import Replica
+    from polyrhythm.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,7 @@ class ProcessNode(Node):
             self.transport.lost(peer, fields["reason"])
         elif peer is not None:
             self.transport.introduce(peer, fields["address"])
-        notice = _Notice(incoming.kind, peer, fields, self.transport.arrived)
-        if self.me.role == "worker":  # which receives nothing, so there is no order to keep
-            self._heed(notice)
-        else:
-            self._notices.append(notice)
+        self._notices.append(_Notice(incoming.kind, peer, fields, self.transport.arrived))
         self.transport.wake()
 
     def _heed(self, notice: _Notice) -> None:

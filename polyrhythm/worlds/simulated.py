@@ -5,7 +5,7 @@ event loop, which moves virtual time to the next event: the end of a step, the a
 is one thread, one queue and one seed, so a run has one result, bit for bit.
 
 Rules that keep it honest:
-- `Fiber.block` is the only place where a node gives up control.
+- `Fiber.block` (see `fibers`) is the only place where a node gives up control.
 - Events at the same time happen in the order they were made.
 - Each worker owns its random states, and each fiber its autograd mode. Torch's are swapped at switches;
   those of Python and numpy, which strategies do not touch, whenever a worker is away from its script.
@@ -14,11 +14,8 @@ Rules that keep it honest:
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import heapq
 import random
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives.arithmetic import reduce, split
@@ -35,6 +32,7 @@ from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, _Member, seat, session
 from polyrhythm.worlds.coordinator import Coordinator
+from polyrhythm.worlds.fibers import Fiber, Loop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,91 +40,6 @@ if TYPE_CHECKING:
     from polyrhythm.record import RunFolder
     from polyrhythm.strategy import Strategy
     from polyrhythm.worlds.cluster import Cluster, Costs, Crash
-
-
-class Loop:
-    """The event queue and the virtual clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.events = 0
-        self.beat: Callable[[], None] = lambda: None  # called now and then on the wall clock
-        self._queue: list[tuple[float, int, Callable[..., Any], Any]] = []
-        self._serial = 0
-        self.hub = getcurrent()
-
-    def at(self, moment: float, function: Callable[..., Any], argument: Any) -> None:
-        """Calls the function at that moment. Events of one moment keep the order they were made in."""
-        self._serial += 1
-        heapq.heappush(self._queue, (moment, self._serial, function, argument))
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Lets time pass until the queue is empty or `until` holds, asked after every event."""
-        self.hub = getcurrent()
-        queue, pop = self._queue, heapq.heappop
-        next_beat = time.monotonic() + 0.2
-        while queue and not until():
-            self.now, _, function, argument = pop(queue)
-            self.events += 1
-            function(argument)
-            if not self.events & 255 and time.monotonic() > next_beat:
-                self.beat()
-                next_beat = time.monotonic() + 0.2
-
-
-class Fiber:
-    """One line of control of a node: its script, or something it spawned."""
-
-    def __init__(self, loop: Loop, node: SimulatedNode, function: Callable[[], None]) -> None:
-        self.loop, self.node = loop, node
-        self.waiting: tuple[str, ...] | None = None
-        self._greenlet = greenlet(function)
-        self._greenlet.gr_context = contextvars.copy_context()
-        self._since = 0.0
-        node.fibers = [*(fiber for fiber in node.fibers if not fiber.dead), self]
-
-    def start(self, _: object = None) -> None:
-        if self._greenlet.dead:  # its node crashed in the same moment
-            return
-        self.node.world.lend_random_state(self.node)
-        torch.set_grad_enabled(True)
-        self._greenlet.parent = self.loop.hub  # it may have been made by another fiber
-        self._greenlet.switch()
-
-    def resume(self, value: object = None) -> None:
-        if not self._greenlet.dead:
-            self.node.world.lend_random_state(self.node)
-            self._greenlet.switch(value)
-
-    def block(self, *what: str) -> Any:
-        """Gives up control until somebody resumes this fiber. `what` says what it waits for."""
-        self.waiting, self._since = what, self.loop.now
-        grad = torch.is_grad_enabled()
-        self.node.fiber = None
-        value = self.loop.hub.switch()
-        self.node.fiber = self
-        if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
-        self.waiting = None
-        return value
-
-    def sleep(self, seconds: float) -> None:
-        self.loop.at(self.loop.now + seconds, self.resume, None)
-        self.block("its own computing")
-
-    def kill(self) -> None:
-        if not self._greenlet.dead:
-            self.node.fiber = self  # a loader that closes gives its lease back
-            self._greenlet.parent = self.loop.hub  # where control goes afterwards
-            self._greenlet.throw(GreenletExit)
-
-    @property
-    def dead(self) -> bool:
-        return bool(self._greenlet.dead)
-
-    def __str__(self) -> str:
-        what = " ".join(self.waiting or ("nothing",))
-        return f"{self.node.me} waits since {self._since:.6g} s for {what}"
 
 
 @dataclass

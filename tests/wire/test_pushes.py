@@ -9,7 +9,8 @@ from test_transport import KEY, Proxy
 from torch import nn
 
 from polyrhythm.node import Peer
-from polyrhythm.replica import Replica, Shard
+from polyrhythm.replica import Replica
+from polyrhythm.shard import Shard
 from polyrhythm.strategy import parse
 from polyrhythm.wire import Transport
 from polyrhythm.worlds.processes import ProcessNode

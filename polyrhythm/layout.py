@@ -1,0 +1,151 @@
+"""Layout: where each parameter of a model lies when all are laid end to end in flat vectors.
+
+The trainable parameters come parameter group by parameter group, in one flat vector per dtype and device. Two
+nodes can train together if their layouts agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.errors import UsageError
+
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+
+# A shard's optimizer state: for each slice (parameter index, low, high, plain values, [name, sliced?] of its
+# tensors), and the tensors of all slices in this order.
+State = tuple[list[tuple[int, int, int, dict[str, Any], list[tuple[str, bool]]]], list[Tensor]]
+
+
+def private(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place in the flat vectors."""
+
+    name: str
+    shape: torch.Size
+    group: int
+    part: int  # which flat vector
+    start: int  # where in it
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+class Span(NamedTuple):
+    """A stretch of the flat vectors whose parameters share the settings of one group."""
+
+    settings: dict[str, Any]
+    group: int
+    part: int
+    start: int
+    stop: int
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        return vectors[self.part][self.start : self.stop]
+
+
+def spans_of(
+    slices: Iterable[tuple[int, int, int, int, int]], absent: frozenset[int]
+) -> list[tuple[int, int, int, int]]:
+    """Joins slices (parameter index, group, part, start, stop) that lie side by side, but for the absent."""
+    spans: list[tuple[int, int, int, int]] = []
+    for index, group, part, start, stop in slices:
+        if index in absent:
+            continue
+        if spans and spans[-1][:2] == (group, part) and spans[-1][3] == start:
+            spans[-1] = (group, part, spans[-1][2], stop)
+        else:
+            spans.append((group, part, start, stop))
+    return spans
+
+
+class Layout:
+    """Where each parameter of a model lies. Two nodes can train together if their layouts' hashes agree."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        counts: list[int] = []
+        self.pieces: list[Piece] = []
+        self.parameters: list[Tensor] = []
+        for group, settings in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(settings["params"]):
+                name = names.get(id(parameter), f"group {group} parameter {number}")
+                if not parameter.is_floating_point():
+                    raise UsageError(
+                        f"parameter {name} is {parameter.dtype}; only floating-point ones can train"
+                    )
+                part = kinds.setdefault((parameter.dtype, parameter.device), len(kinds))
+                if part == len(counts):
+                    counts.append(0)
+                self.pieces.append(Piece(name, parameter.shape, group, part, counts[part]))
+                self.parameters.append(parameter)
+                counts[part] += parameter.numel()
+        self.kinds = list(kinds)
+        self.counts = counts
+        self.total = sum(counts)
+        if not self.total:
+            raise UsageError("the model has no parameters to train; give the optimizer model.parameters()")
+        text = repr([(p.name, tuple(p.shape), p.group, str(self.kinds[p.part][0])) for p in self.pieces])
+        self.hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def vectors(self, empty: Empty = private) -> tuple[Tensor, ...]:
+        """New flat vectors of this layout, one per dtype and device, uninitialised."""
+        return tuple(
+            empty(count, dtype, device)
+            for (dtype, device), count in zip(self.kinds, self.counts, strict=True)
+        )
+
+    def check_servers(self, count: int) -> None:
+        """Refuses more servers than there are parameters to share out."""
+        if count > self.total:
+            raise UsageError(f"{count} servers for {self.total} parameters: use at most one per parameter")
+
+    def view(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
+        """The part of `vectors` that is this parameter, in its own shape."""
+        return vectors[piece.part][piece.start : piece.stop].view(piece.shape)
+
+    def groups(self, start: int, stop: int) -> Iterator[tuple[int, Piece, int, int]]:
+        """(index, piece, low, high): the pieces in a range of the whole, from low to high of each."""
+        offsets = [sum(self.counts[:part]) for part in range(len(self.counts))]
+        for index, piece in enumerate(self.pieces):
+            first = offsets[piece.part] + piece.start
+            low = max(0, start - first)
+            high = min(piece.stop - piece.start, stop - first)
+            if low < high:
+                yield index, piece, low, high
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimizers that no strategy can step in for."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError("SparseAdam needs sparse gradients, and flat vectors are dense; use Adam or SGD")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"{name} calls a closure several times per step; use an optimizer such as SGD or Adam"
+        )
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings without its parameters, as values that any wire can carry."""
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            plain[key] = value.item()
+        elif isinstance(value, int | float | str | bool | tuple | list | type(None)) and key != "params":
+            plain[key] = value
+    return plain
