@@ -182,6 +182,29 @@ def test_a_fixed_delay_bounds_the_rate(simulate: Any, delay: int, factor: float,
     assert walk.grows == grows
 
 
+def test_random_delays_are_momentum_in_the_mean(simulate: Any) -> None:
+    """Whose gradient comes next is anybody's guess: then the mean follows heavy ball with mu = 1 - 1/N, lr/N.
+
+    E w(t+1) - E w(t) = (1 - 1/N) (E w(t) - E w(t-1)) - lr h/N E w(t). With a fixed delay it does not.
+    """
+    workers, updates, rate, runs = 5, 30, 0.3, 250
+    ball = [1.0, 1.0 - rate]
+    while len(ball) <= updates:
+        ball.append(ball[-1] + (1 - 1 / workers) * (ball[-1] - ball[-2]) - rate / workers * ball[-1])
+
+    def trajectory(cluster: str, seed: int) -> Tensor:
+        """w after each update, as whoever made it sees it."""
+        walk = Walk(20, lr=rate)  # more than anybody makes of the first updates
+        simulate(walk, "async", workers, cluster=cluster, seed=seed)
+        return torch.cat([x for _, x in walk.seen[workers:]])[:updates]
+
+    expected = torch.tensor(ball[1:], dtype=torch.float64)
+    found = torch.stack([trajectory(EXPONENTIAL, seed) for seed in range(runs)])
+    error = (found.mean(0) - expected).abs() / (found.std(0) / runs**0.5 + 1e-12)
+    assert error.max().item() < 4.5
+    assert (trajectory("", 0) - expected).abs().max().item() > 0.5
+
+
 # Largest stable lr * h on a quadratic with momentum 0.9 and 8 workers in turn.
 LIMITS = {"async": 0.0158, "dana-zero": 0.0971, "dana-slim": 0.0971}
 
@@ -469,10 +492,11 @@ def test_without_elasticity_workers_are_alone(simulate: Any) -> None:
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize(("factor", "grows"), [(0.95, False), (1.05, True)])
-def test_elasticity_has_a_limit(simulate: Any, rate: float, factor: float, grows: bool) -> None:
-    """One worker on x^2/2: stable for alpha up to (4 - 2 lr) / (4 - lr)."""
+@pytest.mark.parametrize("workers", [1, 4])
+def test_elasticity_has_a_limit(simulate: Any, rate: float, factor: float, grows: bool, workers: int) -> None:
+    """Workers in turn on x^2/2: stable for alpha up to (4 - 2 lr) / (4 - lr), with four to 1.3 % exactly."""
     walk = Walk(200, lr=rate)
-    simulate(walk, f"easgd:1,alpha={factor * (4 - 2 * rate) / (4 - rate)}", 1)
+    simulate(walk, f"easgd:1,alpha={factor * (4 - 2 * rate) / (4 - rate)}", workers)
     assert walk.grows == grows
 
 

@@ -269,7 +269,8 @@ class Launcher:
                 if self.coordinator.deaths > deaths and self.coordinator.failure is None:
                     then = "the others train on"
                     if peer in self.coordinator.expected:
-                        then = f"another takes its place ({self._restarts} restarts left)"
+                        left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
+                        then = f"another takes its place ({left})"
                     self._screen.line(f"{peer} {_cause(status)}; {then}")
 
     def _fork(self, peer: Peer, life: int, arena: int) -> None:
