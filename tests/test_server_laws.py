@@ -607,7 +607,9 @@ def test_a_server_steps_on_few_tensors() -> None:
         assert [len(group["params"]) for group in shard.optimizer.param_groups] == [1, 1]
         shard.apply([torch.ones(300)], [7], settings)
         assert [len(group["params"]) for group in shard.optimizer.param_groups] == [40, 60]
+        first = shard.optimizer.param_groups[0]["params"][0]
         shard.apply([torch.ones(300)], [], settings)
+        assert shard.optimizer.param_groups[0]["params"][0] is first  # parted once, and not for each push
     moved = -shard.parameters[0].view(100, 3)[:, 0]
     assert moved[0].item() == pytest.approx(0.1 * (1 + 1.9 + 2.71))
     assert moved[7].item() == pytest.approx(0.1 * (1 + 1.9))
