@@ -187,6 +187,8 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
+    if summary["dropped"]:
+        print(f"dropped: {summary['dropped']:,} updates that came too late")
     for node, reason in summary["lost"].items():
         times = summary["replaced"].get(node, 0)
         then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,49 @@ class Steps:
         for _ in range(self.count):
             point.x.grad = self.slope(session.rank, point.x.detach())
             optimizer.step()
+
+
+@dataclass
+class Walk:
+    """Steps of SGD on f = h x^2 / 2 from x = 1, or on whatever `slope(rank, x)` says; keeps what was seen."""
+
+    count: int
+    lr: float = 0.1
+    momentum: float = 0.0
+    size: int = 1
+    nesterov: bool = False
+    decay: float = 0.0
+    slope: Callable[[int, Tensor], Tensor] = lambda rank, x: x.clone()
+    seen: list[tuple[int, Tensor]] = field(default_factory=list)
+    points: dict[int, Point] = field(default_factory=dict)  # each worker's own, as the run has left it
+
+    def __call__(self) -> None:
+        session = pr.init()
+        point = Point(self.size)
+        with torch.no_grad():
+            point.x.fill_(1.0)
+        optimizer: Any = torch.optim.SGD(
+            point.parameters(), self.lr, self.momentum, nesterov=self.nesterov, weight_decay=self.decay
+        )
+        point, optimizer = session.prepare(point, optimizer)
+        self.points[session.rank] = point
+        for _ in range(self.count):
+            self.seen.append((session.rank, point.x.detach().clone()))
+            point.x.grad = self.slope(session.rank, point.x.detach())
+            optimizer.step()
+        self.seen.append((session.rank, point.x.detach().clone()))
+
+    @property
+    def grows(self) -> bool:
+        """Whether the largest |x| in the last fifth is larger than in the second."""
+        fifth = len(self.seen) // 5
+        size = [x.abs().max().item() for _, x in self.seen]
+        return max(size[-fifth:]) > max(size[fifth : 2 * fifth])
+
+
+def pushes(summary: dict[str, Any], server: int = 0) -> list[dict[str, Any]]:
+    """What a server did with pushes, in order."""
+    return [line for line in events(summary, "apply", "drop") if line["node"] == f"server {server}"]
 
 
 def alone(script: Script, seed: int = 0) -> dict[str, Tensor]:

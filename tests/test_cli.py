@@ -143,8 +143,19 @@ def test_strategies() -> None:
     assert [each["name"] for each in listed] == [row.name for row in describe("strategy")]
 
 
-@pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["strategies"], ["run", "missing.py"]])
-def test_no_torch(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["--help"], "examples:"),
+        (["run", "--help"], "--restarts"),
+        (["strategies"], "softsync:WAIT_FOR"),
+        (["run", "missing.py"], "missing.py"),
+        (["bench", "--help"], "servers"),
+        (["bench", "servers", "--help"], "servers"),
+        (["bench", "servers", "--size", "x"], "--size x"),
+    ],
+)
+def test_no_torch(command: list[str], said: str) -> None:
     """Help and mistakes are answered without importing torch."""
     code = (
         "import sys; from polyrhythm.cli import main\n"
@@ -155,3 +166,4 @@ def test_no_torch(command: list[str]) -> None:
     done = python("-c", code, *command)
     assert done.returncode == 0
     assert "Error" not in done.stderr
+    assert said in done.stdout + done.stderr

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from polyrhythm.strategies.desk import Push, Settings
 
 
+DANA = "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
+
+
 @dataclass(frozen=True)
 class _WithMomentum(ParameterServer):
     """What the strategies of this module have in common."""
@@ -78,9 +81,7 @@ class DanaZero(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-zero"
-    paper: ClassVar[str] = (
-        "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
-    )
+    paper: ClassVar[str] = DANA
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
         mine, total = shard.buffer(f"momentum of {push.worker}"), shard.buffer("sum of momenta")
@@ -119,9 +120,7 @@ class DanaSlim(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-slim"
-    paper: ClassVar[str] = (
-        "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
-    )
+    paper: ClassVar[str] = DANA
 
     # What the server made of a push the worker's momentum would not know.
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "prefetch")

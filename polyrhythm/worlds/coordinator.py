@@ -194,13 +194,14 @@ class Coordinator:
 
     def record(self, peer: Peer, life: int, line: dict[str, Any]) -> None:
         """One line of a node's event log."""
-        if line["event"] == "apply":
+        event = line["event"]
+        if event == "apply":
             self.staleness[line["staleness"]] += 1
-        if line["event"] == "drop":
+        elif event == "drop":
             self.dropped += 1
-        if line["event"] == "left" and peer.role == "server" and line["reason"] != "finished":
+        elif event == "left" and peer.role == "server" and line["reason"] != "finished":
             self._let_go(line["peer"], line["life"])
-        if line["event"] == "totals":
+        elif event == "totals":
             totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
             totals.bytes_sent = line["bytes_sent"]

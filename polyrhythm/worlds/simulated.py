@@ -194,8 +194,10 @@ class SimulatedNode(Node):
                 if not kinds or message.kind in kinds:
                     del inbox[index]
                     late = bool(self._dead) and message.life <= self._dead.get(message.sender, -1)
-                    event, sender = "late" if late else "deliver", str(message.sender)
-                    self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
+                    self.log(
+                        "late" if late else "deliver",
+                        sender=str(message.sender), sequence=message.sequence, kind=message.kind,
+                    )  # fmt: skip
                     if late:
                         break
                     if self.me.role == "server" and message.tensors:
@@ -441,7 +443,7 @@ class Simulated:
         try:
             here = self.coordinator
             # Asked also whether it is finished, for there may be failures still to come.
-            self.loop.run(lambda: here.failure is not None or (here.digest != "" and here.finished))
+            self.loop.run(lambda: here.failure is not None or (bool(here.digest) and here.finished))
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
