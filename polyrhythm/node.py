@@ -10,7 +10,7 @@ Two ways to talk, and one to agree:
   conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
   answer is written straight into its place.
 - `all_reduce` and `broadcast` are collectives of all workers. Sums are taken in rank order in every
-  world, so lockstep strategies give the same bits in all of them.
+  world, so lockstep strategies give the same bits in all of them. `begin_all_reduce` does not wait.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class Reply(ABC):
 
 
 class Task(ABC):
-    """A function running beside its node: a thread, or in simulation another greenlet."""
+    """Something under way beside its node: a function in a thread (in simulation another greenlet), or a
+    collective."""
 
     @abstractmethod
     def join(self) -> None:
-        """Blocks until the function has returned; raises what it raised."""
+        """Blocks until it is done; raises what went wrong there."""
 
 
 class Node(ABC):
@@ -135,9 +136,16 @@ class Node(ABC):
         """Answers an `ask`. The asker's `into` is filled before this returns or soon after; the tensors
         are snapshotted. The message's own tensors must not be used afterwards."""
 
-    @abstractmethod
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         """Replaces each tensor by its sum, mean, max or min over all workers, in place."""
+        self.begin_all_reduce(*tensors, op=op).join()
+
+    @abstractmethod
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        """The same, begun and not waited for. The tensors are lent until `join()` of what it returns.
+
+        All workers begin the same collectives in the same order; they may be joined in any.
+        """
 
     @abstractmethod
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:

@@ -244,10 +244,15 @@ class ProcessNode(Node):
 
     # --- collectives --------------------------------------------------------------------------------
 
-    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         self._collectives += 1
-        if len(self._crew) > 1:
-            direct.all_reduce(self, self._crew, tensors, op, self._collectives)
+        number, alone = self._collectives, len(self._crew) < 2
+
+        def reduce() -> None:
+            if not alone:
+                direct.all_reduce(self, self._crew, tensors, op, number)
+
+        return _Thread(reduce, ())
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._collectives += 1

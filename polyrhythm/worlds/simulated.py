@@ -102,6 +102,28 @@ class _SimulatedTask(Task):
             raise self.error
 
 
+class _Collective(Task):
+    """One worker's part in a collective of all."""
+
+    def __init__(
+        self, node: SimulatedNode, kind: str, tensors: Sequence[Tensor], detail: str, number: int
+    ) -> None:
+        self.node, self.kind, self.tensors, self.detail = node, kind, tensors, detail
+        self._number = number
+        self._done = False
+        self._waiter: Fiber | None = None
+
+    def finish(self, _: object = None) -> None:
+        self._done = True
+        if self._waiter is not None:
+            self._waiter.resume()
+
+    def join(self) -> None:
+        while not self._done:
+            self._waiter = self.node.current()
+            self._waiter.block(self.kind, f"number {self._number} with all workers")
+
+
 class SimulatedNode(Node):
     """A node on virtual time."""
 
@@ -254,50 +276,52 @@ class SimulatedNode(Node):
 
     # --- collectives --------------------------------------------------------------------------------
 
-    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        if self.world.workers > 1:
-            self._collect("all_reduce", tensors, op)
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self._collect("all_reduce", tensors, op)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        if self.world.workers > 1:
-            self._collect("broadcast", tensors, str(root))
+        self._collect("broadcast", tensors, str(root)).join()
 
-    def _collect(self, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
+    def _collect(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
         """Enters the next collective; the last to come does the arithmetic for all."""
         self._rounds += 1
+        mine = _Collective(self, kind, tensors, detail, self._rounds)
         here = self.world.collectives.setdefault(self._rounds, {})
-        here[self.rank] = (kind, tensors, detail, self.current())
+        here[self.rank] = mine
         if len(here) == self.world.workers:
             del self.world.collectives[self._rounds]
             self._complete(here)
-        self.current().block(kind, f"number {self._rounds} with all workers")
+        return mine
 
-    def _complete(self, here: dict[int, tuple[str, Sequence[Tensor], str, Fiber]]) -> None:
+    def _complete(self, here: dict[int, _Collective]) -> None:
         ranks = sorted(here)
-        kind, mine, detail, _ = here[ranks[0]]
+        first = here[ranks[0]]
         for rank in ranks:
-            if (here[rank][0], here[rank][2]) != (kind, detail):
+            if (here[rank].kind, here[rank].detail) != (first.kind, first.detail):
                 raise PolyrhythmError(
-                    f"worker {rank} is in {here[rank][0]} ({here[rank][2]}) where worker {ranks[0]} is in "
-                    f"{kind} ({detail}): all workers must take the same collectives in the same order"
+                    f"worker {rank} is in {here[rank].kind} ({here[rank].detail}) where worker {ranks[0]} is "
+                    f"in {first.kind} ({first.detail}): all workers must take the same collectives in the "
+                    "same order"
                 )
-        world, nbytes = self.world, sum(tensor.nbytes for tensor in mine)
-        if kind == "all_reduce":
-            for vectors in zip(*(here[rank][1] for rank in ranks), strict=True):
-                reduce(vectors, detail, vectors)
+        world, nbytes = self.world, sum(tensor.nbytes for tensor in first.tensors)
+        if first.kind == "all_reduce":
+            for vectors in zip(*(here[rank].tensors for rank in ranks), strict=True):
+                if len(ranks) > 1:
+                    reduce(vectors, first.detail, vectors)
                 self._count(vectors, ranks)
             cost = world.costs.all_reduce(ranks, nbytes)
         else:
-            self._spread(here, ranks, int(detail))
-            cost = world.costs.broadcast(ranks, int(detail), nbytes)
-        done = world.loop.now + cost
+            self._spread(here, ranks, int(first.detail))
+            cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
+        # One after the other, for they share the links.
+        world.collectives_free = max(world.loop.now, world.collectives_free) + (cost if len(ranks) > 1 else 0)
         for rank in ranks:
-            world.loop.at(done, here[rank][3].resume, None)
+            world.loop.at(world.collectives_free, here[rank].finish, None)
 
-    def _spread(self, here: dict[int, Any], ranks: Sequence[int], root: int) -> None:
+    def _spread(self, here: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
         for rank in ranks:
             if rank != root:
-                for place, value in zip(here[rank][1], here[root][1], strict=True):
+                for place, value in zip(here[rank].tensors, here[root].tensors, strict=True):
                     place.copy_(value)
                     self.world.nodes[Peer("worker", root)].bytes_sent += value.nbytes
 
@@ -413,7 +437,8 @@ class Simulated:
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self.collectives: dict[int, dict[int, Any]] = {}
+        self.collectives: dict[int, dict[int, _Collective]] = {}
+        self.collectives_free = 0.0  # when the last one that all have entered is over
         self.costs: Costs = cluster.place(workers, servers, seed, colocated)
         self._fibers: list[Fiber] = []
         self._say = say
