@@ -33,10 +33,14 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     for count in (2,) if quick else (2, 4):
         rows += _rows(count, between(count, sizes, rounds))
     where = f"on loopback: {reason}" if reason else "between network namespaces, without offloads"
-    return rows, [f"ms per all-reduce {where}; medians of {rounds} rounds in turn; the ratio is theirs / ours"]
+    return rows, [
+        f"ms per all-reduce {where}; medians of {rounds} rounds in turn; the ratio is theirs / ours"
+    ]
 
 
-def between(count: int, sizes: tuple[float, ...], rounds: int, rate: str = "", offloads: bool = False) -> Times:
+def between(
+    count: int, sizes: tuple[float, ...], rounds: int, rate: str = "", offloads: bool = False
+) -> Times:
     """Measures `count` hosts; sizes in MiB."""
     if hosts.why_not():
         return together(count, _host, LOOPBACK, sizes, rounds)[0]  # type: ignore[no-any-return]

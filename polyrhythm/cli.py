@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from polyrhythm import __version__
+from polyrhythm.collectives.choice import WAYS
 from polyrhythm.errors import PolyrhythmError
 
 _EXAMPLES = """\
@@ -119,6 +120,10 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
         "--servers", type=_servers, default=0, metavar="P",
         help="parameter servers, if the strategy has them (1); colocated: one beside each worker",
     )  # fmt: skip
+    command.add_argument(
+        "--collective", default="auto", metavar="C",
+        help="how workers all-reduce: " + "; ".join(f"{name}, {text}" for name, text in WAYS.items()),
+    )  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="of models, data order and simulated time (0)")
     command.add_argument(
         "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
@@ -169,7 +174,7 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     common: dict[str, Any] = {
         "workers": options.workers, "strategy": options.strategy, "servers": options.servers,
         "arguments": rest, "seed": options.seed, "threads": options.threads,
-        "runs": options.runs, "name": options.name,
+        "runs": options.runs, "name": options.name, "collective": options.collective,
         "screen": Screen(sys.stderr, quiet=options.quiet),
     }  # fmt: skip
     with _silent() if options.json else contextlib.nullcontext():

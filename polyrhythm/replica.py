@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.errors import NotFinite
+from polyrhythm.buckets import Bucket, arrange
+from polyrhythm.errors import NotFinite, UsageError
 from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, hyper_parameters, private, spans_of
 
 if TYPE_CHECKING:
@@ -54,39 +56,89 @@ class Replica:
         self._has: list[bool] = [False] * len(self._views)
         self._sums: list[Tensor] = []
         self._scale, self._before = 1.0, tuple[Tensor, ...]()
-        self.touched = False  # a backward pass has reached the parameters
-        for parameter in self.layout.parameters:
+        self.touched: dict[int, None] = {}  # the parameters that a backward pass has reached, in order
+        self.begun = 0  # how many buckets' exchanges this backward pass has begun
+        self._begin: Callable[[Bucket], None] | None = None
+        self._bucket_of: list[Bucket] = []
+        self.arrange(reversed(range(len(self._views))))
+        for index, parameter in enumerate(self.layout.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._touch)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._touch, index))  # type: ignore[no-untyped-call]
         self._shown: nn.Module | None = None
 
     # --- the gradient -------------------------------------------------------------------------------
 
-    def _touch(self, _: Tensor) -> None:
-        self.touched = True
+    def arrange(self, order: Iterable[int]) -> None:
+        """Makes the buckets for gradients that become ready in this order."""
+        self.buckets = arrange(self.layout, self.gradient, list(order))
+        owners = {index: bucket for bucket in self.buckets for index in bucket.indexes}
+        self._bucket_of = [owners[index] for index in range(len(self._views))]
+
+    def _touch(self, index: int, parameter: Tensor) -> None:
+        """A gradient is complete; a bucket that it completes is handed on, after those before it."""
+        twice = index in self.touched
+        self.touched[index] = None
+        if self._begin is None:
+            return
+        if twice:
+            raise UsageError(
+                f"the gradient of {self.layout.pieces[index].name} was completed twice in one backward pass: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._take(index, parameter)
+        self._bucket_of[index].missing.discard(index)
+        while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
+            self.hand_on(self._begin)
+
+    def hand_on(self, begin: Callable[[Bucket], None]) -> None:
+        """Hands the next bucket on, for its exchange to begin."""
+        bucket = self.buckets[self.begun]
+        if self._begin is not None:  # while it is in the cache; otherwise `after_backward` has done it
+            self._sums += [part.sum() for part in bucket.gradient]
+        self.begun += 1
+        begin(bucket)
+
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Brings one gradient into the flat vector."""
+        gradient, view = parameter.grad, self._views[index]
+        if gradient is not None and gradient is not view:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = view
+        if not self._has[index]:
+            self._has[index] = True
+            self.present[index] = 1.0
 
     def scale(self, factor: float) -> None:
         """From here on a new gradient counts this much: a fair share of the examples counts 1."""
         self._scale = factor
 
-    def before_backward(self) -> None:
-        """Keeps what was accumulated so far, if what is added now has to be scaled."""
+    def before_backward(self, begin: Callable[[Bucket], None] | None = None) -> None:
+        """Keeps what was accumulated so far, if what is added now has to be scaled.
+
+        With `begin` buckets are handed on as they are completed; not if they are still to be scaled.
+        """
+        self.touched, self.begun, self._sums = {}, 0, []
+        self._begin = begin if self._scale == 1 else None
+        if self._begin is not None:
+            for bucket in self.buckets:
+                bucket.missing = set(bucket.indexes)
         if self._scale != 1:
             self.gather()
             self._before = tuple(vector.clone() for vector in self.gradient)
 
     def before_anything(self) -> None:
         """Nothing was accumulated before what `.grad` holds now."""
+        self.begun, self._sums, self._begin = 0, [], None
         self._before = tuple(torch.zeros_like(vector) for vector in self.gradient) if self._scale != 1 else ()
 
     def after_backward(self) -> None:
         """Brings the new gradient into the flat vector, scaled, and sums it up: NaN stays in a sum."""
         self.gather()
-        self.touched = False
         if self._scale != 1:
             for vector, before in zip(self.gradient, self._before, strict=True):
                 vector.sub_(before).mul_(self._scale).add_(before) if self._scale else vector.copy_(before)
-        self._sums = [vector.sum() for vector in self.gradient]
+        if self._begin is None:
+            self._sums = [vector.sum() for vector in self.gradient]
 
     def gather(self) -> bool:
         """Brings what backward left in `.grad` into the flat gradient; False if nothing has a gradient."""

@@ -12,7 +12,7 @@ import hashlib
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from polyrhythm.buckets import Bucket
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
@@ -54,8 +55,12 @@ class Seat(ABC):
     def bring(self, digest: str, blob: bytes) -> None:
         """Brings the final parameters to the coordinator."""
 
-    def computed(self) -> None:
-        """One backward pass is done; a simulated world lets its time pass."""
+    def compute_time(self) -> float:
+        """How long the step takes whose backward pass is done; on real processes it has passed already."""
+        return 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Lets simulated time pass."""
 
     def away(self) -> AbstractContextManager[None]:
         """Around whatever may let other nodes of this process run: keeps random numbers apart."""
@@ -107,6 +112,13 @@ class Session:
         """Records numbers: in the run folder and the summary, or alone on the screen."""
         print("  ".join(f"{name} {_plain(value)}" for name, value in metrics.items()), flush=True)
 
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around all but the last `backward()` before a step: gradients are added up, and nothing is sent.
+
+        Without it the result is the same; it saves the exchange, under strategies that exchange gradients.
+        """
+        return nullcontext()
+
     def consensus(self) -> nn.Module:
         """The one model the run has agreed on: the server's parameters, or the average of the replicas.
 
@@ -136,7 +148,11 @@ class _Member(Session):
         self._replica: Replica | None = None
         self._samples = self._seen = 0
         self._mark = self._exchange = self._compute = self._wait = 0.0
-        self._charged = False
+        self._charged = self._agreed = self._accumulating = False
+        self._depth = 0
+        self._observing = False  # in which order gradients become ready
+        # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
+        self._early = self.strategy.overlaps and here.processes
         # The same on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
@@ -153,6 +169,7 @@ class _Member(Session):
             self._serve(model, optimizer)
         replica = self._replica = Replica(model, optimizer, node.empty)
         replica.layout.check_servers(len(node.servers))
+        self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
         self._seat.request("prepared", layout=replica.layout.hash)
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
@@ -204,24 +221,68 @@ class _Member(Session):
 
     # --- a worker's step ----------------------------------------------------------------------------
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
     def before_backward(self) -> None:
-        if self._replica is not None:
-            self._replica.before_backward()
+        self._depth += 1
+        if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
+            self._early = False
+        elif self._replica is not None:
+            early = self._early and not self._observing and not self._accumulating
+            self._replica.before_backward(self._begin if early else None)
 
     def after_backward(self) -> None:
         """A backward pass has ended: unless it was another model's, the gradient is complete."""
-        if self._replica is not None and self._replica.touched:
+        self._depth -= 1
+        if self._replica is not None and self._replica.touched and not self._depth:
             self._complete(self._replica)
+
+    def failed_backward(self) -> None:
+        self._depth -= 1
 
     def _complete(self, replica: Replica) -> None:
         with torch.no_grad(), self._seat.away():
-            self._seat.computed()
-            self._charged = True
+            seconds = self._seat.compute_time()
             replica.after_backward()
-            before = self._node.now()
-            self.strategy.ready(self._node, replica)
+            self._charged, self._agreed = True, False
+            if self._accumulating:
+                self._seat.spend(seconds)
+            else:
+                self._agree(replica, seconds)
+
+    def _agree(self, replica: Replica, seconds: float = 0.0) -> None:
+        """The strategy's part between the end of backward and whatever the script does to gradients."""
+        before, computing = self._node.now(), seconds
+        if self.strategy.overlaps:
+            # A third of a step is forward; the rest is shared out by the elements of each bucket.
+            spans = [seconds * (bucket.share * 2 / 3) for bucket in replica.buckets[1:]]
+            for span in [seconds - sum(spans), *spans][replica.begun :]:
+                self._seat.spend(span)
+                replica.hand_on(self._begin)
+        else:
+            self._seat.spend(seconds)
+        self.strategy.ready(self._node, replica)
         replica.bind()
-        self._exchange += self._node.now() - before
+        self._agreed = True
+        self._exchange += self._node.now() - before - computing
+        if self._observing:
+            self._observing = False
+            rest = (index for index in range(len(replica.layout.pieces)) if index not in replica.touched)
+            order = torch.tensor([*replica.touched, *rest])
+            self._node.broadcast(order)
+            replica.arrange(order.tolist())
+
+    def _begin(self, bucket: Bucket) -> None:
+        replica = self._replica
+        assert replica is not None
+        with torch.no_grad():
+            self.strategy.part(self._node, replica, bucket.gradient, bucket is replica.buckets[-1])
 
     def _step_of(self, replica: Replica) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -243,6 +304,10 @@ class _Member(Session):
         else:  # gradients that did not come by `backward()`
             replica.before_anything()
             self._complete(replica)
+        if not self._agreed:
+            with torch.no_grad(), self._seat.away():
+                replica.begun = 0
+                self._agree(replica)
         self._charged = False
         replica.steps += 1
         replica.check_finite(node.me)
@@ -367,5 +432,9 @@ def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
     if not isinstance(mine, _Member):
         return _backward(*args, **kwargs)
     mine.before_backward()
-    _backward(*args, **kwargs)
+    try:
+        _backward(*args, **kwargs)
+    except BaseException:
+        mine.failed_backward()
+        raise
     mine.after_backward()

@@ -112,6 +112,7 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
+    overlaps: ClassVar[bool] = False  # whether it wants the gradient in parts while `backward()` goes on
 
     codec: Codec | None = field(default=None, kw_only=True)
 
@@ -138,6 +139,12 @@ class Strategy(Configured):
     def start(self, node: Node, replica: Replica) -> None:
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
+
+    def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
+        """A part of the gradient is complete, and backward goes on: it must not wait.
+
+        For those with `overlaps`: called before `ready`, for the same parts in the same order on all workers.
+        """
 
     def ready(self, node: Node, replica: Replica) -> None:
         """Backward has completed a gradient; for those that agree on it before the user's own clipping."""

@@ -26,14 +26,22 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
     """
     if op not in _FOLD:
         raise ValueError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
+    import torch  # here, for strategies are listed without it
+
+    fold = getattr(torch, _FOLD[op])
+    # Where the first input is also an output it is the place to add up in, and one copy less.
+    own = len(inputs) > 1 and outputs[0].data_ptr() == inputs[0].data_ptr()
+    rest = outputs[1:] if own else outputs
     for start in range(0, inputs[0].numel(), BLOCK):
         block = [each[start : start + BLOCK] for each in inputs]
         result = block[0]
-        for piece in block[1:]:
-            result = getattr(result, _FOLD[op])(piece)
+        if len(block) > 1:
+            result = fold(block[0], block[1], out=block[0]) if own else fold(block[0], block[1])
+        for piece in block[2:]:
+            fold(result, piece, out=result)
         if op == "mean" and len(inputs) > 1:
             result.div_(len(inputs))
-        for output in outputs:
+        for output in rest:
             output[start : start + BLOCK].copy_(result)
 
 
@@ -52,3 +60,10 @@ def cut(vectors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
         pieces.append(vector[max(0, low) : max(0, high)])
         offset += vector.numel()
     return tuple(pieces)
+
+
+def sent(count: int, parts: int, index: int) -> int:
+    """How many of `count` elements one of so many workers sends in all to reduce them, slice by slice: its
+    part of the others' slices, and its own reduced to each of them."""
+    low, high = split(count, parts)[index]
+    return count - (high - low) + (parts - 1) * (high - low)

@@ -189,7 +189,9 @@ def _checked(tensor: Tensor, op: str) -> Tensor:
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"the mean of {tensor.dtype} is no {tensor.dtype}: take the sum, or floats")
     if not tensor.is_contiguous():
-        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} is reduced in place: it must be contiguous")
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} is reduced in place: it must be contiguous"
+        )
     return tensor.detach().view(-1)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from polyrhythm.collectives import choice
 from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, Spoken, shown
@@ -34,6 +35,7 @@ def run(
     timeout: float = 1800.0,
     listen: str = "unix:",
     restarts: int = 0,
+    collective: str = "auto",
     runs: str | Path | None = "runs",
     name: str | None = None,
     screen: Screen | None = None,
@@ -42,7 +44,7 @@ def run(
 
     `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given);
     "colocated" is one beside each worker. Up to `restarts` workers that die are replaced, if the strategy
-    lets the others go on without them.
+    lets the others go on without them. `collective` forces one way to all-reduce.
     `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
     """
     from polyrhythm.launch.local import Launcher, polite
@@ -60,18 +62,23 @@ def run(
     if listen != "unix:" and (port is None or int(port[1]) >= 1 << 16):
         where = listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
+    choice.check(collective)
+    if collective in ("shared", "hierarchical") and listen != "unix:":
+        raise UsageError(f"{collective} needs shared memory, and over TCP there is none; use ring or direct")
     folder = _folder(runs, name, chosen)
     try:
         config = _config(
-            "run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout, restarts=restarts
-        )
+            "run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout,
+            restarts=restarts, collective=collective,
+        )  # fmt: skip
         if folder is not None:
             folder.config(config)
         with polite():
             try:
                 launcher = Launcher(
                     what, workers=workers, servers=count, strategy=chosen, seed=seed, threads=threads,
-                    wait=timeout, listen=listen, restarts=restarts, folder=folder, screen=screen,
+                    wait=timeout, listen=listen, restarts=restarts, collective=collective, folder=folder,
+                    screen=screen,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:
@@ -93,6 +100,7 @@ def simulate(
     strategy: str | Strategy | None = None,
     servers: Servers = 0,
     cluster: str | Path | None = None,
+    collective: str = "auto",
     arguments: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
@@ -104,10 +112,14 @@ def simulate(
 
     Gradients are real, time is virtual: `cluster` is a file that says how fast hosts and links are; without
     one all hosts are equal and the network is free. The same seed gives the same result, bit for bit.
+    `collective` is direct, unless "ring" is asked for: then every message of the ring is simulated.
     """
     what = Program(program, arguments)
     count, colocated = _count(servers, workers), servers == "colocated"
     chosen = _check(strategy, workers, count, seed, threads)
+    choice.check(collective)
+    if collective in ("shared", "hierarchical"):
+        raise UsageError(f"{collective} needs workers that share a host; simulated ones have one each")
     from polyrhythm.worlds.cluster import Cluster
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
@@ -125,7 +137,7 @@ def simulate(
     try:
         config = _config(
             "simulate", what, workers, servers, chosen, seed, threads=threads,
-            cluster=None if cluster is None else str(cluster),
+            collective=collective, cluster=None if cluster is None else str(cluster),
         )  # fmt: skip
         if folder is not None:
             folder.config(config)
@@ -133,7 +145,7 @@ def simulate(
         torch.set_num_threads(each)
         world = Simulated(
             what.load(), workers=workers, servers=count, colocated=colocated, strategy=chosen, cluster=model,
-            seed=seed, folder=folder, say=screen.line,
+            seed=seed, collective=collective, folder=folder, say=screen.line,
         )  # fmt: skip
         world.loop.beat = lambda: screen.progress(_progress(world.coordinator, world.loop.now))
         with _spoken(screen):

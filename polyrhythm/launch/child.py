@@ -38,7 +38,7 @@ def live(
         life=life,
     )
     transport.introduce(COORDINATOR, coordinator)
-    node = ProcessNode(me, transport, 0, passport.began, passport.arenas, arena)
+    node = ProcessNode(me, transport, 0, passport.began, passport.arenas, arena, passport.collective)
     here = ProcessSeat(node)
     seat.set(here)
     error: tuple[str, int] | None = None

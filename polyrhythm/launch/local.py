@@ -50,6 +50,7 @@ class Launcher:
         wait: float = 1800.0,
         listen: str = "unix:",
         restarts: int = 0,
+        collective: str = "auto",
         folder: RunFolder | None = None,
         screen: Screen | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class Launcher:
         host = secrets.token_hex(8)
         # Who wants TCP wants all of it: then tensors travel too, as they would between hosts.
         shared = self._arenas if listen == "unix:" else None
-        passport = Passport(key, host, self._began, threads, wait, _any_port(listen), shared)
+        passport = Passport(key, host, self._began, threads, wait, _any_port(listen), shared, collective)
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(workers)]
         self._wake, self._woken = os.pipe()
         self._lock = threading.RLock()
@@ -160,7 +161,7 @@ class Launcher:
                     self.coordinator.fail(str(error), error.exit_code)
 
         if incoming.kind == "join" and life == self.coordinator.lives[incoming.sender]:
-            transport.introduce(incoming.sender, incoming.fields["address"])
+            transport.introduce(incoming.sender, incoming.fields["place"][0])
         self.coordinator.handle(incoming.sender, incoming.kind, incoming.fields, respond, life)
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:

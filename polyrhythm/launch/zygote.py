@@ -37,6 +37,7 @@ class Passport:
     wait: float
     listen: str
     arenas: Arenas | None = None
+    collective: str = "auto"
 
 
 class Zygote:

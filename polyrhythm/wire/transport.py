@@ -114,7 +114,8 @@ class Transport:
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
         # Only nodes with the same arenas may name them to each other, so a node without any has no host id.
-        identity = Identity(me, host if arenas else "", os.urandom(16))
+        self.host = host if arenas else ""
+        identity = Identity(me, self.host, os.urandom(16))
         identity.check()
         bounds = Bounds(limit, arenas.count, arenas.size) if arenas else Bounds(limit)
         try:

@@ -82,7 +82,7 @@ class Coordinator:
         self.seed = seed
         self.clock = clock
         self.failure: Failure | None = None
-        self.members: dict[Peer, str] = {}  # who is in the run, and its address
+        self.members: dict[Peer, list[Any]] = {}  # who is in the run, and where: address, host, arena
         self.gone: dict[Peer, str] = {}  # who has left for good, and why
         self.expected: set[Peer] = set()  # whose replacement is on its way
         self.lives: Counter[Peer] = Counter()  # which life of a peer is the present one
@@ -131,7 +131,7 @@ class Coordinator:
             except UsageError as error:
                 self.fail(str(error), error.exit_code)
                 return
-        self.members[peer] = fields.get("address", "")
+        self.members[peer] = fields.get("place", [])
         self._event("join", peer, life=self.lives[peer])
         self.expected.discard(peer)
         self._joining.add(peer, respond)
@@ -139,7 +139,7 @@ class Coordinator:
             self._joining.open(self._welcome)
 
     def _welcome(self, peer: Peer) -> dict[str, Any]:
-        peers = [[each.role, each.rank, address] for each, address in sorted(self.members.items())]
+        peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
             "life": self.lives[peer],
@@ -161,7 +161,8 @@ class Coordinator:
             self.leases.enter(peer.rank)
             # Now that it can push, and before it hears that it may: nobody waits for one that still loads its
             # data, and nobody gets a message from a stranger.
-            self._tell("joined", {"role": peer.role, "rank": peer.rank, "address": self.members[peer]})
+            address = next(iter(self.members[peer]), "")
+            self._tell("joined", {"role": peer.role, "rank": peer.rank, "address": address})
         self._preparing.add(peer, respond)
         if self.running or len(self._layouts) >= self.workers + self.servers:
             if not self.running:

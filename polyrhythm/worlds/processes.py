@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyrhythm.collectives import direct
-from polyrhythm.errors import PolyrhythmError
+from polyrhythm.collectives.shared_memory import BOARD
+from polyrhythm.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
+from polyrhythm.worlds.crew import Crew, Place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,21 +96,24 @@ class ProcessNode(Node):
         began: float,
         arenas: Arenas | None = None,
         arena: int = -1,
+        collective: str = "auto",
     ) -> None:
         self.me, self.seed, self.transport = me, seed, transport
+        self.arenas, self.arena = arenas, arena
+        # The first thing in every arena, so that all know where everybody's board is.
+        self.board = arenas.allocate(arena, BOARD) if arenas else 0
         self._began = began
-        self._arenas, self._arena = arenas, arena
+        self._collective = collective
         self._view = arenas.view(arena) if arenas else memoryview(b"")
         self._memory = torch.frombuffer(self._view, dtype=torch.uint8) if arenas else torch.empty(0)
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self._crew: tuple[Peer, ...] = ()  # who takes part in collectives: all workers, or it is an error
+        self._crew: Crew | None = None
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
         self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
         self._dead: dict[Peer, int] = {}  # the same, of those that died
         self._over = False
-        self._collectives = 0
         self._lines: list[dict[str, Any]] = []
         self._totals: dict[str, Any] | None = None
         self._flushed = 0.0
@@ -137,14 +141,27 @@ class ProcessNode(Node):
     def now(self) -> float:
         return time.monotonic() - self._began
 
-    def meet(self, peers: Sequence[tuple[str, int, str]]) -> None:
+    def meet(self, peers: Sequence[tuple[str, int, str, str, int]]) -> None:
         """Learns who is in the run and where."""
-        for role, rank, address in peers:
+        places = {}
+        for role, rank, address, host, arena in peers:
             peer = Peer(role, rank)
             if peer != self.me:
                 self.transport.introduce(peer, address)
             self._present[role] = sorted([*self._present[role], peer])
-        self._crew = tuple(self._present["worker"])
+            if role == "worker":
+                places[peer] = Place(address, host, arena)
+        self._crew = Crew(self, places, self._collective)
+
+    def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
+        """Raises if it makes no sense to wait any longer for these workers in a collective."""
+        gone = [notice.peer for notice in list(self._notices) if notice.kind == "left"]
+        for peer in missing:
+            if peer in gone or peer not in self.workers:
+                raise PeerLost(f"{self.me} waited {waited:.1f} s for {peer} in a collective; it is gone")
+        if missing and waited > self.transport.wait:
+            names = ", ".join(map(str, missing))
+            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
 
     def _notice(self, incoming: Incoming) -> None:
         """Something happened to another node: waits for one that left end at once, and one that joined can
@@ -238,26 +255,23 @@ class ProcessNode(Node):
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self._view.nbytes and tensor.is_contiguous():
             view = self._view[offset : offset + tensor.nbytes]
-            return Buffer(_NAME[tensor.dtype], view, self._arena, offset)
+            return Buffer(_NAME[tensor.dtype], view, self.arena, offset)
         host = tensor.detach().cpu().contiguous()
         return Buffer(_NAME[host.dtype], host.view(torch.uint8).numpy().data)
 
     # --- collectives --------------------------------------------------------------------------------
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        self._collectives += 1
-        number, alone = self._collectives, len(self._crew) < 2
+        assert self._crew is not None
+        return self._crew.begin_all_reduce(tensors, op)
 
-        def reduce() -> None:
-            if not alone:
-                direct.all_reduce(self, self._crew, tensors, op, number)
-
-        return _Thread(reduce, ())
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        assert self._crew is not None
+        self._crew.all_reduce(tensors, op)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        self._collectives += 1
-        if len(self._crew) > 1:
-            direct.broadcast(self, self._crew, tensors, root, self._collectives)
+        assert self._crew is not None
+        self._crew.broadcast(tensors, root)
 
     # --- the rest -----------------------------------------------------------------------------------
 
@@ -265,10 +279,10 @@ class ProcessNode(Node):
         return _Thread(function, args)
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        if self._arenas is None or torch.device(device).type != "cpu" or not count:
+        if self.arenas is None or torch.device(device).type != "cpu" or not count:
             return torch.empty(count, dtype=dtype, device=device)
         nbytes = count * dtype.itemsize
-        offset = self._arenas.allocate(self._arena, nbytes)
+        offset = self.arenas.allocate(self.arena, nbytes)
         return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
 
     def log(self, event: str, /, **fields: Any) -> None:
@@ -296,6 +310,8 @@ class ProcessNode(Node):
 
     def close(self) -> None:
         self.transport.close()
+        if self._crew is not None:
+            self._crew.close()
 
 
 def _message(incoming: Incoming) -> _Arrived:
@@ -329,9 +345,11 @@ class ProcessSeat(Seat):
         return answer
 
     def join(self, strategy: str | None) -> dict[str, Any]:
-        welcome = self.request("join", strategy=strategy, address=self.node.transport.address)
-        self.node.seed = welcome["seed"]
-        self.node.meet([(role, rank, address) for role, rank, address in welcome["peers"]])
+        node = self.node
+        place = Place(node.transport.address, node.transport.host, node.arena)
+        welcome = self.request("join", strategy=strategy, place=list(place))
+        node.seed = welcome["seed"]
+        node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:

@@ -27,7 +27,8 @@ import torch
 from greenlet import GreenletExit
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from polyrhythm.collectives.arithmetic import reduce, split
+from polyrhythm.collectives import ring
+from polyrhythm.collectives.arithmetic import reduce, sent
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, _Member, seat, session
@@ -277,7 +278,10 @@ class SimulatedNode(Node):
     # --- collectives --------------------------------------------------------------------------------
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        return self._collect("all_reduce", tensors, op)
+        if not self.world.ring:
+            return self._collect("all_reduce", tensors, op)
+        self._rounds += 1
+        return self.spawn(ring.all_reduce, self, self._workers, tensors, op, self._rounds)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._collect("broadcast", tensors, str(root)).join()
@@ -326,12 +330,10 @@ class SimulatedNode(Node):
                     self.world.nodes[Peer("worker", root)].bytes_sent += value.nbytes
 
     def _count(self, vectors: Sequence[Tensor], ranks: Sequence[int]) -> None:
-        """What each worker would have sent: its part of the others' slices, and its own reduced."""
-        size = vectors[0].element_size()
-        for rank, (start, stop) in zip(ranks, split(vectors[0].numel(), len(ranks)), strict=True):
-            own = stop - start
-            sent = vectors[0].numel() - own + (len(ranks) - 1) * own
-            self.world.nodes[Peer("worker", rank)].bytes_sent += sent * size
+        """What each worker would have sent."""
+        count, size = vectors[0].numel(), vectors[0].element_size()
+        for index, rank in enumerate(ranks):
+            self.world.nodes[Peer("worker", rank)].bytes_sent += sent(count, len(ranks), index) * size
 
     # --- the rest -----------------------------------------------------------------------------------
 
@@ -394,9 +396,11 @@ class _SimulatedSeat(Seat):
     def bring(self, digest: str, blob: bytes) -> None:
         self.node.world.coordinator.result(self.me, digest, blob)
 
-    def computed(self) -> None:
-        world = self.node.world
-        self.node._take_time(world.costs.step_time(self.me.rank, world.loop.now))
+    def compute_time(self) -> float:
+        return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
+
+    def spend(self, seconds: float) -> None:
+        self.node._take_time(seconds)
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -428,11 +432,13 @@ class Simulated:
         strategy: Strategy | None = None,
         cluster: Cluster,
         seed: int = 0,
+        collective: str = "auto",
         folder: RunFolder | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
         self._colocated = colocated
+        self.ring = collective == "ring"
         self._comes_back = False
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}

@@ -1,0 +1,46 @@
+"""All-reduce between hosts with several workers each: shared memory inside, a ring across.
+
+The workers of a host reduce into the buffers of their first, each a slice; the first workers of all hosts
+reduce what they have in a ring; the others copy the result. So a host's link carries 2(h-1)/h of the vector
+for h hosts, however many workers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from polyrhythm.collectives import ring
+from polyrhythm.collectives.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Node, Peer
+
+
+def all_reduce(
+    node: Node,
+    inside: SharedMemory | None,
+    firsts: Sequence[Peer],
+    workers: int,
+    tensors: Sequence[Tensor],
+    op: str,
+    number: int,
+) -> None:
+    """Replaces each tensor by its reduction over all workers; `firsts` are the first worker of each host.
+
+    `inside` is None for a worker that is alone on its host.
+    """
+    fold = "sum" if op == "mean" else op
+    places, staged = inside.stage(tensors) if inside else (list(tensors), [])
+    if inside:
+        inside.begin(places, f"{fold} to first").join()
+    if node.me in firsts:
+        ring.all_reduce(node, firsts, places, fold, number)
+        if op == "mean":
+            for place in places:
+                place.div_(workers)
+    if inside:
+        inside.begin(places, "copy of first").join()
+        inside.unstage(staged)
