@@ -258,7 +258,6 @@ class _Member(Session):
 
     def _agree(self, replica: Replica, seconds: float = 0.0) -> None:
         """The strategy's part between the end of backward and whatever the script does to gradients."""
-        before, computing = self._node.now(), seconds
         if self.strategy.overlaps:
             # A third of a step is forward; the rest is shared out by the elements of each bucket.
             spans = [seconds * (bucket.share * 2 / 3) for bucket in replica.buckets[1:]]
@@ -267,10 +266,11 @@ class _Member(Session):
                 replica.hand_on(self._begin)
         else:
             self._seat.spend(seconds)
+        before = self._node.now()
         self.strategy.ready(self._node, replica)
+        self._exchange += self._node.now() - before
         replica.bind()
         self._agreed = True
-        self._exchange += self._node.now() - before - computing
         if self._observing:
             self._observing = False
             rest = (index for index in range(len(replica.layout.pieces)) if index not in replica.touched)
