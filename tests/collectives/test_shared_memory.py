@@ -1,0 +1,190 @@
+"""Shared memory: the bits of a sum in rank order, whoever comes when, and no endless wait."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polyrhythm.collectives.arithmetic import reduce
+from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
+from polyrhythm.errors import PeerLost, PolyrhythmError
+from polyrhythm.wire.arena import Arenas
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+
+
+TEAMS: list[Team] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while TEAMS:
+        TEAMS.pop().arenas.close()
+
+
+class Team:
+    """Members that are threads: to the memory they are what processes are."""
+
+    def __init__(self, count: int, look: Callable[[Sequence[int], float], None] | None = None) -> None:
+        self.arenas = Arenas(count, 1 << 26)
+        TEAMS.append(self)
+        self.errors: list[BaseException] = []
+        boards = [self.arenas.allocate(index, BOARD) for index in range(count)]
+        self.members = [
+            SharedMemory(self.arenas, range(count), mine, boards[mine], look or self._too_long)
+            for mine in range(count)
+        ]
+
+    @staticmethod
+    def _too_long(missing: Sequence[int], waited: float) -> None:
+        assert waited < 20, f"waited for {missing}"
+
+    def lend(self, owner: int, values: Tensor) -> Tensor:
+        """A copy that lies in the owner's arena."""
+        if not values.numel():
+            return values.clone()
+        offset = self.arenas.allocate(owner, values.nbytes)
+        place = torch.frombuffer(self.arenas.view(owner)[offset : offset + values.nbytes], dtype=values.dtype)
+        return place.copy_(values)
+
+    def all(self, work: Callable[[int, SharedMemory], Any]) -> list[BaseException]:
+        """Every member does this at the same time; the errors of those that failed."""
+
+        def body(rank: int) -> None:
+            try:
+                work(rank, self.members[rank])
+            except BaseException as error:
+                self.errors.append(error)
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(self.members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.errors
+
+
+def numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (10 * torch.randn(count, dtype=torch.float64, generator=generator)).abs().to(dtype)
+
+
+def expected(column: list[Tensor], op: str) -> Tensor:
+    result = torch.empty_like(column[0])
+    reduce([each.clone() for each in column], op, [result])
+    return result
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=45),
+    n=st.integers(2, 5),
+    op=st.sampled_from(["sum", "mean", "max", "min"]),
+    private=st.booleans(),
+)
+def test_a_sum_in_rank_order(shape: list[tuple[int, torch.dtype]], n: int, op: str, private: bool) -> None:
+    """Whatever is reduced, and wherever it lies, all get the bits of one reduction in rank order."""
+    if op == "mean":
+        shape = [(count, dtype) for count, dtype in shape if dtype.is_floating_point]
+    team = Team(n)
+    inputs = [
+        [numbers(count, dtype, 50 * rank + at) for at, (count, dtype) in enumerate(shape)]
+        for rank in range(n)
+    ]
+    places = [
+        [each.clone() if private else team.lend(rank, each) for each in given]
+        for rank, given in enumerate(inputs)
+    ]
+    assert team.all(lambda rank, member: member.begin(places[rank], op).join()) == []
+    for at in range(len(shape)):
+        result = expected([given[at] for given in inputs], op)
+        assert all(torch.equal(places[rank][at], result) for rank in range(n))
+
+
+def test_many_are_begun_before_the_first_is_joined() -> None:
+    """More than a board has room for, in bursts, joined in any order, by members at different paces."""
+    team, rounds, n = Team(3), 100, 3
+    places = [
+        [team.lend(rank, torch.full((7,), float(rank + k))) for k in range(rounds)] for rank in range(n)
+    ]
+
+    def work(rank: int, member: SharedMemory) -> None:
+        draw = random.Random(rank)
+        begun = []
+        for k in range(rounds):
+            begun.append(member.begin([places[rank][k]], "sum"))
+            if draw.random() < 0.1:
+                time.sleep(0.002)
+            if draw.random() < 0.05:
+                draw.shuffle(begun)
+                begun.pop().join()
+        draw.shuffle(begun)
+        for task in begun:
+            task.join()
+
+    assert team.all(work) == []
+    for rank in range(n):
+        assert all((places[rank][k] == 3 * k + 3).all() for k in range(rounds))
+
+
+def test_the_first_of_a_host_and_back() -> None:
+    """Reduced into the buffers of the first only, then copied from there."""
+    team = Team(3)
+    places = [team.lend(rank, torch.arange(10.0) * (rank + 1)) for rank in range(3)]
+    assert team.all(lambda rank, member: member.begin([places[rank]], "sum to first").join()) == []
+    assert torch.equal(places[0], torch.arange(10.0) * 6)
+    assert torch.equal(places[2], torch.arange(10.0) * 3)
+    assert team.all(lambda rank, member: member.begin([places[rank]], "copy of first").join()) == []
+    assert all(torch.equal(place, torch.arange(10.0) * 6) for place in places)
+
+
+@pytest.mark.parametrize(
+    "theirs", [("max", 4, torch.float32), ("sum", 5, torch.float32), ("sum", 4, torch.float64)]
+)
+def test_members_that_do_different_things_are_told(theirs: tuple[str, int, torch.dtype]) -> None:
+    """Another operation, length or dtype: an error for both, and nothing is overwritten."""
+    team = Team(2)
+    places = [team.lend(0, torch.ones(4)), team.lend(1, torch.ones(theirs[1], dtype=theirs[2]))]
+    ops = ["sum", theirs[0]]
+    errors = team.all(lambda rank, member: member.begin([places[rank]], ops[rank]).join())
+    assert len(errors) == 2 and all(isinstance(error, PolyrhythmError) for error in errors)
+    assert all("same collectives in the same order" in str(error) for error in errors)
+    assert all((place == 1).all() for place in places)
+
+
+def test_who_waits_in_vain_is_told() -> None:
+    """While a member is missing the others ask whether it makes sense to wait; the answer ends the wait."""
+    asked: list[Sequence[int]] = []
+
+    def look(missing: Sequence[int], waited: float) -> None:
+        asked.append(missing)
+        if waited > 0.05:
+            raise PeerLost("member 2 is gone")
+
+    team = Team(3, look)
+    places = [team.lend(rank, torch.ones(4)) for rank in range(3)]
+    errors = team.all(lambda rank, member: rank == 2 or member.begin([places[rank]], "sum").join())
+    assert [str(error) for error in errors] == ["member 2 is gone"] * 2
+    assert {tuple(missing) for missing in asked} == {(2,)}
+
+
+def test_staging_memory_is_used_again() -> None:
+    """Tensors elsewhere, as on a GPU, are copied in and out; the memory for it does not grow."""
+    team = Team(2)
+    values = [torch.ones(1000), torch.ones(1000)]
+    before: list[int] = []
+    for _ in range(5):
+        assert team.all(lambda rank, member: member.begin([values[rank]], "sum").join()) == []
+        before.append(team.arenas.allocate(0, 64))
+    assert (values[0] == 32).all() and (values[1] == 32).all()
+    assert before[-1] - before[0] == 4 * 64

@@ -1,0 +1,220 @@
+"""Buckets: every gradient exactly once, whatever the sizes, and the same result however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from programs import MOMENTUM, SGD, Examples, Script, distance, events, mlp, same, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm import buckets
+from polyrhythm.buckets import parcel
+from polyrhythm.replica import Replica
+
+both_worlds = pytest.mark.parametrize("how", [pr.simulate, pr.run], ids=["simulated", "real"])
+
+
+def test_the_trap() -> None:
+    """One that goes on by the capacity of a bucket, and not by what is packed, loses the last."""
+    assert parcel([4, 4, 2], 6, 6) == [[0], [1, 2]]
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(0, 40), st.integers(0, 40))
+def test_everything_is_packed_exactly_once(sizes: list[int], first: int, later: int) -> None:
+    packed = parcel(sizes, first, later)
+    assert list(itertools.chain(*packed)) == list(range(len(sizes)))
+    for number, bucket in enumerate(packed):
+        assert bucket
+        assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= (later if number else first)
+
+
+def small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Buckets of a few numbers; the processes of a run inherit it."""
+    monkeypatch.setattr(buckets, "FIRST", size)
+    monkeypatch.setattr(buckets, "LATER", size)
+
+
+def test_the_buckets_of_a_replica_cover_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of readiness every element is in exactly one bucket."""
+    small(monkeypatch, 8 * 20)
+    model = mlp()
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for order in ([3, 2, 1, 0], [0, 2, 1, 3], [1, 3, 0, 2]):
+        replica.arrange(order)
+        assert [index for bucket in replica.buckets for index in bucket.indexes] == order
+        replica.gradient[0].zero_()
+        for bucket in replica.buckets:
+            for part in bucket.gradient:
+                part.add_(1)
+        assert (replica.gradient[0] == 1).all()
+        assert sum(bucket.share for bucket in replica.buckets) == pytest.approx(1)
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce+bf16"])
+def test_the_same_bits_however_they_are_cut(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any, strategy: str
+) -> None:
+    """One bucket or one per tensor: the result does not depend on it, in both worlds, with uneven rounds."""
+    script = Script(optimizer=MOMENTUM, size=50, epochs=3, shuffle=True, clip=0.1)
+    digests = set()
+    for size in (1 << 20, 8 * 20, 1):
+        small(monkeypatch, size)
+        digests.add(how(script, workers=3, strategy=strategy, runs=None, threads=1)["digest"])
+    assert len(digests) == 1
+
+
+class Branches(nn.Module):
+    """Each step uses one of two branches, and workers do not use the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.ways = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)])
+        self.steps = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = (next(self.steps) + int(x[0, 0] > 0)) % 2  # the third is never used
+        return self.ways[which](torch.tanh(self.first(x)))
+
+
+@both_worlds
+def test_unused_parameters_need_nobodys_help(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    """Gradients that some workers do not have, or nobody, neither hang nor count."""
+    results = set()
+    for size in (1 << 20, 1):
+        small(monkeypatch, size)
+        script = Script(model=lambda: Branches().double(), optimizer=MOMENTUM)
+        results.add(how(script, workers=3, strategy="allreduce", runs=None, threads=1)["digest"])
+    assert len(results) == 1
+
+
+# --- overlap ----------------------------------------------------------------------------------------
+
+
+def test_an_exchange_goes_on_beside_backward(monkeypatch: pytest.MonkeyPatch, simulate: Any) -> None:
+    """The time of a step: a bucket's exchange begins when it is complete and the one before it is over."""
+    step, rate, order = 1.0, 1000.0, [3, 2, 1, 0]  # backward completes the last layer first
+    small(monkeypatch, 1)
+    cluster = f'[[hosts]]\nstep_time = "{step} s"\nbandwidth = "{rate * 8} bit/s"'
+    script = Script(size=16, batch=4, epochs=2)  # 2 workers: 4 steps
+    summary = simulate(script, "allreduce", 2, cluster=cluster)
+    nbytes = [8 * parameter.numel() for parameter in mlp().parameters()]
+    total, seconds = sum(nbytes), lambda count: 2 * (2 - 1) / 2 * count / rate
+    ready = step - sum(step * 2 / 3 * nbytes[index] / total for index in order[1:])
+    free = 0.0
+    for place, index in enumerate(order):
+        ready += step * 2 / 3 * nbytes[index] / total if place else 0
+        more = 4 * len(nbytes) if place == 3 else 0  # who has a gradient
+        free = max(free, ready) + seconds(nbytes[index] + more)
+    steps = [line for line in events(summary, "step") if line["node"] == "worker 0"]
+    lengths = [later["t"] - earlier["t"] for earlier, later in itertools.pairwise(steps)]
+    assert lengths[1:] == pytest.approx([free] * (len(lengths) - 1), rel=1e-9)
+    assert free < step + seconds(total)  # that is what it is for
+
+
+class Checkpointed(nn.Module):
+    """Layers whose forward is done again in backward; one of them twice."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(2):
+            x = self._again(lambda value: torch.tanh(self.middle(value)), x)
+        return self.last(x)
+
+    def _again(self, layer: Any, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+@both_worlds
+def test_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any) -> None:
+    """Backward inside backward, which completes a gradient twice, gives what is right without it."""
+    small(monkeypatch, 1)
+    models = []
+    for reentrant in (None, False, True):
+        script = Script(model=partial(_checkpointed, reentrant), optimizer=MOMENTUM)
+        models.append(trained(how(script, workers=2, strategy="allreduce", runs=tmp_path, threads=1)))
+    assert same(models[0], models[1])
+    assert distance(models[0], models[2]) < 1e-12
+
+
+def _checkpointed(reentrant: bool | None) -> nn.Module:
+    return Checkpointed(reentrant).double()
+
+
+# --- accumulation -----------------------------------------------------------------------------------
+
+
+class Accumulating:
+    """Two batches per step, the first without exchange if told so."""
+
+    def __init__(self, quiet: bool, clip: float = 0.0, left_over: bool = False) -> None:
+        self.quiet, self.clip, self.left_over = quiet, clip, left_over
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = mlp()
+        optimizer = SGD(model.parameters())
+        loader = DataLoader(Examples(48), batch_size=4)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for _ in range(2):
+            for number, (x, y) in enumerate(loader):
+                last = number % 2 == 1
+                if self.quiet and not (last and not self.left_over):
+                    with session.accumulating():
+                        (F.cross_entropy(model(x), y) / 2).backward()
+                else:
+                    (F.cross_entropy(model(x), y) / 2).backward()
+                if last:
+                    if self.clip:
+                        nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@both_worlds
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_accumulation_without_communication(tmp_path: Path, how: Any, clip: float) -> None:
+    """The same result, clipping included, with half of the bytes."""
+    runs = [
+        how(Accumulating(quiet, clip), workers=2, strategy="allreduce", runs=tmp_path, threads=1)
+        for quiet in (False, True)
+    ]
+    assert distance(trained(runs[0]), trained(runs[1])) < 1e-14
+    start = runs[0]["bytes_sent"] - 2 * runs[1]["bytes_sent"]
+    vector = sum(8 * parameter.numel() for parameter in mlp().parameters())
+    assert start == -vector  # the first parameters travel once, in both
+
+
+@both_worlds
+def test_a_step_after_nothing_but_accumulation_still_agrees(tmp_path: Path, how: Any) -> None:
+    """Who forgets to leave `accumulating()` gets the exchange in `step()`."""
+    runs = [
+        how(Accumulating(True, left_over=each), workers=2, strategy="allreduce", runs=tmp_path, threads=1)
+        for each in (False, True)
+    ]
+    assert distance(trained(runs[0]), trained(runs[1])) < 1e-14
+    assert runs[0]["bytes_sent"] == runs[1]["bytes_sent"]
+
+
+def test_alone_it_does_nothing() -> None:
+    with pr.Session().accumulating():
+        pass
