@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,7 +48,8 @@ WAYS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
 
 
 class SharedMemory:
-    """One member's view of the boards. `members` are arena indexes by rank; `mine` is the place of this one.
+    """One member's view of the boards. `members` are their arenas, in rank order, by their names; `mine` is the
+    place of this one among them.
 
     `look(missing, begun)` is called now and then while this member waits for those places: it raises when
     that is in vain.
@@ -57,14 +58,15 @@ class SharedMemory:
     def __init__(
         self,
         arenas: Arenas,
-        members: Sequence[int],
+        members: Mapping[str, int],
         mine: int,
         board: int,
         look: Callable[[Sequence[int], float], None],
     ) -> None:
-        self._arenas, self._members, self._mine, self._look = arenas, tuple(members), mine, look
-        self._boards = [arenas.view(index)[board : board + BOARD].cast("q") for index in members]
-        self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in members]
+        self._arenas, self._mine, self._look = arenas, mine, look
+        self._names, self._members = tuple(members), tuple(members.values())
+        self._boards = [arenas.view(index)[board : board + BOARD].cast("q") for index in self._members]
+        self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in self._members]
         self._base = self._memory[mine].data_ptr()
         self._begun = self._done = 0
         self._plans: dict[tuple[bytes, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
@@ -189,8 +191,9 @@ class SharedMemory:
             theirs = [(view.numel(), view.dtype) for view in views]
             if board[place] != way or theirs != mine:
                 raise PolyrhythmError(
-                    f"worker {other} is in {WAYS[board[place]]} of {theirs} where worker {self._mine} is in "
-                    f"{WAYS[way]} of {mine}: all workers must take the same collectives in the same order"
+                    f"{self._names[other]} is in {WAYS[board[place]]} of {theirs} where "
+                    f"{self._names[self._mine]} is in {WAYS[way]} of {mine}: all workers must take the same "
+                    "collectives in the same order"
                 )
         plan = []
         for same in zip(*tensors, strict=True):

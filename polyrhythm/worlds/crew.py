@@ -47,7 +47,7 @@ class Crew:
             assert node.arenas is not None
             self._inside = SharedMemory(
                 node.arenas,
-                [places[worker].arena for worker in here],
+                {str(worker): places[worker].arena for worker in here},
                 here.index(node.me),
                 node.board,
                 lambda missing, waited: node.in_vain([here[place] for place in missing], waited),

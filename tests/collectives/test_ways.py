@@ -1,0 +1,227 @@
+"""The ways to all-reduce: chosen by a table or forced, the same result by each; nobody waits for the dead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import MOMENTUM, Script, distance, trained
+
+import polyrhythm as pr
+from polyrhythm.collectives.choice import BETWEEN_HOSTS, WAYS, choose
+from polyrhythm.collectives.shared_memory import BOARD
+from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.node import Peer
+from polyrhythm.wire import Transport
+from polyrhythm.wire.arena import Arenas
+from polyrhythm.worlds.processes import ProcessNode
+
+REAL = [
+    ("auto", "unix:"),
+    ("shared", "unix:"),
+    ("direct", "unix:"),
+    ("ring", "unix:"),
+    ("hierarchical", "unix:"),
+]
+TCP = [("auto", "tcp:127.0.0.1:0"), ("direct", "tcp:127.0.0.1:0"), ("ring", "tcp:127.0.0.1:0")]
+real_ways = pytest.mark.parametrize(("way", "listen"), [*REAL, *TCP])
+
+
+# --- choosing ---------------------------------------------------------------------------------------
+
+
+def test_the_table_knows_every_case() -> None:
+    """One host shares memory; several hosts do inside and ring across; lonely workers go by size."""
+    assert choose("auto", ["a"] * 4, 1) == choose("auto", ["a"] * 2, 1 << 30) == "shared"
+    assert (
+        choose("auto", ["a", "a", "b"], 1) == choose("auto", ["a", "b", "b", "c"], 1 << 30) == "hierarchical"
+    )
+    for hosts in (["a", "b"], ["", ""], ["", "", "", ""]):
+        ways = [choose("auto", hosts, nbytes) for nbytes in (0, 1, 1 << 10, 1 << 20, 1 << 30)]
+        assert set(ways) <= {"direct", "ring"}
+    assert BETWEEN_HOSTS[-1][:2] == (0, 0)  # the last row fits all
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("auto", "shared")])
+def test_a_way_can_be_forced(way: str) -> None:
+    assert choose(way, ["a", "a", "b"], 1) == way
+
+
+@pytest.mark.parametrize(("how", "options", "message"), [
+    (pr.run, {"collective": "rign"}, "there is no collective 'rign'; there are auto, shared"),
+    (pr.simulate, {"collective": "rign"}, "there is no collective 'rign'"),
+    (pr.simulate, {"collective": "shared"}, "simulated ones have one each"),
+    (pr.run, {"collective": "shared", "listen": "tcp:127.0.0.1:0"}, "over TCP there is none; use ring"),
+])  # fmt: skip
+def test_what_cannot_be_forced(how: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        how(Script(), workers=2, strategy="allreduce", runs=None, **options)
+
+
+# --- results ----------------------------------------------------------------------------------------
+
+
+@real_ways
+def test_every_way_trains_the_same_model(tmp_path: Path, way: str, listen: str) -> None:
+    """Bit for bit where sums are taken in rank order; up to rounding around a ring."""
+    script = Script(optimizer=MOMENTUM, size=50, shuffle=True)
+    options: dict[str, Any] = {"workers": 3, "strategy": "allreduce", "runs": tmp_path, "threads": 1}
+    reference = pr.simulate(script, **options)
+    result = pr.run(script, collective=way, listen=listen, **options)
+    assert distance(trained(reference), trained(result)) < 1e-12
+    if way in ("auto", "shared", "direct"):
+        assert result["digest"] == reference["digest"] and result["bytes_sent"] == reference["bytes_sent"]
+
+
+def test_a_simulated_ring_has_the_bits_and_bytes_of_a_real_one(tmp_path: Path) -> None:
+    """When the ring is asked for the simulator runs the ring's own code."""
+    script = Script(optimizer=MOMENTUM, size=50, shuffle=True)
+    results = [
+        how(script, workers=4, strategy="allreduce", collective="ring", runs=None, threads=1)
+        for how in (pr.simulate, pr.run)
+    ]
+    for key in ("digest", "bytes_sent", "steps", "metrics"):
+        assert results[0][key] == results[1][key], key
+
+
+# --- several hosts ----------------------------------------------------------------------------------
+
+
+class Unlogged(ProcessNode):
+    """A node without a coordinator to send its log to."""
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        pass
+
+
+def member(
+    rank: int, hosts: Sequence[str], arenas: dict[str, Arenas], barrier: Any, folder: Path, way: str
+) -> None:
+    """One worker of several hosts: those of a host have its arenas, the others only TCP."""
+    torch.set_num_threads(1)
+    me, mine = Peer("worker", rank), hosts[rank]
+    local = hosts[:rank].count(mine)
+    transport = Transport(
+        me, b"k" * 32, listen="tcp:127.0.0.1:0", arenas=arenas[mine], host=mine, wait=20.0, encrypt=False
+    )
+    node = Unlogged(me, transport, 0, time.monotonic(), arenas[mine], local, way)
+    (folder / f"address-{rank}").write_text(transport.address)
+    barrier.wait(20)
+    addresses = [(folder / f"address-{each}").read_text() for each in range(len(hosts))]
+    node.meet([
+        ("worker", each, addresses[each], hosts[each], hosts[:each].count(hosts[each]))
+        for each in range(len(hosts))
+    ])  # fmt: skip
+    results = []
+    for op, count in (("sum", 1000), ("mean", 17), ("max", 3), ("min", 1), ("mean", 400_000)):
+        for dtype in (torch.float64, torch.float32):
+            values = torch.arange(count, dtype=dtype).sub_(rank * 7).sin_()
+            place = node.empty(count, dtype)
+            place.copy_(values)
+            private = values.clone()  # not in shared memory
+            node.all_reduce(place, private, op=op)
+            results += [place.clone(), private]
+    tasks = [node.begin_all_reduce(node.empty(5, torch.float32).fill_(rank + k)) for k in range(10)]
+    for task in tasks:
+        task.join()
+    torch.save(results, folder / f"result-{rank}.pt")
+    barrier.wait(20)
+    node.close()
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abbc", "ab", "aaa"])
+def test_hosts_share_memory_inside_and_ring_across(tmp_path: Path, hosts: str) -> None:
+    """The same bits on all workers of all hosts, however many share one, and the right ones."""
+    fork = multiprocessing.get_context("fork")
+    arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
+    barrier = fork.Barrier(len(hosts))
+    processes = [
+        fork.Process(target=member, args=(rank, list(hosts), arenas, barrier, tmp_path, "auto"))
+        for rank in range(len(hosts))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    for each in arenas.values():
+        each.close()
+    assert [process.exitcode for process in processes] == [0] * len(hosts)
+    results = [torch.load(tmp_path / f"result-{rank}.pt") for rank in range(len(hosts))]
+    for given in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], given, strict=True))
+    values = torch.stack(
+        [torch.arange(1000, dtype=torch.float64).sub_(rank * 7).sin_() for rank in range(len(hosts))]
+    )
+    assert torch.allclose(results[0][0], values.sum(0), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(results[0][1], values.sum(0), rtol=1e-12, atol=1e-12)
+
+
+# --- the dead ---------------------------------------------------------------------------------------
+
+
+class Dies:
+    """Worker 1 goes in the middle of a collective; the others write down what they are told, and when."""
+
+    def __init__(self, folder: Path, how: int) -> None:
+        self.folder, self.how = folder, how
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = torch.nn.Linear(4, 4)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        node: Any = session._node
+        vector = node.empty(1 << 20, torch.float32).fill_(1.0)
+        node.all_reduce(vector)
+        began = time.monotonic()
+        try:
+            if session.rank == 1:
+                node.begin_all_reduce(vector[: 1 << 18])
+                os.kill(os.getpid(), self.how)
+            for _ in range(50):
+                node.all_reduce(vector[: 1 << 18])
+                node.all_reduce(vector)
+        except PolyrhythmError as error:
+            text = f"{time.monotonic() - began:.1f} {error}"
+            (self.folder / f"told-{session.rank}").write_text(text)
+            raise
+
+
+@real_ways
+def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, way: str, listen: str) -> None:
+    """It lives and says nothing: all others give up in time, and say for whom they waited."""
+    with pytest.raises(PolyrhythmError, match=r"waited .* s "):
+        pr.run(
+            Dies(tmp_path, signal.SIGSTOP), workers=3, strategy="allreduce", collective=way, listen=listen,
+            timeout=2.0, runs=None, threads=1,
+        )  # fmt: skip
+    told = [path.read_text() for path in sorted(tmp_path.glob("told-*"))]
+    assert told and all(float(text.split()[0]) < 15 for text in told)
+    assert any("worker 1" in text for text in told)
+
+
+@real_ways
+def test_a_killed_peer_ends_the_run_at_once(tmp_path: Path, way: str, listen: str) -> None:
+    """The timeout of half an hour plays no part."""
+    began = time.monotonic()
+    with pytest.raises(PolyrhythmError, match="worker 1"):
+        pr.run(
+            Dies(tmp_path, signal.SIGKILL), workers=3, strategy="allreduce", collective=way, listen=listen,
+            runs=None, threads=1,
+        )  # fmt: skip
+    assert time.monotonic() - began < 60
+    for path in tmp_path.glob("told-*"):
+        assert "worker 1" in path.read_text()
+
+
+def test_the_board_is_the_first_thing_in_an_arena() -> None:
+    """So everybody knows where everybody's is."""
+    arenas = Arenas(2, 1 << 20)
+    assert [arenas.allocate(index, BOARD) for index in range(2)] == [0, 0]
+    arenas.close()
