@@ -48,7 +48,11 @@ def why_not() -> str:
         return "network namespaces need Linux"
     if os.geteuid():
         return "making network namespaces needs root"
-    return "" if shutil.which("ip") else "making network namespaces needs `ip` (Debian: apt-get install iproute2)"
+    return (
+        ""
+        if shutil.which("ip")
+        else "making network namespaces needs `ip` (Debian: apt-get install iproute2)"
+    )
 
 
 @contextlib.contextmanager

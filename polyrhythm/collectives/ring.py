@@ -72,7 +72,7 @@ class Port(ABC):
 
     @abstractmethod
     def settle(self, number: int) -> None:
-        """Waits until what was sent may be overwritten. The number of a segment of before the first is fine."""
+        """Waits until what was sent, if anything was under this number, may be overwritten."""
 
 
 def all_reduce(
@@ -189,7 +189,9 @@ def _checked(tensor: Tensor, op: str) -> Tensor:
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"the mean of {tensor.dtype} is no {tensor.dtype}: take the sum, or floats")
     if not tensor.is_contiguous():
-        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} is reduced in place: it must be contiguous")
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} is reduced in place: it must be contiguous"
+        )
     return tensor.detach().view(-1)
 
 

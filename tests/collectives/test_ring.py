@@ -83,7 +83,12 @@ cases = st.integers(0, 4).flatmap(
 
 
 @settings(max_examples=60, deadline=None)
-@given(case=cases, n=st.integers(1, 7), op=st.sampled_from(["sum", "mean", "max", "min"]), size=st.integers(8, 64))
+@given(
+    case=cases,
+    n=st.integers(1, 7),
+    op=st.sampled_from(["sum", "mean", "max", "min"]),
+    size=st.integers(8, 64),
+)
 def test_every_worker_gets_the_bits_of_the_rule(case, n, op, size):
     lengths, dtypes = case
     if op == "mean":
@@ -151,11 +156,15 @@ def test_rings_follow_each_other():
 
 
 def test_time_over_a_network_is_that_of_the_ring(tmp_path):
-    """2(n-1) turns of a chunk each over links that each carry one way at a time: no more than a tenth beside."""
+    """2(n-1) turns of a chunk each, over links that carry one thing at a time each way."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nbandwidth = "8 Mbit/s"\nlatency = "0 s"\n')
     summary = pr.simulate(
-        Member(made([400_000], [torch.float32], 4), "sum"), workers=4, strategy="local", cluster=cluster, threads=1
+        Member(made([400_000], [torch.float32], 4), "sum"),
+        workers=4,
+        strategy="local",
+        cluster=cluster,
+        threads=1,
     )
     assert summary["wall_s"] == pytest.approx(6 * 0.4, rel=0.1)
 
