@@ -1,6 +1,6 @@
 """All-reduce by our ring against Gloo's, between hosts (network namespaces, or loopback without root).
 
-Both live in the same processes and take turns: Gloo's `all_reduce`, our ring over the transport with plain and
+All live in the same processes and take turns: Gloo's `all_reduce`, our ring over the transport with plain and
 with encrypted TCP, the direct exchange over plain TCP, and our ring over Gloo's send and receive.
 """
 
@@ -10,14 +10,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import hosts
 from benchmarks.processes import Together, together
 from benchmarks.report import Row, ratio
-
-if TYPE_CHECKING:
-    from polyrhythm.node import Node
 
 MEBIBYTE = 1 << 20
 BAR = 0.9

@@ -72,7 +72,7 @@ class Port(ABC):
 
     @abstractmethod
     def settle(self, number: int) -> None:
-        """Waits until what was sent may be overwritten. The number of a segment of before the first is fine."""
+        """Waits until what was sent, if anything was under this number, may be overwritten."""
 
 
 def all_reduce(

@@ -15,13 +15,14 @@ import array
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import struct
 import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyrhythm.errors import UsageError, WireError
@@ -36,6 +37,7 @@ _TAG = 16
 _AHEAD = 1 << 11
 _VECTORS = 1024
 _SOCKET_BUFFER = 1 << 20
+_GOOD_PART = 1 << 17  # bytes for which it pays to wake up in the middle of a message
 _AT_ONCE = 1 << 30  # some systems refuse to read more than 2 GiB in one call
 _LENGTH = struct.Struct("!I")
 
@@ -61,12 +63,15 @@ class Channel:
         self._sock = sock
         self._file = sock.fileno()  # also when it is closed: to be told from others
         self._name = str(them.peer)
-        self._lock = threading.Lock()
+        self.wait = wait  # seconds for which nobody may read what is sent
+        # How to wait until more can be sent. Whoever does may have to read meanwhile, see `engine`.
+        self.until_writable: Callable[[Channel, float], bool] = writable
+        self._lock = threading.RLock()  # for the connection may end while its sender reads
+        self._low = 1
         self._prefix = memoryview(bytearray(PREFIX_SIZE))
         self._seal = _Seal(keys.sending) if keys else None
         self._in = _Open(keys.receiving, sock, self._name) if keys else _Plain(sock)
-        # A blocking socket with a send timeout costs no poll() per call, as settimeout would.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _interval(wait))
+        # A blocking socket with a timeout costs no poll() per call, as settimeout would.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(STALL))
 
     def fileno(self) -> int:
@@ -92,24 +97,28 @@ class Channel:
             try:
                 if self._seal:
                     for record in self._seal.records(chunks):
-                        self._sock.sendall(record)
+                        self._send_all([record])
                 else:
-                    self._send_plain(chunks)
+                    self._send_all(chunks)
             except BaseException:
                 self.close()  # half a message may be out: nothing sensible can follow it
                 raise
 
-    def _send_plain(self, chunks: list[memoryview]) -> None:
-        sent = self._sock.sendmsg(chunks[:_VECTORS])
+    def _send_all(self, chunks: list[memoryview]) -> None:
         first = 0
         while True:
+            try:
+                sent = self._sock.sendmsg(chunks[first : first + _VECTORS], (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if not self.until_writable(self, self.wait):
+                    raise
+                continue
             while first < len(chunks) and sent >= chunks[first].nbytes:
                 sent -= chunks[first].nbytes
                 first += 1
             if first == len(chunks):
                 return
             chunks[first] = chunks[first][sent:]
-            sent = self._sock.sendmsg(chunks[first : first + _VECTORS])
 
     def receive_header(self) -> Header:
         """The header of the next message. Its inline tensors must then be received, in order."""
@@ -120,7 +129,20 @@ class Channel:
 
     def receive_into(self, view: memoryview) -> None:
         """Fills the bytes of `view`."""
-        self._in.read_into(view)
+        done = 0
+        while done < view.nbytes:
+            done += self._in.read_some(view[done:], wait=True)
+
+    def receive_some(self, view: memoryview) -> int:
+        """Fills as much of `view` as has arrived; how many bytes that were."""
+        return self._in.read_some(view, wait=False)
+
+    def expect(self, nbytes: int) -> None:
+        """Counts as readable when a good part of so many bytes is there (1: whatever comes)."""
+        low = max(1, self._in.wanted(nbytes))
+        if low != self._low:
+            self._low = low
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
 
     def close(self) -> None:
         """Ends the connection for both directions; a thread that is blocked in it gets an OSError."""
@@ -132,6 +154,13 @@ class Channel:
         self.close()
         with self._lock:
             self._sock.close()
+
+
+def writable(channel: Channel, timeout: float) -> bool:
+    """Waits until a connection takes more, or is broken; False when time is over."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLOUT)
+    return bool(poll.poll(min(timeout, 1e6) * 1000))
 
 
 def _interval(seconds: float) -> bytes:
@@ -181,21 +210,17 @@ class _Plain:
     def ahead(self) -> bool:
         return bool(self._rest)
 
-    def read_into(self, view: memoryview) -> None:
-        done, size = 0, view.nbytes
-        while done < size:
-            if self._rest:
-                some = min(len(self._rest), size - done)
-                view[done : done + some] = self._rest[:some]
-                self._rest = self._rest[some:]
-                done += some
-            elif size - done >= _AHEAD:
-                return read_into(self._sock, view[done:])
-            else:
-                got = self._sock.recv_into(self._ahead)
-                if not got:
-                    raise ConnectionError("the connection was closed")
-                self._rest = self._ahead[:got]
+    def read_some(self, view: memoryview, wait: bool) -> int:
+        """How many bytes are in `view` now: all or most that it takes if told to wait, else what is there."""
+        if not self._rest:
+            if view.nbytes >= _AHEAD:
+                return receive(self._sock, view, socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT)
+            got = receive(self._sock, self._ahead, 0 if wait else socket.MSG_DONTWAIT)
+            self._rest = self._ahead[:got]
+        return _move(self, view)
+
+    def wanted(self, nbytes: int) -> int:
+        return min(nbytes, _GOOD_PART)
 
 
 class _Open:
@@ -207,49 +232,71 @@ class _Open:
         self._sock = sock
         self._name = name
         self._count = 0
-        self._length = memoryview(bytearray(_LENGTH.size))
-        self._scratch = memoryview(bytearray(_WRITE + _TAG))
+        self._record = memoryview(bytearray(_LENGTH.size + _WRITE + _TAG))
+        self._got = 0  # bytes of the record
+        self._need = _LENGTH.size
         self._rest = memoryview(b"")
 
     @property
     def ahead(self) -> bool:
         return bool(self._rest)
 
-    def read_into(self, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            if self._rest:
-                size = min(len(self._rest), view.nbytes - done)
-                view[done : done + size] = self._rest[:size]
-                self._rest = self._rest[size:]
-            else:
-                size = self._next_record(view[done:])
-            done += size
+    def read_some(self, view: memoryview, wait: bool) -> int:
+        """How many bytes are in `view` now: some if told to wait, else what is there."""
+        if not self._rest:
+            while not self._complete():
+                flags = socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT
+                got = receive(self._sock, self._record[self._got : self._need], flags)
+                if not got:
+                    return 0
+                self._got += got
+            if self._need - _LENGTH.size - _TAG <= view.nbytes:
+                return self._decrypt(view)
+            plain = memoryview(bytearray(self._need - _LENGTH.size - _TAG))
+            self._decrypt(plain)
+            self._rest = plain
+        return _move(self, view)
 
-    def _next_record(self, view: memoryview) -> int:
-        """Decrypts a record into `view` if it fits, else keeps it; the number of bytes that are in `view`."""
-        read_into(self._sock, self._length)
-        (size,) = _LENGTH.unpack(self._length)
+    def wanted(self, nbytes: int) -> int:
+        # Less than a record may be left of the message, and part of that may be here.
+        return min(nbytes, self._need - self._got, _GOOD_PART)
+
+    def _complete(self) -> bool:
+        """Whether a record is here to its end."""
+        if self._got < self._need or self._need > _LENGTH.size:
+            return self._got == self._need
+        (size,) = _LENGTH.unpack(self._record[: _LENGTH.size])
         if not 0 < size <= RECORD:
             raise WireError(f"{self._name} sent a record of {size} bytes, not of 1 to {RECORD}")
-        if len(self._scratch) < size + _TAG:
-            self._scratch = memoryview(bytearray(RECORD + _TAG))
-        sealed = self._scratch[: size + _TAG]
-        read_into(self._sock, sealed)
-        fits = size <= view.nbytes
-        plain = view[:size] if fits else memoryview(bytearray(size))
+        self._need = _LENGTH.size + size + _TAG
+        if len(self._record) < self._need:
+            length, self._record = self._record, memoryview(bytearray(_LENGTH.size + RECORD + _TAG))
+            self._record[: _LENGTH.size] = length[: _LENGTH.size]
+        return False
+
+    def _decrypt(self, view: memoryview) -> int:
+        """Puts the text of the record into `view`; how many bytes that are."""
+        length, sealed = bytes(self._record[: _LENGTH.size]), self._record[_LENGTH.size : self._need]
+        plain = view[: len(sealed) - _TAG]
         nonce = self._count.to_bytes(12, "big")
         self._count += 1
+        self._got, self._need = 0, _LENGTH.size
         try:
             if self._into:
-                self._into(nonce, sealed, bytes(self._length), plain)
+                self._into(nonce, sealed, length, plain)
             else:
-                plain[:] = self._cipher.decrypt(nonce, sealed, bytes(self._length))
+                plain[:] = self._cipher.decrypt(nonce, sealed, length)
         except Exception:  # InvalidTag, which is not imported here
             raise WireError(f"bytes from {self._name} were changed on the way") from None
-        if not fits:
-            self._rest = plain
-        return size if fits else 0
+        return len(plain)
+
+
+def _move(source: _Plain | _Open, view: memoryview) -> int:
+    """Takes bytes that were read ahead."""
+    size = min(len(source._rest), view.nbytes)
+    view[:size] = source._rest[:size]
+    source._rest = source._rest[size:]
+    return size
 
 
 def _cipher(key: bytes) -> Any:
@@ -258,14 +305,17 @@ def _cipher(key: bytes) -> Any:
     return AESGCM(key)
 
 
-def read_into(sock: socket.socket, view: memoryview) -> None:
-    """Fills `view` from a socket."""
-    done, size = 0, view.nbytes
-    while done < size:
-        got = sock.recv_into(view[done : done + _AT_ONCE], 0, socket.MSG_WAITALL)
-        if not got:
-            raise ConnectionError("the connection was closed")
-        done += got
+def receive(sock: socket.socket, view: memoryview, flags: int) -> int:
+    """Bytes received into `view`; with MSG_DONTWAIT there may be none."""
+    try:
+        got = sock.recv_into(view[:_AT_ONCE], 0, flags)
+    except BlockingIOError:
+        if flags & socket.MSG_DONTWAIT:
+            return 0
+        raise
+    if not got:
+        raise ConnectionError("the connection was closed")
+    return got
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -3,8 +3,9 @@
 A message that goes from the socket through a reader thread to the thread that waits for it costs two wake-ups
 and a fight for the interpreter lock; measured, that was half of a small round trip. So whoever waits reads:
 the first to wait *leads*, polls all connections and takes messages in, for itself and for the others; when it
-has what it waited for, the next one leads. While nobody waits, which is while a node computes, a background
-thread leads after a moment, so that peers are not held up.
+has what it waited for, the next one leads. Who waits until more can be sent leads too: the peer may be
+sending as much, and not read before it is read. While nobody waits, which is while a node computes, a
+background thread leads after a moment, so that peers are not held up.
 """
 
 from __future__ import annotations
@@ -16,16 +17,22 @@ import threading
 import time
 from collections.abc import Callable
 
-from polyrhythm.wire.channel import Channel
+from polyrhythm.wire.channel import Channel, writable
 
 IDLE = 0.01  # seconds without a leader after which the background thread leads
 
 
 class Engine:
-    """Polls connections. `take` reads what a connection has, and returns False when that has ended."""
+    """Polls connections. `take` reads what a connection has, and returns False when that has ended.
 
-    def __init__(self, take: Callable[[Channel], bool], name: str) -> None:
+    `overdue` is asked before each poll; it ends what has come to a stop, and says when to ask again.
+    """
+
+    def __init__(self, take: Callable[[Channel], bool], overdue: Callable[[], float], name: str) -> None:
         self._take = take
+        self._overdue = overdue
+        self._outlet = -1  # stands for the connection that the leader wants to send more by
+        self._writable = False
         self._poll = select.poll()
         self._channels: dict[int, Channel] = {}
         self._backlog: list[Channel] = []  # with messages that are read already, which no poll shows
@@ -82,6 +89,23 @@ class Engine:
             self._lead(done, deadline)
         return True
 
+    def until_writable(self, channel: Channel, timeout: float) -> bool:
+        """Waits until a connection takes more, or is broken; False when time is over."""
+        with self._lock:
+            lead = self._leader is None and not self._closing.is_set()
+            if lead:
+                self._leader = threading.get_ident()
+        if not lead:  # somebody reads
+            return writable(channel, timeout)
+        try:
+            # Its own number is registered for reading, or must not be while its reader rests.
+            self._outlet, self._writable = os.dup(channel.fileno()), False
+            self._poll.register(self._outlet, select.POLLOUT)
+        except OSError:
+            self._writable = True  # closed meanwhile, as sending will find out
+        self._lead(lambda: self._writable, time.monotonic() + timeout)
+        return self._writable
+
     def notify(self) -> None:
         """Something changed that somebody may be waiting for."""
         with self._lock:
@@ -127,14 +151,21 @@ class Engine:
                     channel = self._backlog.pop()
                     if channel.ahead and self._channels.get(channel.fileno()) is channel:
                         self._read(channel)
-                for file, _ in self._poll.poll(0 if done() else min(left, 1e6) * 1000):
-                    if file == self._alarm:
+                left = 0 if done() else min(left, self._overdue(), 1e6)
+                for file, _ in self._poll.poll(left * 1000):
+                    if file == self._outlet:
+                        self._writable = True
+                    elif file == self._alarm:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self._alarm, 4096)
                     elif file in self._channels:
                         self._read(self._channels[file])
         finally:
             with self._lock:
+                if self._outlet >= 0:
+                    self._poll.unregister(self._outlet)
+                    os.close(self._outlet)
+                    self._outlet = -1
                 self._leader = None
                 self._left = time.monotonic()
                 if self._waiting:

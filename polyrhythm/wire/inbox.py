@@ -9,8 +9,9 @@ was a header only; otherwise it is handed up, marked `duplicate`, to be answered
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header, Part
 
 REMEMBERED = 1 << 14
-_KEPT = 4
+_KEPT, _SPARE = 4, 1 << 25  # pieces of memory, or as many as have so many bytes
 _ANSWERS = 64
 
 
@@ -72,7 +73,8 @@ class Pool:
             with self._lock:
                 self._free.append(memory)
                 self._free.sort(key=len)
-                del self._free[:-_KEPT]
+                while len(self._free) > _KEPT and sum(map(len, self._free)) > _SPARE:
+                    del self._free[0]
 
 
 def fresh(nbytes: int) -> memoryview:
@@ -91,6 +93,37 @@ class Flow:
     answers: dict[int, Header] = field(default_factory=dict)  # the last ones that carried no bytes
 
 
+class Reading:
+    """A message that is being read. `places` gives the memory to fill, and ends with the message taken in."""
+
+    def __init__(self, places: Iterator[memoryview], nbytes: int) -> None:
+        self._places, self._left = places, nbytes
+        self._place = next(places, None)
+        self.moved = time.monotonic()  # when something of it last came
+
+    def go_on(self, channel: Channel) -> bool:
+        """Reads what has come; False if the rest has not."""
+        while self._place is not None:
+            if self._place.nbytes:
+                got = channel.receive_some(self._place)
+                if not got:
+                    channel.expect(self._left)
+                    return False
+                self._left -= got
+                self._place = self._place[got:]
+                self.moved = time.monotonic()
+            if not self._place.nbytes:
+                self._place = next(self._places, None)
+        channel.expect(1)
+        return True
+
+    def finish(self, channel: Channel) -> None:
+        """Reads it to its end."""
+        while self._place is not None:
+            channel.receive_into(self._place)
+            self._place = next(self._places, None)
+
+
 @dataclass(eq=False)
 class Line:
     """A connection as the inbox sees it."""
@@ -100,13 +133,15 @@ class Line:
     pool: Pool = field(default_factory=Pool)
     unreceived: int = 0
     resting: bool = False
+    reading: Reading | None = None  # a message of which the rest has not come yet
 
 
 class Inbox:
     """The messages of a node, from all its connections, until it receives them."""
 
-    def __init__(self, queue: int) -> None:
+    def __init__(self, queue: int, repeat: Callable[[Channel, Header], None]) -> None:
         self.arrived = 0
+        self._repeat = repeat  # sends an answer again
         self._queue = queue
         self._messages: deque[Incoming] = deque()
         self._flows: dict[Peer, Flow] = {}
@@ -141,7 +176,7 @@ class Inbox:
                 if not message.asked:
                     return True
                 if sequence in flow.answers:
-                    line.channel.send(flow.answers[sequence])
+                    self._repeat(line.channel, flow.answers[sequence])
                     return True
                 message.duplicate = True
             flow.seen[sequence] = None

@@ -14,12 +14,13 @@ a connection are unreceived its reader rests, so that its sender feels it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,18 @@ import numpy as np
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.node import LIFE, Peer
 from polyrhythm.wire.arena import ALIGNMENT, Arenas
-from polyrhythm.wire.channel import Channel
+from polyrhythm.wire.channel import STALL, Channel
 from polyrhythm.wire.engine import Engine
 from polyrhythm.wire.frame import DTYPES, Bounds, Header, Part
 from polyrhythm.wire.handshake import Identity
-from polyrhythm.wire.inbox import Buffer, Inbox, Incoming, Line, fresh
+from polyrhythm.wire.inbox import Buffer, Inbox, Incoming, Line, Reading, fresh
 from polyrhythm.wire.links import Links
 
 __all__ = ["Buffer", "Incoming", "Pending", "Transport"]
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
 _DRAIN = 1 << 20
-_BULK = 1 << 16  # bytes of tensors from which on a message is read by a thread of its own
+_BULK = 1 << 22  # bytes of tensors from which on a message is read by a thread of its own
 
 
 class Pending:
@@ -106,10 +107,11 @@ class Transport:
         self.handlers: dict[str, Callable[[Incoming], None]] = {}
         self._arenas = arenas
         self._on_error = on_error or logging.getLogger("polyrhythm.wire").warning
-        self._inbox = Inbox(queue)
+        self._inbox = Inbox(queue, self._send_apart)
         self._lines: dict[Channel, Line] = {}
         self.wakes = 0
-        self._engine = Engine(self._take, str(me))
+        self._halves: set[Line] = set()  # with a message of which the rest has not come yet
+        self._engine = Engine(self._take, self._overdue, str(me))
         self._sequence = itertools.count((life << LIFE) + 1)
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
@@ -323,38 +325,48 @@ class Transport:
     # Receiving.
 
     def _adopt(self, channel: Channel) -> None:
+        channel.until_writable = self._engine.until_writable
         self._lines[channel] = self._inbox.join(channel)
         self._engine.add(channel)
 
     def _take(self, channel: Channel) -> bool:
-        """Reads what a connection has, a message at least. False when it has come to its end."""
+        """Reads what a connection has. False when it has come to its end."""
         line = self._lines[channel]
         try:
             while True:
-                header = channel.receive_header()
-                if header.inline > _BULK and 2 * channel.available() < header.inline:
-                    # A slow sender must not hold up the others: this one message is read apart.
-                    self._engine.pause(channel)
-                    self._links.spawn(self._take_bulk, line, header)
+                if line.reading is None:
+                    header = channel.receive_header()
+                    reading = Reading(self._take_one(line, header), header.inline)
+                    if header.inline > _BULK and 2 * channel.available() < header.inline:
+                        # Worth a thread: large ones are read, and decrypted, side by side.
+                        self._engine.pause(channel)
+                        self._links.spawn(self._take_bulk, line, reading)
+                        return True
+                    line.reading = reading
+                # A slow sender must not hold up the others: the rest is read when it comes.
+                if not line.reading.go_on(channel):
+                    self._halves.add(line)
                     return True
-                self._take_one(line, header)
+                line.reading = None
+                self._halves.discard(line)
                 if line.resting or not channel.ahead:
                     return True
         except Exception as error:
             self._end_channel(channel, error)
             return False
 
-    def _take_one(self, line: Line, header: Header) -> None:
+    def _take_one(self, line: Line, header: Header) -> Iterator[memoryview]:
+        """Takes a message in; yields the memory that its bytes must be in before it goes on."""
         if header.reply_to:
-            self._take_answer(line, header)
-        elif not self._take_in(line, header):
+            yield from self._take_answer(line, header)
+        elif not (yield from self._take_in(line, header)):
             self._engine.pause(line.channel)
             if not line.resting:  # somebody received meanwhile
                 self._engine.resume(line.channel)
 
-    def _take_bulk(self, line: Line, header: Header) -> None:
+    def _take_bulk(self, line: Line, reading: Reading) -> None:
         try:
-            self._take_one(line, header)
+            reading.finish(line.channel)
         except Exception as error:
             self._end_channel(line.channel, error)
             self._engine.drop(line.channel)
@@ -362,6 +374,29 @@ class Transport:
             if not line.resting:
                 self._engine.resume(line.channel)
         self._engine.notify()
+
+    def _overdue(self) -> float:
+        """Ends the connections on which a message stopped half-way; seconds until the next may be due."""
+        if not self._halves:
+            return float("inf")
+        now, next_due = time.monotonic(), STALL
+        for line in list(self._halves):
+            left = STALL - (now - line.reading.moved if line.reading else 0)
+            if left <= 0:
+                self._end_channel(line.channel, TimeoutError("a message stopped half-way"))
+                self._engine.drop(line.channel)
+            else:
+                next_due = min(next_due, left)
+        return next_due
+
+    def _send_apart(self, channel: Channel, header: Header) -> None:
+        """Sends something that came up while reading: whoever reads may be in the middle of sending."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                channel.send(header)
+
+        self._links.spawn(send)
 
     def _end_channel(self, channel: Channel, error: Exception) -> None:
         """A connection has ended: asks without an answer go out again over another."""
@@ -378,7 +413,7 @@ class Transport:
             stranded = [pending for pending in self._pending.values() if pending._channel is channel]
             for pending in stranded:
                 pending._channel = None
-        del self._lines[channel]
+        self._halves.discard(self._lines.pop(channel))
         if stranded:
             self._links.spawn(self._repeat, stranded, bad)  # connecting takes its time, and others wait
 
@@ -400,20 +435,21 @@ class Transport:
                 error = failure
         self._end(pending, failure=lambda _: error)
 
-    def _take_in(self, line: Line, header: Header) -> bool:
+    def _take_in(self, line: Line, header: Header) -> Generator[memoryview, None, bool]:
         channel, kind = line.channel, header.kind
         if header.layout and self.layout and header.layout != self.layout:
-            self._drain(channel, header)
+            yield from self._drain(header)
             theirs, ours = (
                 f"{channel.peer} sent {kind!r} for layout {header.layout}",
                 f"{self.me} has {self.layout}",
             )
             error = f"{theirs}, {ours}: all nodes must build the same model"
             if header.asked:
-                channel.send(Header(_BAD, next(self._sequence), header.sequence, fields={"error": error}))
+                told = Header(_BAD, next(self._sequence), header.sequence, fields={"error": error})
+                self._send_apart(channel, told)
             self._on_error(error)
             return True
-        buffers, memory = self._receive(line, header)
+        buffers, memory = yield from self._receive(line, header)
         message = Incoming(channel.peer, kind, header.sequence, header.asked, header.fields, buffers)
         message._into, message._memory = header.into, memory
         if kind in self.handlers and not header.asked:
@@ -421,7 +457,7 @@ class Transport:
             return True
         return self._inbox.put(line, message)
 
-    def _take_answer(self, line: Line, header: Header) -> None:
+    def _take_answer(self, line: Line, header: Header) -> Iterator[memoryview]:
         channel = line.channel
         with self._lock:
             pending = self._pending.get(header.reply_to)
@@ -430,7 +466,8 @@ class Transport:
             else:
                 pending = None
         if pending is None:
-            return self._drain(channel, header)
+            yield from self._drain(header)
+            return
         got, wanted = _shape(header.parts), _shape(_parts(pending._into))
         buffers = list(pending._into)
         error: PolyrhythmError | None = None
@@ -442,16 +479,18 @@ class Transport:
             error = WireError(f"{channel.peer} answered {header.kind!r} with {got}, not with {wanted}")
         elif got and wanted:
             for buffer in buffers:
-                channel.receive_into(buffer.view)
+                yield buffer.view
         else:
-            buffers, _ = self._receive(line, header)
+            buffers, _ = yield from self._receive(line, header)
         if error is not None:
-            self._drain(channel, header)
+            yield from self._drain(header)
             return self._end(pending, failure=lambda _: error)
         answer = Incoming(channel.peer, header.kind, header.sequence, False, header.fields, buffers)
         self._end(pending, answer)
 
-    def _receive(self, line: Line, header: Header) -> tuple[list[Buffer], memoryview | None]:
+    def _receive(
+        self, line: Line, header: Header
+    ) -> Generator[memoryview, None, tuple[list[Buffer], memoryview | None]]:
         """The tensors of a message, and the one piece of memory in which the inline ones lie, aligned."""
         buffers = []
         size = sum(_aligned(part.nbytes) for part in header.parts if part.arena < 0)
@@ -463,18 +502,18 @@ class Transport:
                 view = self._arenas.view(part.arena)[part.offset : part.offset + part.nbytes]
             else:
                 view = memory[start : start + part.nbytes] if memory else memoryview(bytearray())
-                line.channel.receive_into(view)
+                yield view
                 start += _aligned(part.nbytes)
             buffers.append(Buffer(part.dtype, view, part.arena, part.offset))
         return buffers, memory
 
-    def _drain(self, channel: Channel, header: Header) -> None:
+    def _drain(self, header: Header) -> Iterator[memoryview]:
         """Reads tensors that nobody wants, in little memory."""
         left = header.inline
         scratch = fresh(min(left, _DRAIN))
         while left:
             piece = scratch[:left]
-            channel.receive_into(piece)
+            yield piece
             left -= len(piece)
 
     # What is waited for.

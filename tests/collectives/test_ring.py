@@ -156,7 +156,7 @@ def test_rings_follow_each_other():
 
 
 def test_time_over_a_network_is_that_of_the_ring(tmp_path):
-    """2(n-1) turns of a chunk each over links that each carry one way at a time: no more than a tenth beside."""
+    """2(n-1) turns of a chunk each, over links that carry one thing at a time each way."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nbandwidth = "8 Mbit/s"\nlatency = "0 s"\n')
     summary = pr.simulate(
