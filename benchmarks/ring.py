@@ -68,7 +68,7 @@ def _host(place: Together, host: hosts.Host, sizes: tuple[float, ...], rounds: i
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if host.name else "lo"
     store = f"file://{place.folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.count)
-    plain, sealed = (_node(place, host, encrypt) for encrypt in (False, True))
+    plain, sealed = (node(place, f"tcp:{host.address}:0", encrypt=encrypt) for encrypt in (False, True))
     numbers = iter(range(1, 1 << 30))
     systems: dict[str, Callable[[Any], None]] = {
         "gloo": distributed.all_reduce,
@@ -94,12 +94,13 @@ def _host(place: Together, host: hosts.Host, sizes: tuple[float, ...], rounds: i
                 if vector[-1] != float(place.count) ** repeats:
                     raise RuntimeError(f"{name} is wrong: {vector[-1]}")
     place.barrier()
-    for node in (plain, sealed):
-        node.close()
+    for each in (plain, sealed):
+        each.close()
     return times
 
 
-def _node(place: Together, host: hosts.Host, encrypt: bool) -> Any:
+def node(place: Together, listen: str, arenas: Any = None, encrypt: bool = False) -> Any:
+    """This process as a worker among all of them, without a launcher; with arenas they are on one host."""
     from polyrhythm.node import Peer
     from polyrhythm.wire import Transport
     from polyrhythm.worlds.processes import ProcessNode
@@ -110,11 +111,12 @@ def _node(place: Together, host: hosts.Host, encrypt: bool) -> Any:
         def log(self, event: str, /, **fields: Any) -> None:
             pass
 
-    me = Peer("worker", place.rank)
-    transport = Transport(me, b"b" * 32, listen=f"tcp:{host.address}:0", encrypt=encrypt, wait=60.0)
-    node = Unlogged(me, transport, 0, time.monotonic())
-    node.meet([("worker", rank, address) for rank, address in enumerate(place.exchange(transport.address))])
-    return node
+    me, host = Peer("worker", place.rank), "here" if arenas else ""
+    transport = Transport(me, b"b" * 32, listen=listen, arenas=arenas, host=host, encrypt=encrypt, wait=60.0)
+    mine = Unlogged(me, transport, 0, time.monotonic(), arenas, place.rank if arenas else -1)
+    addresses = place.exchange(transport.address)
+    mine.meet([("worker", rank, address, host, rank) for rank, address in enumerate(addresses)])
+    return mine
 
 
 if __name__ == "__main__":  # a look at one setting

@@ -48,8 +48,8 @@ WAYS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
 
 
 class SharedMemory:
-    """One member's view of the boards. `members` are their arenas, in rank order, by their names; `mine` is the
-    place of this one among them.
+    """One member's view of the boards. `members` are their arenas by their names, in rank order; `mine` is
+    the place of this one among them.
 
     `look(missing, begun)` is called now and then while this member waits for those places: it raises when
     that is in vain.

@@ -41,7 +41,13 @@ class Team:
         self.errors: list[BaseException] = []
         boards = [self.arenas.allocate(index, BOARD) for index in range(count)]
         self.members = [
-            SharedMemory(self.arenas, {f"member {each}": each for each in range(count)}, mine, boards[mine], look or self._too_long)
+            SharedMemory(
+                self.arenas,
+                {f"member {each}": each for each in range(count)},
+                mine,
+                boards[mine],
+                look or self._too_long,
+            )
             for mine in range(count)
         ]
 
