@@ -65,7 +65,7 @@ def _norms(tensors: Tensors) -> Tensor:
 def _scale(tensors: Tensors, weights: Tensor, updates: Tensor, ratio: Tensor) -> None:
     """Multiplies each tensor by its ratio, or by 1 where either norm is 0."""
     ratio = torch.where((weights > 0) & (updates > 0), ratio, 1.0)
-    torch._foreach_mul_(tensors, ratio.to(tensors[0].dtype).unbind())
+    torch._foreach_mul_(tensors, ratio.unbind())
 
 
 class LARS(_Layerwise):

@@ -185,6 +185,10 @@ def test_shorter_floats(optimizer: Any, dtype: torch.dtype) -> None:
     large.grad = torch.full_like(large, 300.0)
     optimizer([large], lr=0.5).step()
     assert torch.isfinite(large).all() and bool((large < 300).all())
+    small = nn.Parameter(torch.ones(20, 20, dtype=dtype))
+    small.grad = torch.full_like(small, 1e-6)  # the ratio of the norms is above it too
+    optimizer([small], lr=0.5, weight_decay=0.0).step()
+    assert torch.isfinite(small).all() and bool((small < 1).all())
 
 
 @both
