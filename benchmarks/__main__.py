@@ -20,7 +20,9 @@ from typing import Any
 
 from benchmarks.report import Steal, show
 
-NAMES = ("allreduce", "collectives", "server", "simulator", "staleness", "startup", "straggler")
+NAMES = (
+    "allreduce", "collectives", "last_executor", "server", "simulator", "staleness", "startup", "straggler",
+)  # fmt: skip
 
 
 def main() -> int:

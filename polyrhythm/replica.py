@@ -213,10 +213,10 @@ class Replica:
                 parameter = self.layout.parameters[index]
                 entry = whole.setdefault(index, {})
                 entry.update(plain)
-                for name, sliced in names:
+                for name, shape in names:
                     value = next(queue)
-                    if not sliced:
-                        entry[name] = value.clone().reshape(())
+                    if shape is not None:
+                        entry[name] = value.clone().reshape(shape)
                         continue
                     place = entry.setdefault(name, torch.empty_like(parameter, dtype=value.dtype))
                     place.view(-1)[low:high].copy_(value)

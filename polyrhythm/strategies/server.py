@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.collectives.arithmetic import cut, split
+from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
 from polyrhythm.strategy import Strategy
@@ -211,7 +211,7 @@ class ParameterServer(Strategy):
         return into
 
     def _ranges(self, node: Node, replica: Replica) -> list[tuple[Peer, int, int]]:
-        ranges = split(replica.layout.total, len(node.servers))
+        ranges = replica.layout.ranges(len(node.servers))
         pairs = [(server, *range_) for server, range_ in zip(node.servers, ranges, strict=True)]
         return turned(pairs, node.rank)
 
