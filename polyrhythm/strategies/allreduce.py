@@ -80,6 +80,20 @@ def _decode(codec: Codec, coded: Sequence[Tensor], vectors: Sequence[Tensor]) ->
         part.copy_(codec.decode(code, part.numel(), part.dtype))
 
 
+def numbers(*values: float) -> Tensor:
+    """A few numbers in 64 bits, to send."""
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def agree(node: Node, *values: float, op: str) -> list[float]:
+    """The sum, max or min of each of a few numbers over all workers."""
+    mine = numbers(*values)
+    node.all_reduce(mine, op=op)
+    return mine.tolist()
+
+
 def check_summable(strategy: Strategy) -> None:
     """Raises UsageError if the strategy has to sum what its codec sends, and cannot."""
     if strategy.codec is not None and not strategy.codec.summable:

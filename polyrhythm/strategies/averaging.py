@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-
 from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.strategies.allreduce import mean
+from polyrhythm.strategies.allreduce import agree, mean, numbers
 from polyrhythm.strategies.desk import copied
 from polyrhythm.strategy import Strategy
 
@@ -95,12 +93,10 @@ class Averaging(Rounds):
         if "moments" not in replica.notes:
             mine = replica.moment_names()
             number = float(zlib.crc32(" ".join(mine).encode())) if mine else 0.0
-            extremes = torch.tensor([number, -number], dtype=torch.float64)
-            node.all_reduce(extremes, op="max")
-            most, least = extremes[0].item(), -extremes[1].item()
+            least, most = agree(node, number, -number, op="min")
             if least == 0:
                 return []  # somebody has nothing to average yet
-            if least != most:
+            if least != -most:
                 raise PolyrhythmError(
                     f"{self}: {node.me}'s optimizer keeps {', '.join(mine)}, and another's something else"
                 )
@@ -161,9 +157,8 @@ class LocalSGD(Averaging):
 
     def _choose(self, node: Node, replica: Replica, communication: float, step: float) -> None:
         # The last to come has waited for nobody: the least time is what the averaging itself takes.
-        times = torch.tensor([communication, -step], dtype=torch.float64)
-        node.all_reduce(times, op="min")
-        communication, step = times[0].item(), -times[1].item()
+        communication, step = agree(node, communication, -step, op="min")
+        step = -step
         wanted = communication / (self.overhead * step) if step > 0 else math.inf
         # A difference of two clock readings is a little off, and ceil would make a whole step of it.
         period = math.ceil(min(max(wanted - 1e-6, self.shortest), self.longest))
@@ -201,13 +196,13 @@ class Average(Averaging):
         copied(replica.parameters, replica.buffer("base"))
 
     def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
-        counts = torch.zeros(len(node.workers), dtype=torch.float64)
-        counts[node.rank] = replica.samples - replica.notes.get("averaged", 0)
-        node.all_reduce(counts, op="sum")
-        if counts.min() == counts.max():
+        mine = replica.samples - replica.notes.get("averaged", 0)
+        workers = range(len(node.workers))
+        counts = agree(node, *(mine if rank == node.rank else 0.0 for rank in workers), op="sum")
+        if min(counts) == max(counts):
             return super().mean(node, replica, vectors, *flags)
         # Weighed is how far each came, so that what nobody has moved stays where it is, to the last bit.
-        weight, base = counts[node.rank].item() / counts.mean().item(), replica.buffer("base")
+        weight, base = mine * len(counts) / sum(counts), replica.buffer("base")
         for vector, common in zip_longest(vectors, base):
             vector.mul_(weight) if common is None else vector.sub_(common).mul_(weight)
         super().mean(node, replica, vectors, *flags)
@@ -252,7 +247,7 @@ class PostLocal(Averaging):
             return mean(node, None, replica.gradient, replica.present)
         rates = [float(group["lr"]) for group in replica.optimizer.param_groups]
         before = notes.setdefault("rates", rates)
-        fell = torch.tensor([float(any(now < then for now, then in zip(rates, before, strict=True)))])
+        fell = numbers(any(now < then for now, then in zip(rates, before, strict=True)))
         notes["rates"] = rates
         mean(node, None, replica.gradient, replica.present, fell)
         if fell.item():  # another batch may still be accumulated to this one: the step is taken together
