@@ -542,6 +542,30 @@ def test_all_change_in_the_same_step(simulate: Any, who: dict[int, int]) -> None
     assert trace.sent_by_step() == [*4 * [each], 0, 0, 0, 2 * 2 * 96, 0, 0, 0]
 
 
+def test_a_step_is_taken_together_to_its_end(simulate: Any) -> None:
+    """If all hear of the fall in the first of two batches that are accumulated, the second is averaged too."""
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def main() -> None:
+        here = pr.init()
+        numbers = Numbers(torch.ones(3, dtype=torch.float64))
+        numbers, optimizer = here.prepare(numbers, SGD(numbers.parameters()))
+        for step in range(1, 6):
+            if step == 3 and here.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.zero_grad()
+            for batch in (1.0, 2.0):
+                (numbers.x * (here.rank + batch)).sum().backward()
+            lowered = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = 0.1  # the same for all, that only gradients make a difference
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = lowered
+            seen[here.rank].append(numbers.x.detach().clone())
+
+    simulate(main, "postlocal:10", 2)
+    assert [torch.equal(a, b) for a, b in zip(*seen.values(), strict=True)] == [True] * 3 + [False] * 2
+
+
 # --- slow momentum ----------------------------------------------------------------------------------
 
 
