@@ -543,7 +543,7 @@ def test_all_change_in_the_same_step(simulate: Any, who: dict[int, int]) -> None
 
 
 def test_a_step_is_taken_together_to_its_end(simulate: Any) -> None:
-    """If all hear of the fall in the first of two batches that are accumulated, the second is averaged too."""
+    """If all hear of the fall in the first of two batches of a step, the second is averaged too."""
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
 
     def main() -> None:
