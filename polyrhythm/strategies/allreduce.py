@@ -37,12 +37,10 @@ class AllReduce(Strategy):
 
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
         # Whose gradients are missing is known with the last part.
-        join = begin_mean(node, self.codec, gradient, *((replica.present,) if last else ()))
-        replica.notes.setdefault("parts", []).append(join)
+        begin_part(node, replica, self.codec, gradient, *((replica.present,) if last else ()))
 
     def ready(self, node: Node, replica: Replica) -> None:
-        for join in replica.notes.pop("parts"):
-            join()
+        join_parts(replica)
 
     def check(self, workers: int, servers: int) -> None:
         check_summable(self)
@@ -77,6 +75,21 @@ def begin_mean(
             part.copy_(codec.decode(code, part.numel(), part.dtype))
 
     return join
+
+
+def begin_part(
+    node: Node, replica: Replica, codec: Codec | None, gradient: Sequence[Tensor], *flags: Tensor
+) -> None:
+    """Begins the mean of a part of the gradient, which `join_parts` waits for."""
+    replica.notes.setdefault("parts", []).append(begin_mean(node, codec, gradient, *flags))
+
+
+def join_parts(replica: Replica) -> bool:
+    """Waits for all parts of the gradient; False if there are none."""
+    parts = replica.notes.pop("parts", [])
+    for join in parts:
+        join()
+    return bool(parts)
 
 
 def numbers(*values: float) -> Tensor:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.strategies.allreduce import agree, mean, numbers
+from polyrhythm.strategies.allreduce import agree, begin_part, join_parts, mean, numbers
 from polyrhythm.strategies.desk import copied
 from polyrhythm.strategy import Strategy
 
@@ -226,6 +226,8 @@ class PostLocal(Averaging):
     name: ClassVar[str] = "postlocal"
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 
+    overlaps: ClassVar[bool] = True
+
     period: int = 8
     after: int = 0
 
@@ -238,17 +240,22 @@ class PostLocal(Averaging):
         if not self.after and not all("lr" in group for group in groups):
             raise UsageError(f"{self} waits until lr falls, and this optimizer has none; say after=STEPS")
 
+    def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
+        if replica.steps < (self.after or replica.notes.get("fell", math.inf)):
+            flags = (replica.present, self._falls(replica)) if last else ()
+            begin_part(node, replica, None, gradient, *flags)
+
     def ready(self, node: Node, replica: Replica) -> None:
-        notes = replica.notes
-        if replica.steps >= (self.after or notes.get("fell", math.inf)):
-            return
-        notes["together"] = replica.steps + 1  # for which this gradient is
-        if self.after:
-            return mean(node, None, replica.gradient, replica.present)
-        rates = [float(group["lr"]) for group in replica.optimizer.param_groups]
-        before = notes.setdefault("rates", rates)
-        fell = numbers(any(now < then for now, then in zip(rates, before, strict=True)))
-        notes["rates"] = rates
-        mean(node, None, replica.gradient, replica.present, fell)
-        if fell.item():  # another batch may still be accumulated to this one: the step is taken together
-            notes["fell"] = replica.steps + 1
+        if join_parts(replica):
+            step = replica.steps + 1  # for which this gradient is; another batch may still be added to it
+            replica.notes["together"] = step
+            if replica.notes["falls"].item():
+                replica.notes["fell"] = step
+
+    def _falls(self, replica: Replica) -> Tensor:
+        """A flag: whether the learning rate is lower than before."""
+        rates = [float(group.get("lr", 0.0)) for group in replica.optimizer.param_groups]
+        before = replica.notes.get("rates", rates)
+        flag = numbers(not self.after and any(now < then for now, then in zip(rates, before, strict=True)))
+        replica.notes["rates"], replica.notes["falls"] = rates, flag
+        return flag
