@@ -20,11 +20,15 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
+from polyrhythm import norms
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
+from polyrhythm.norms.policies import Mean, Policy, Rank0, Recompute, tracking
+from polyrhythm.norms.sync import Sync
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
 from polyrhythm.strategy import Strategy, parse
@@ -47,7 +51,7 @@ class Seat(ABC):
         """Asks the coordinator, and blocks until it answers."""
 
     @abstractmethod
-    def join(self, strategy: str | None) -> dict[str, Any]:
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         """Enters the run; returns once every node is there."""
 
     @abstractmethod
@@ -61,6 +65,14 @@ class Seat(ABC):
         """Around whatever may let other nodes of this process run: keeps random numbers apart."""
         return nullcontext()
 
+    def passes(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass in which this node may wait for others."""
+        backward()
+
+    def within(self, wait: Callable[[], None]) -> None:
+        """Waits for others in the middle of a forward pass, or of a backward pass that `passes` runs."""
+        wait()
+
     @abstractmethod
     def flush(self) -> None:
         """Hands in what is left of the event log."""
@@ -70,15 +82,18 @@ seat: ContextVar[Seat | None] = ContextVar("seat", default=None)
 session: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
-def init(strategy: str | Strategy | None = None) -> Session:
+def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
     """Enters the run that this process belongs to, or makes a session for one process alone.
 
     `strategy` is the way the workers keep time, such as "async" or "local:8". One given on the command line
-    wins over it.
+    wins over it. So it is with `batch_norm`, what becomes of BatchNorm's statistics: "local" (each worker's
+    own, as a rule), "rank0", "mean", "sync" or "recompute".
     """
+    if batch_norm is not None:
+        norms.named(batch_norm)
     text = str(parse(strategy) if isinstance(strategy, str) else strategy) if strategy is not None else None
     here = seat.get()
-    mine = Session() if here is None else _Member(here, text)
+    mine = Session() if here is None else _Member(here, text, batch_norm)
     session.set(mine)
     return mine
 
@@ -89,6 +104,7 @@ class Session:
     rank: int = 0
     workers: int = 1
     strategy: Strategy | None = None
+    batch_norm: str = norms.DEFAULT
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -123,11 +139,13 @@ class Session:
 class _Member(Session):
     """A session that is part of a run."""
 
-    def __init__(self, here: Seat, strategy: str | None) -> None:
+    def __init__(self, here: Seat, strategy: str | None, batch_norm: str | None = None) -> None:
         super().__init__()
-        welcome = here.join(strategy)
+        welcome = here.join(strategy, batch_norm)
         self._seat, self._node = here, here.node
         self.strategy: Strategy = parse(welcome["strategy"])
+        self.batch_norm = welcome["batch_norm"]
+        self._norms: Policy | None = None
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
@@ -165,6 +183,7 @@ class _Member(Session):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._seat.away():
             self.strategy.start(node, replica)
+            self._norms = self._policy(replica)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -184,7 +203,15 @@ class _Member(Session):
         if self._replica is None:
             return super().consensus()
         with torch.no_grad(), self._seat.away():
-            return self._replica.shown(self.strategy.consensus(self._node, self._replica))
+            if self._norms is not None:
+                self._norms.agree()
+            return self._shown(self._replica, self.strategy.consensus(self._node, self._replica))
+
+    def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
+        shown = replica.shown(vectors)
+        if self._norms is not None:
+            self._norms.show(shown)
+        return shown
 
     def close(self) -> None:
         """The script is done: the strategy finishes, and the last worker brings the result home."""
@@ -193,13 +220,15 @@ class _Member(Session):
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
         with torch.no_grad():
             self.strategy.finish(node, replica)
+            if self._norms is not None:
+                self._norms.agree()
             self._totals()
             self._seat.flush()
             if self._seat.request("bye")["last"]:
                 final = self.strategy.collect(node, replica)
                 self._totals()
                 self._seat.flush()
-                digest, blob = _pack(final, replica.shown(final))
+                digest, blob = _pack(final, self._shown(replica, final))
                 self._seat.bring(digest, blob)
 
     # --- a worker's step ----------------------------------------------------------------------------
@@ -295,6 +324,49 @@ class _Member(Session):
         self._replica.scale(scale)
         self._samples += samples
 
+    # --- BatchNorm ----------------------------------------------------------------------------------
+
+    def _policy(self, replica: Replica) -> Policy | None:
+        """What is done about BatchNorm's statistics; None if nothing is."""
+        model, node, asked = replica.model, self._node, self.batch_norm
+        if asked == "local" or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return None
+        if asked != "sync" and not tracking(model):
+            return None
+        if asked == "sync":
+            made = Sync(model, node, replica, self._sum_within)
+            made.start()
+            return made
+        if asked == "recompute":
+            if not self._loaders:
+                raise UsageError(
+                    "batch_norm=recompute needs the training loader: give it to session.prepare()"
+                )
+            return Recompute(model, node, self._loaders[0], self.seed)
+        return Rank0(model, node) if asked == "rank0" else Mean(model, node, lambda: self._samples)
+
+    def _sum_within(self, tensor: Tensor) -> None:
+        """Sums up over all workers in the middle of a pass."""
+
+        assert self._replica is not None
+        device = self._replica.parameters[0].device.type
+
+        def wait() -> None:
+            before = self._node.now()
+            # Off while others run: in simulation they are on the same thread.
+            with torch.no_grad(), torch.autocast(device, enabled=False), self._seat.away():
+                self._node.all_reduce(tensor)
+            self._exchange += self._node.now() - before
+
+        self._seat.within(wait)
+
+    def passes(self, backward: Callable[[], None]) -> None:
+        """A backward pass; one in which workers wait for each other needs care."""
+        if isinstance(self._norms, Sync):
+            self._seat.passes(backward)
+        else:
+            backward()
+
     # --- a server's life ----------------------------------------------------------------------------
 
     def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -367,5 +439,5 @@ def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
     if not isinstance(mine, _Member):
         return _backward(*args, **kwargs)
     mine.before_backward()
-    _backward(*args, **kwargs)
+    mine.passes(lambda: _backward(*args, **kwargs))
     mine.after_backward()

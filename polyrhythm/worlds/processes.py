@@ -328,8 +328,9 @@ class ProcessSeat(Seat):
             self.node.transport.layout = fields["layout"]
         return answer
 
-    def join(self, strategy: str | None) -> dict[str, Any]:
-        welcome = self.request("join", strategy=strategy, address=self.node.transport.address)
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
+        address = self.node.transport.address
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, address=address)
         self.node.seed = welcome["seed"]
         self.node.meet([(role, rank, address) for role, rank, address in welcome["peers"]])
         return welcome
