@@ -32,6 +32,7 @@ from programs import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
@@ -283,6 +284,26 @@ def test_sync_has_the_same_bits_in_both_worlds(strategy: str, tmp_path: Path) ->
         assert all(same(each["own"], views[0]["own"]) and same(each["shown"], each["own"]) for each in views)
         seen.append(trained(summary))
     assert same(*seen)
+
+
+class Checkpointed(nn.Module):
+    """Runs its forward a second time inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = varied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+@both_worlds
+def test_sync_is_one_machine_also_with_checkpoints(world: str, tmp_path: Path) -> None:
+    """Workers wait for each other in a forward pass that is part of a backward pass."""
+    script = Script(model=Checkpointed, size=53)
+    summary = go(world, script, tmp_path, batch_norm="sync")
+    assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
 def test_sync_over_tcp(tmp_path: Path) -> None:

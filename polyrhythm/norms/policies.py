@@ -120,14 +120,11 @@ class Recompute(Policy):
         for module in frozen:
             module.eval()
         pools = {module: _Pool() for module in tracking(model).values() if module.training}
-        hooks = [
-            module.register_forward_pre_hook(each.add, with_kwargs=True) for module, each in pools.items()
-        ]
-        with torch.no_grad(), _own_random_numbers(model, mix("norms", self._seed)):
+        with contextlib.ExitStack() as until, _own_random_numbers(model, mix("norms", self._seed)):
+            for module, each in pools.items():
+                until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
             for batch in self._loader.some(BATCHES):
                 _call(model, batch)
-        for hook in hooks:
-            hook.remove()
         for place, value in buffers:  # others than BatchNorm's may have changed too
             place.copy_(value)
         for module, each in pools.items():
@@ -181,7 +178,7 @@ def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """Dropout and augmentation draw the same every time, and training does not notice that they did."""
     others = np.random.get_state(), random.getstate()
     devices = {each.device.index for each in model.parameters() if each.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
         seed_all(seed)
         try:
             yield

@@ -1,17 +1,21 @@
-"""Backward passes in which a simulated worker waits for others.
+"""Passes in the middle of which a simulated worker waits for others.
 
 The autograd engine keeps one queue of work per thread. If a worker gave up control inside a backward pass,
 the next worker's pass would begin in the same queue, and each would do the other's work: in a trial four of
-them hung, and beyond sixty the engine goes on in threads of its own. So such a pass runs in a thread of its
-own, hand over hand with its fiber: one of the two always stands still, and what waits is done by the fiber.
+them hung, and beyond sixty the engine goes on in threads of its own. So a backward pass runs in a thread of
+its own, hand over hand with its fiber: one of the two always stands still, and what waits is done by the
+fiber.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+
+import torch
 
 
 class Aside:
@@ -63,3 +67,20 @@ class Aside:
             self._error = error
         finally:
             self._asked.put(None)
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[None]:
+    """Around a wait in a forward pass: whoever runs meanwhile must not save tensors through this one's hooks.
+
+    They are the thread's, and checkpointing sets some around each forward.
+    """
+    own, autograd = [], torch._C._autograd
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        own.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(own):
+            autograd._push_saved_tensors_default_hooks(*pair)

@@ -31,7 +31,7 @@ from polyrhythm.collectives.arithmetic import reduce, split
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, _Member, seat, session
-from polyrhythm.worlds.aside import Aside
+from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
 from polyrhythm.worlds.fibers import Fiber, Loop
 
@@ -428,7 +428,8 @@ class _SimulatedSeat(Seat):
                 "`polyrhythm run` knows both"
             )
         else:
-            wait()
+            with without_hooks():
+                wait()
 
     def come(self) -> None:
         """Puts this worker's source of numpy's random numbers in place; copying its state would take long."""
