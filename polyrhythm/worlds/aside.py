@@ -73,10 +73,12 @@ class Aside:
 def without_hooks() -> Iterator[None]:
     """Around a wait in a forward pass: whoever runs meanwhile must not save tensors through this one's hooks.
 
-    They are the thread's, and checkpointing sets some around each forward.
+    They are the thread's, and checkpointing sets some around each forward. PyTorch before 2.8 does not show
+    them: there a checkpointed model ends with an error, when a worker is asked to recompute for another.
     """
     own, autograd = [], torch._C._autograd
-    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+    while (pair := top(True)) is not None:
         own.append(pair)
         autograd._pop_saved_tensors_default_hooks()
     try:
