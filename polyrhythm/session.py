@@ -20,15 +20,14 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from polyrhythm import norms
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
-from polyrhythm.norms.policies import Mean, Policy, Rank0, Recompute, tracking
-from polyrhythm.norms.sync import Sync
+from polyrhythm.norms.choice import choose
+from polyrhythm.norms.policies import Policy
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
 from polyrhythm.strategy import Strategy, parse
@@ -183,7 +182,9 @@ class _Member(Session):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._seat.away():
             self.strategy.start(node, replica)
-            self._norms = self._policy(replica)
+            self._norms = choose(
+                self.batch_norm, node, replica, shared, lambda: self._samples, self.seed, self._sum_within
+            )
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -326,28 +327,8 @@ class _Member(Session):
 
     # --- BatchNorm ----------------------------------------------------------------------------------
 
-    def _policy(self, replica: Replica) -> Policy | None:
-        """What is done about BatchNorm's statistics; None if nothing is."""
-        model, node, asked = replica.model, self._node, self.batch_norm
-        if asked == "local" or not any(isinstance(module, _BatchNorm) for module in model.modules()):
-            return None
-        if asked != "sync" and not tracking(model):
-            return None
-        if asked == "sync":
-            made = Sync(model, node, replica, self._sum_within)
-            made.start()
-            return made
-        if asked == "recompute":
-            if not self._loaders:
-                raise UsageError(
-                    "batch_norm=recompute needs the training loader: give it to session.prepare()"
-                )
-            return Recompute(model, node, self._loaders[0], self.seed)
-        return Rank0(model, node) if asked == "rank0" else Mean(model, node, lambda: self._samples)
-
     def _sum_within(self, tensor: Tensor) -> None:
         """Sums up over all workers in the middle of a pass."""
-
         assert self._replica is not None
         device = self._replica.parameters[0].device.type
 
@@ -362,7 +343,7 @@ class _Member(Session):
 
     def passes(self, backward: Callable[[], None]) -> None:
         """A backward pass; one in which workers wait for each other needs care."""
-        if isinstance(self._norms, Sync):
+        if self._norms is not None and self._norms.waits:
             self._seat.passes(backward)
         else:
             backward()

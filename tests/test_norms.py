@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import json
 import pickle
 import random
@@ -39,6 +40,7 @@ import polyrhythm as pr
 from polyrhythm import norms
 from polyrhythm.cli import main as command
 from polyrhythm.errors import UsageError
+from polyrhythm.norms import pooling
 from polyrhythm.norms.pooling import pooled
 from polyrhythm.session import session
 
@@ -68,6 +70,12 @@ def test_pooled_is_the_union(sizes: list[int], offset: float, seed: int) -> None
     union = torch.cat(sets)
     torch.testing.assert_close(mean, union.mean(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(variance, union.var(0, correction=0), rtol=1e-10, atol=1e-11)
+
+
+def test_examples_in_docstrings() -> None:
+    for module in (norms, pooling):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
 
 
 def test_pooled_without_examples_weighs_all_alike() -> None:

@@ -1,7 +1,7 @@
 """What becomes of BatchNorm's statistics when several workers train: one policy, whatever the strategy.
 
 The names and what they need are here, without torch: the command line and the coordinator check them before
-anything starts. What they do is in `policies` and `sync`.
+anything starts. What they do is in `policies` and `sync`; `choice` makes one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
 
 
 class Policy:
-    """`local`: each worker shows its own. The others differ in what they override."""
+    """What a policy may do. `local` does nothing, and needs none of this."""
+
+    waits: ClassVar[bool] = False  # whether workers wait for each other in the middle of a pass
 
     def __init__(self, model: nn.Module, node: Node) -> None:
         self.model, self.node = model, node

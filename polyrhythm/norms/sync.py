@@ -15,7 +15,7 @@ the strategy averages them like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Crew:
 
 class Sync(Rank0):
     """All have the same statistics, after every forward; so there is nothing to merge."""
+
+    waits: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, node: Node, replica: Replica, total: Total) -> None:
         super().__init__(model, node)
