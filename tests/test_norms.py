@@ -582,26 +582,64 @@ def test_recompute_needs_a_loader() -> None:
 
 
 class Two(nn.Module):
+    """Takes what it takes by name, and one thing that is no tensor."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(FEATURES)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.norm(x) + y.unsqueeze(1)
+    def forward(self, factor: float, *, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(factor * x.flatten(1) + y.unsqueeze(1))
 
 
-def test_recompute_of_a_model_that_takes_more() -> None:
-    """It says how it calls the model, and what else there is."""
+@dataclass
+class Called:
+    """A script that calls its model in a way of its own."""
 
-    def main() -> None:
+    call: Callable[[nn.Module, Any], Tensor]
+    early: bool = False
+
+    def __call__(self) -> None:
         session, model = pr.init(), Two()
-        model, _, _ = session.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Examples(8), batch_size=4)
+        x, y = Examples(50).tensors
+        data = [{"number": number, "target": y[number], "input": x[number]} for number in range(50)]
+        model, optimizer, loader = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
         )
-        session.consensus()
+        if self.early:
+            assert session.consensus().norm.num_batches_tracked == 0
+        assert pickle.loads(pickle.dumps(copy.deepcopy(model))).training
+        for batch in loader:
+            optimizer.zero_grad()
+            self.call(model, batch).square().mean().backward()
+            optimizer.step()
+        shown = session.consensus()
+        used = (2 * x + y.unsqueeze(1)).float()
+        torch.testing.assert_close(shown.norm.running_mean, used.mean(0))
+        torch.testing.assert_close(shown.norm.running_var, used.var(0))
 
-    with pytest.raises(UsageError, match=r"calls the model with the first part of each batch.*TypeError"):
-        pr.simulate(main, strategy="allreduce", batch_norm="recompute")
+
+@both_worlds
+def test_recompute_calls_the_model_as_the_script_does(world: str, tmp_path: Path) -> None:
+    """Parts of a dict, by name, cast and reshaped, beside a number; and a copy of the model has no hook."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float().unsqueeze(2))  # noqa: E731
+    go(world, Called(call), tmp_path, batch_norm="recompute")
+
+
+def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
+    """In the first step, and not when everything is trained."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float() / 3)  # noqa: E731
+    with pytest.raises(
+        UsageError, match=r"cannot see how what it is called with \(a tensor of shape \(4, 5\)\)"
+    ):
+        go("simulated", Called(call), tmp_path, batch_norm="recompute")
+
+
+def test_recompute_before_it_has_seen_a_call(tmp_path: Path) -> None:
+    """A model that takes the first part of a batch is shown as ever; for another there is a warning."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float())  # noqa: E731
+    with pytest.warns(UserWarning, match="has taken no step: its BatchNorm statistics are shown as they are"):
+        go("simulated", Called(call, early=True), tmp_path, batch_norm="recompute")
 
 
 def test_an_error_in_a_backward_pass_that_waits() -> None:

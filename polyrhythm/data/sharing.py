@@ -65,6 +65,7 @@ class SharedLoader:
             )
         self.loader = loader
         self.epoch = 0
+        self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
         self._leases, self._counted = leases, counted
         self._drawn: dict[int, list[list[int]]] = {}
@@ -99,6 +100,8 @@ class SharedLoader:
         try:
             for batch in self._inner:
                 self._counted(*self._counts.popleft())
+                if self.watch is not None:
+                    self.watch(batch)
                 yield batch
             complete = True
         finally:  # an epoch that is left early is over too

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
-from polyrhythm.errors import UsageError
 from polyrhythm.node import Node
+from polyrhythm.norms.calls import Call
 from polyrhythm.norms.pooling import pool, pooled
 
 BATCHES = 100  # that `recompute` looks at, at most
@@ -98,14 +99,16 @@ class Mean(Policy):
 class Recompute(Policy):
     """Computed anew, with the parameters that are shown, from training batches: for every strategy.
 
-    The model is called in training mode with the first part of each batch, as torch's own `update_bn` does.
-    What counts is every example alike: the statistics are those of all the batches together. The batches are
-    the same on all workers that have got as far in the data, and nothing of the training is touched by it.
+    The model is called in training mode, as the script calls it (see `calls`). Every example counts alike:
+    the statistics are those of all the batches together. The batches are the same on all workers that have
+    got as far in the data, and nothing of the training is touched by it.
     """
 
     def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
         super().__init__(model, node)
         self._loader, self._seed = loader, seed
+        self._call = Call(model)
+        loader.watch = self._call.given
         self._frozen: set[str] = set()
         self._look()
 
@@ -126,7 +129,14 @@ class Recompute(Policy):
             for module, each in pools.items():
                 until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
             for batch in self._loader.some(BATCHES):
-                _call(model, batch)
+                if not self._call.again(model, batch):
+                    warnings.warn(
+                        "batch_norm=recompute does not know yet how the model is called, for this worker has "
+                        "taken no step: its BatchNorm statistics are shown as they are",
+                        stacklevel=2,
+                    )
+                    pools.clear()
+                    break
         for place, value in buffers:  # others than BatchNorm's may have changed too
             place.copy_(value)
         for module, each in pools.items():
@@ -159,20 +169,6 @@ class _Pool:
             mean.copy_(self.mean)
             variance.copy_(self.variance * (self.count / max(self.count - 1, 1)))
             tracked.fill_(self.calls)
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    first = batch[0] if isinstance(batch, list | tuple) else batch
-    if isinstance(first, Tensor):
-        first = first.to(next(model.parameters()).device)
-    try:
-        model(first)
-    except Exception as error:
-        raise UsageError(
-            "batch_norm=recompute calls the model with the first part of each batch, and this one cannot be "
-            f"called so ({type(error).__name__}: {error}); use batch_norm=local, or mean where workers step "
-            "together"
-        ) from error
 
 
 @contextlib.contextmanager
