@@ -117,6 +117,11 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
         help="how they keep time, such as allreduce, async or local:8; wins over the one in the script",
     )  # fmt: skip
     command.add_argument(
+        "--batch-norm", metavar="B",
+        help="BatchNorm's statistics: local (each worker's own), rank0, mean, sync or recompute; wins over "
+        "the one in the script",
+    )  # fmt: skip
+    command.add_argument(
         "--servers", type=_servers, default=0, metavar="P",
         help="parameter servers, if the strategy has them (1); colocated: one beside each worker",
     )  # fmt: skip
@@ -173,6 +178,7 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     common: dict[str, Any] = {
         "workers": options.workers, "strategy": options.strategy, "servers": options.servers,
+        "batch_norm": options.batch_norm,
         "arguments": rest, "seed": options.seed, "threads": options.threads,
         "runs": options.runs, "name": options.name, "collective": options.collective,
         "screen": Screen(sys.stderr, quiet=options.quiet),

@@ -116,6 +116,16 @@ class Replica:
         """From here on a new gradient counts this much: a fair share of the examples counts 1."""
         self._scale = factor
 
+    @property
+    def scaling(self) -> float:
+        """How much a new gradient counts now."""
+        return self._scale
+
+    @property
+    def counts(self) -> bool:
+        """Whether the present batch counts; one that is borrowed does not."""
+        return self._scale != 0
+
     def before_backward(self, begin: Callable[[Bucket], None] | None = None) -> None:
         """Keeps what was accumulated so far, if what is added now has to be scaled.
 

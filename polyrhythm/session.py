@@ -22,10 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from polyrhythm import norms
 from polyrhythm.buckets import Bucket
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node, Peer
+from polyrhythm.norms.choice import choose
+from polyrhythm.norms.policies import Policy
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
 from polyrhythm.strategy import Strategy, parse
@@ -48,7 +51,7 @@ class Seat(ABC):
         """Asks the coordinator, and blocks until it answers."""
 
     @abstractmethod
-    def join(self, strategy: str | None) -> dict[str, Any]:
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         """Enters the run; returns once every node is there."""
 
     @abstractmethod
@@ -66,6 +69,14 @@ class Seat(ABC):
         """Around whatever may let other nodes of this process run: keeps random numbers apart."""
         return nullcontext()
 
+    def passes(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass in which this node may wait for others."""
+        backward()
+
+    def within(self, wait: Callable[[], None]) -> None:
+        """Waits for others in the middle of a forward pass, or of a backward pass that `passes` runs."""
+        wait()
+
     @abstractmethod
     def flush(self) -> None:
         """Hands in what is left of the event log."""
@@ -75,15 +86,18 @@ seat: ContextVar[Seat | None] = ContextVar("seat", default=None)
 session: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
-def init(strategy: str | Strategy | None = None) -> Session:
+def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
     """Enters the run that this process belongs to, or makes a session for one process alone.
 
     `strategy` is the way the workers keep time, such as "async" or "local:8". One given on the command line
-    wins over it.
+    wins over it. So it is with `batch_norm`, what becomes of BatchNorm's statistics: "local" (each worker's
+    own, as a rule), "rank0", "mean", "sync" or "recompute".
     """
+    if batch_norm is not None:
+        norms.named(batch_norm)
     text = str(parse(strategy) if isinstance(strategy, str) else strategy) if strategy is not None else None
     here = seat.get()
-    mine = Session() if here is None else _Member(here, text)
+    mine = Session() if here is None else _Member(here, text, batch_norm)
     session.set(mine)
     return mine
 
@@ -94,6 +108,7 @@ class Session:
     rank: int = 0
     workers: int = 1
     strategy: Strategy | None = None
+    batch_norm: str = norms.DEFAULT
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -135,11 +150,13 @@ class Session:
 class _Member(Session):
     """A session that is part of a run."""
 
-    def __init__(self, here: Seat, strategy: str | None) -> None:
+    def __init__(self, here: Seat, strategy: str | None, batch_norm: str | None = None) -> None:
         super().__init__()
-        welcome = here.join(strategy)
+        welcome = here.join(strategy, batch_norm)
         self._seat, self._node = here, here.node
         self.strategy: Strategy = parse(welcome["strategy"])
+        self.batch_norm = welcome["batch_norm"]
+        self._norms: Policy | None = None
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
@@ -182,6 +199,12 @@ class _Member(Session):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._seat.away():
             self.strategy.start(node, replica)
+            self._norms = choose(
+                self.batch_norm, node, replica, shared, lambda: self._samples, self.seed, self._sum_within
+            )
+        if self._norms is not None and self._norms.waits:
+            # Its collectives are in the midst of backward: whose gradients come when would change the order.
+            self._early = False
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -201,7 +224,15 @@ class _Member(Session):
         if self._replica is None:
             return super().consensus()
         with torch.no_grad(), self._seat.away():
-            return self._replica.shown(self.strategy.consensus(self._node, self._replica))
+            if self._norms is not None:
+                self._norms.agree()
+            return self._shown(self._replica, self.strategy.consensus(self._node, self._replica))
+
+    def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
+        shown = replica.shown(vectors)
+        if self._norms is not None:
+            self._norms.show(shown)
+        return shown
 
     def close(self) -> None:
         """The script is done: the strategy finishes, and the last worker brings the result home."""
@@ -210,13 +241,15 @@ class _Member(Session):
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
         with torch.no_grad():
             self.strategy.finish(node, replica)
+            if self._norms is not None:
+                self._norms.agree()
             self._totals()
             self._seat.flush()
             if self._seat.request("bye")["last"]:
                 final = self.strategy.collect(node, replica)
                 self._totals()
                 self._seat.flush()
-                digest, blob = _pack(final, replica.shown(final))
+                digest, blob = _pack(final, self._shown(replica, final))
                 self._seat.bring(digest, blob)
 
     # --- a worker's step ----------------------------------------------------------------------------
@@ -361,6 +394,29 @@ class _Member(Session):
         self._replica.samples += samples
         self._samples += samples
 
+    # --- BatchNorm ----------------------------------------------------------------------------------
+
+    def _sum_within(self, tensor: Tensor) -> None:
+        """Sums up over all workers in the middle of a pass."""
+        assert self._replica is not None
+        device = self._replica.parameters[0].device.type
+
+        def wait() -> None:
+            before = self._node.now()
+            # Off while others run: in simulation they are on the same thread.
+            with torch.no_grad(), torch.autocast(device, enabled=False), self._seat.away():
+                self._node.all_reduce(tensor)
+            self._exchange += self._node.now() - before
+
+        self._seat.within(wait)
+
+    def passes(self, backward: Callable[[], None]) -> None:
+        """A backward pass; one in which workers wait for each other needs care."""
+        if self._norms is not None and self._norms.waits:
+            self._seat.passes(backward)
+        else:
+            backward()
+
     # --- a server's life ----------------------------------------------------------------------------
 
     def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -434,7 +490,7 @@ def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
         return _backward(*args, **kwargs)
     mine.before_backward()
     try:
-        _backward(*args, **kwargs)
+        mine.passes(lambda: _backward(*args, **kwargs))
     except BaseException:
         mine.failed_backward()
         raise

@@ -344,10 +344,10 @@ class ProcessSeat(Seat):
             self.node.transport.layout = fields["layout"]
         return answer
 
-    def join(self, strategy: str | None) -> dict[str, Any]:
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
-        welcome = self.request("join", strategy=strategy, place=list(place))
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
         node.seed = welcome["seed"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
