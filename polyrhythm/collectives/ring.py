@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Node, Peer, Reply
 
-SEGMENT = 1 << 20  # bytes of a segment at most
+SEGMENT = 1 << 21  # bytes of a segment at most: smaller ones measured slower
 AHEAD = 8  # segments that a worker may have sent more than it has received; twice as many may be unanswered
 
 
