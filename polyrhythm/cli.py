@@ -22,6 +22,7 @@ examples:
   polyrhythm simulate train.py -n 64 -s local:8 --cluster office.toml
   polyrhythm strategies                                         what --strategy can be
   polyrhythm bench servers                                      how many servers for how many workers
+  polyrhythm explain ring --workers 4                           ring all-reduce, step by step
 
 The script needs three lines: import polyrhythm, session = polyrhythm.init(), and
 model, optimizer, loader = session.prepare(model, optimizer, loader).
@@ -94,6 +95,20 @@ def parser() -> argparse.ArgumentParser:
         "the strategy async, and prints the knee beside the formula P* = ceil(N |w| / (beta t)).",
         epilog="A worker sleeps for the time of a step: it stands for a machine with cores of its own.",
     ))  # fmt: skip
+
+    kinds = commands.add_parser("explain", help="see an algorithm step by step").add_subparsers(
+        dest="explain", metavar="WHAT", required=True
+    )
+    ring = kinds.add_parser(
+        "ring",
+        help="ring all-reduce: who sends which chunk to whom, and what everybody holds",
+        description="Draws ring all-reduce step by step, from a run of its real code on simulated workers.",
+    )
+    ring.add_argument("-n", "--workers", type=int, default=4, metavar="N", help="2 to 16 (4)")
+    ring.add_argument(
+        "--length", type=int, default=None, metavar="L", help="elements of the vector (one per worker)"
+    )
+    ring.add_argument("--json", action="store_true", help="print all of it as one JSON object")
     return top
 
 
@@ -160,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _strategies(options.json)
         if options.command == "bench":
             return _bench(options)
+        if options.command == "explain":
+            return _explain(options)
         return _train(options, rest)
     except PolyrhythmError as error:
         print(f"polyrhythm: {error}", file=sys.stderr)
@@ -218,6 +235,15 @@ def _bench(options: argparse.Namespace) -> int:
     with _silent() if options.json else contextlib.nullcontext():
         report = servers.measure(plan, servers.say)
     print(json.dumps(report) if options.json else servers.show(report))
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from polyrhythm.lab import explain
+
+    what = explain.ring(options.workers, options.length)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(json.dumps(what.plain()) if options.json else explain.draw(what, colour))
     return 0
 
 

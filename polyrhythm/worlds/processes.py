@@ -242,6 +242,11 @@ class ProcessNode(Node):
                     self._handled.append(notice)
                 return None
 
+    def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
+        if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
+            return super().expect(sender, kind, into)
+        return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
+
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Arrived)
         own = message.tensors and len(tensors) == len(message.tensors)
