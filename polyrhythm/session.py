@@ -292,7 +292,8 @@ class _Member(Session):
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None
-        self._replica.scale(scale)
+        self._replica.scale(float(scale > 0) if self.strategy.weighs else scale)
+        self._replica.samples += samples
         self._samples += samples
 
     # --- a server's life ----------------------------------------------------------------------------
