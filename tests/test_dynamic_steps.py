@@ -11,6 +11,8 @@ import torch
 from programs import MOMENTUM, SPEEDS, Point, Script, Walk, events, pushes, trained
 
 import polyrhythm as pr
+from polyrhythm.node import Message, Peer
+from polyrhythm.shard import Shard
 
 STEP = 2.0**-6  # seconds; binary fractions, so that virtual time adds up exactly
 SLOW_TO_FAST = "".join(
@@ -197,6 +199,24 @@ def test_looking_at_the_consensus_is_no_work(simulate: Any) -> None:
 
     cluster = '[[hosts]]\nlatency = "20 ms"\n'
     assert chosen(simulate(main, "delayed-nesterov:8,dynamic=yes", 2, cluster=cluster)) == {}
+
+
+def test_the_server_tells_the_fastest_of_those_it_knows() -> None:
+    """The latest of each counts, not the best; one that left counts no longer, and who asks always does."""
+    model = torch.nn.Linear(2, 2)
+    shard = Shard(model, torch.optim.SGD(model.parameters()), 0, 1)
+    strategy = pr.parse("delayed-nesterov:8,dynamic=yes")
+
+    def push(rank: int, speed: float) -> Message:
+        return Message(Peer("worker", rank), "push", 1, {"speed": speed})
+
+    for rank, speed in [(0, 1.0), (1, 9.0), (1, 4.0)]:
+        strategy.hear(shard, push(rank, speed))
+    assert strategy.tell(shard, push(0, 1.0)) == {"fastest": 4.0}
+    strategy.forget(shard, 1)
+    assert strategy.tell(shard, push(0, 1.0)) == {"fastest": 1.0}
+    strategy.hear(shard, Message(Peer("worker", 0), "pull", 2))
+    assert strategy.tell(shard, push(3, 0.5)) == {"fastest": 0.5}
 
 
 def test_period_of_one(simulate: Any) -> None:

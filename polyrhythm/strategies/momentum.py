@@ -269,7 +269,10 @@ class DelayedNesterov(ParameterServer):
             speeds[message.sender.rank] = message["speed"]
 
     def tell(self, shard: Shard, reader: Message) -> dict[str, Field]:
-        return {"fastest": max(shard.notes["speeds"].values())} if "speed" in reader.fields else {}
+        if "speed" not in reader.fields:
+            return {}
+        # Its own too: it may have pushed before the server heard that it has joined.
+        return {"fastest": max([reader["speed"], *shard.notes["speeds"].values()])}
 
     def forget(self, shard: Shard, worker: int) -> None:
         shard.notes.get("speeds", {}).pop(worker, None)
