@@ -73,6 +73,7 @@ MORE = [
     Row("dc-asgd:2,adaptive=yes", 2),
     Row("dana-zero:weight=exp", 2),
     Row("easgd:max_staleness=0", 2),
+    Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("allreduce+fp16"),
     Row("async+bf16"),
 ]
