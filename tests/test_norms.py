@@ -149,7 +149,7 @@ class Look:
             "own": statistics(model),
             "shown": statistics(shown),
             "parameters": {name: value.detach().clone() for name, value in shown.named_parameters()},
-            "samples": session._samples,  # type: ignore[attr-defined]
+            "samples": session._replica.samples,  # type: ignore[attr-defined]
         }
         torch.save(seen, self.folder / f"{session.rank}.pt")
 

@@ -30,8 +30,9 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.arithmetic import reduce, sent
 from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.member import Member
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
-from polyrhythm.session import Seat, ServerDone, _Member, seat, session
+from polyrhythm.session import Seat, ServerDone, seat, session
 from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
 from polyrhythm.worlds.fibers import Fiber, Loop
@@ -579,7 +580,7 @@ class Simulated:
         try:
             self.program()
             mine = session.get()
-            if not isinstance(mine, _Member):
+            if not isinstance(mine, Member):
                 raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
             mine.close()
         except (ServerDone, GreenletExit):
