@@ -98,9 +98,9 @@ class Member(Session):
     def log(self, **metrics: Any) -> None:
         if self._late and self._replica is not None and not self._replica.steps:
             return  # it runs through epochs that are over, and knows nothing of them
-        plain = {name: plain(value) for name, value in metrics.items()}
+        told = {name: plain(value) for name, value in metrics.items()}
         step = self._replica.steps if self._replica else 0
-        self._seat.request("metrics", t=self._node.now(), step=step, metrics=plain)
+        self._seat.request("metrics", t=self._node.now(), step=step, metrics=told)
 
     def consensus(self) -> nn.Module:
         if self._replica is None:
@@ -188,8 +188,8 @@ class Member(Session):
         self._agreed = True
         if self._observing:
             self._observing = False
-            rest = (each for each in reversed(range(len(replica.layout.pieces))) if each not in replica.touched)
-            order = torch.tensor([*replica.touched, *rest])
+            everyone = reversed(range(len(replica.layout.pieces)))
+            order = torch.tensor(list(dict.fromkeys([*replica.touched, *everyone])))
             self._node.broadcast(order)
             replica.arrange(order.tolist())
 

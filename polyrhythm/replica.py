@@ -6,13 +6,11 @@ a worker between steps lives here; what it remembers on a server is in `shard`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from polyrhythm.buckets import Bucket, arrange
 from polyrhythm.errors import NotFinite, UsageError
 from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, hyper_parameters, private, spans_of
+from polyrhythm.moments import Moments
 
 if TYPE_CHECKING:
     from polyrhythm.node import Peer, Reply
@@ -68,7 +67,7 @@ class Replica:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._touch, index))  # type: ignore[no-untyped-call]
         self._shown: nn.Module | None = None
-        self._held: Tensor | None = None
+        self.moments = Moments(self.layout, optimizer, self.buffers, empty)
 
     # --- the gradient -------------------------------------------------------------------------------
 
@@ -237,83 +236,6 @@ class Replica:
         for index, entry in whole.items():
             self.optimizer.state[self.layout.parameters[index]] = entry
 
-    # --- the optimizer's state ----------------------------------------------------------------------
-
-    def moment_names(self) -> list[str]:
-        """What the optimizer keeps for each element, by name, such as exp_avg; nothing before it steps."""
-        return sorted(
-            {
-                name
-                for parameter in self.layout.parameters
-                for name, value in self.optimizer.state.get(parameter, {}).items()
-                if _along(value, parameter) and name != "step"  # which looks alike if that is one number
-            }
-        )
-
-    def moments(self, names: Sequence[str]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What the optimizer keeps under these names, as flat vectors, and which parameters it has it for.
-
-        Its own tensors become views into them, on which it works in place; where it has made new ones, these
-        are taken in. Parameters that it keeps nothing for are zero.
-        """
-        states = [self.optimizer.state.get(parameter, {}) for parameter in self.layout.parameters]
-        if self._held is None:
-            self._held = self._empty(len(states), torch.float32, torch.device("cpu"))
-        for index, (parameter, state) in enumerate(zip(self.layout.parameters, states, strict=True)):
-            self._held[index] = float(any(_along(state.get(name), parameter) for name in names))
-        for name in names:
-            vectors = self._moment(name, states)
-            for parameter, piece, state in zip(
-                self.layout.parameters, self.layout.pieces, states, strict=True
-            ):
-                view, value = self.layout.view(vectors, piece), state.get(name)
-                if not _along(value, parameter):
-                    view.zero_()
-                elif value.data_ptr() != view.data_ptr():
-                    state[name] = view.copy_(value)
-        return tuple(vector for name in names for vector in self.buffers[_of_optimizer(name)]), self._held
-
-    def _moment(self, name: str, states: Sequence[dict[str, Any]]) -> tuple[Tensor, ...]:
-        """The flat vectors for one name; they have the dtypes that the optimizer has chosen."""
-        key = _of_optimizer(name)
-        if key not in self.buffers:
-            dtypes = [dtype for dtype, _ in self.layout.kinds]
-            for piece, state in zip(self.layout.pieces, states, strict=True):
-                if isinstance(state.get(name), Tensor):
-                    dtypes[piece.part] = state[name].dtype
-            self.buffers[key] = tuple(
-                self._empty(count, dtype, device)
-                for count, dtype, (_, device) in zip(
-                    self.layout.counts, dtypes, self.layout.kinds, strict=True
-                )
-            )
-        return self.buffers[key]
-
-    def adopt_moments(self, names: Sequence[str]) -> None:
-        """Where others have a state and this optimizer has none, it goes on with theirs."""
-        states, held = self.optimizer.state, ([] if self._held is None else self._held.tolist())
-        neighbour: dict[str, Any] = next(
-            (states[each] for each in self.layout.parameters if states.get(each)), {}
-        )
-        rest = {name: value for name, value in neighbour.items() if name not in names}
-        for parameter, piece, present in zip(self.layout.parameters, self.layout.pieces, held, strict=True):
-            if present > 0:
-                state = states[parameter] = states.get(parameter) or copy.deepcopy(rest)
-                for name in names:
-                    if not _along(state.get(name), parameter):
-                        state[name] = self.layout.view(self.buffers[_of_optimizer(name)], piece)
-
-    def forget_moments(self) -> None:
-        """The optimizer goes on as a new one would begin."""
-        optimizer = self.optimizer
-        taken = inspect.signature(type(optimizer)).parameters
-        settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        optimizer.state.clear()
-        # Some, such as Adagrad, begin with a state; one of the user's own may be made differently.
-        with contextlib.suppress(TypeError):
-            groups = [dict(group) for group in optimizer.param_groups]
-            optimizer.state.update(type(optimizer)(groups, **settings).state)
-
     # --- what it remembers --------------------------------------------------------------------------
 
     def buffer(self, name: str) -> tuple[Tensor, ...]:
@@ -341,12 +263,3 @@ class Replica:
                 copied.copy_(mine)
         self._shown.train(self.model.training)
         return self._shown
-
-
-def _along(value: Any, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether a value of an optimizer's state has a number for each element of its parameter."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
-
-
-def _of_optimizer(name: str) -> str:
-    return f"{name} of the optimizer"

@@ -68,13 +68,13 @@ class Averaging(Rounds):
     def exchange(self, node: Node, replica: Replica) -> None:
         names = self._moment_names(node, replica) if self.momentum == "average" else []
         if names:
-            moments, held = replica.moments(names)
+            moments, held = replica.moments.flat(names)
             self.mean(node, replica, [*replica.parameters, *moments], held)
-            replica.adopt_moments(names)
+            replica.moments.adopt(names)
         else:
             self.mean(node, replica, replica.parameters)
         if self.momentum == "reset":
-            replica.forget_moments()
+            replica.moments.forget()
         super().exchange(node, replica)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -91,7 +91,7 @@ class Averaging(Rounds):
     def _moment_names(self, node: Node, replica: Replica) -> list[str]:
         """What all optimizers keep. They agree on it once, for some may not have taken a step yet."""
         if "moments" not in replica.notes:
-            mine = replica.moment_names()
+            mine = replica.moments.names()
             number = float(zlib.crc32(" ".join(mine).encode())) if mine else 0.0
             least, most = agree(node, number, -number, op="min")
             if least == 0:
