@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.report import Steal, show
 
-NAMES = ("allreduce", "server", "simulator", "staleness", "startup", "straggler")
+NAMES = ("allreduce", "ring", "server", "simulator", "staleness", "startup", "straggler")
 
 
 def main() -> int:
