@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from polyrhythm.node import Node, Peer, Reply
 
 SEGMENT = 1 << 22  # bytes of a segment at most: with smaller ones Python takes longer than the wire
-AHEAD = 8  # segments that a worker may have sent more than it has received; twice as many may be unanswered
+AHEAD = 4  # segments that a worker may have sent more than it has received; twice as many may be unanswered
 
 
 @dataclass(frozen=True)

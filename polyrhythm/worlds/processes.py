@@ -141,16 +141,16 @@ class ProcessNode(Node):
     def now(self) -> float:
         return time.monotonic() - self._began
 
-    def meet(self, peers: Sequence[tuple[str, int, str, str, int]]) -> None:
-        """Learns who is in the run and where."""
+    def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
+        """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
         places = {}
-        for role, rank, address, host, arena in peers:
+        for role, rank, *place in peers:
             peer = Peer(role, rank)
             if peer != self.me:
-                self.transport.introduce(peer, address)
+                self.transport.introduce(peer, place[0])
             self._present[role] = sorted([*self._present[role], peer])
             if role == "worker":
-                places[peer] = Place(address, host, arena)
+                places[peer] = Place(*place)
         self._crew = Crew(self, places, self._collective)
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
