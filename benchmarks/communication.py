@@ -126,7 +126,7 @@ def _markdown(networks: Sequence[str], outcomes: dict[Case, list[Outcome]]) -> l
             [
                 f"`{case.strategy}`", f"{case.optimizer}, rate {case.rate:g}",
                 _spread([each.steps for each in found]), _reached(found), f"{sent:,.1f}",
-                *(f"{time:.1f} s" for time in times),
+                *(f"{time:.2f} s" for time in times),
             ]
         )  # fmt: skip
     return ["| " + " | ".join(line) + " |" for line in lines]
