@@ -1,9 +1,9 @@
 """Which all-reduce is the fastest, by what was measured.
 
-`python -m benchmarks collectives` prints the figures behind this table. On one host shared memory wins at every
-size. Between hosts two hops are better while a message costs more than its bytes, and between two hosts always;
-with more to send, the ring: it talks to one neighbour at a time, and where links have a limit (`python -m
-benchmarks.ring --hosts 4 --rate 1gbit`) those who all send to one get in each other's way.
+`python -m benchmarks collectives` prints the figures behind this table. On one host shared memory wins at
+every size. Between hosts two hops are better while a message costs more than its bytes, and between two hosts
+always. With more to send it is the ring: each talks to one neighbour, and where links have a limit (`python
+-m benchmarks.ring --hosts 4 --rate 1gbit`) those who all send to one get in each other's way.
 """
 
 from __future__ import annotations
