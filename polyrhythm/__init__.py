@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-    from polyrhythm.launch import run, simulate
+    from polyrhythm.launch import join, run, simulate
     from polyrhythm.node import Message, Node, Peer
     from polyrhythm.replica import Replica
     from polyrhythm.session import Session, init
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session", "Session": "session", "run": "launch", "simulate": "launch",
+    "join": "launch",
     "Strategy": "strategy", "Codec": "strategy", "parse": "strategy",
     "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
     "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
@@ -26,7 +27,7 @@ _HOME = {
 
 __all__ = [
     "Codec", "Message", "Node", "NotFinite", "Peer", "PeerLost", "PolyrhythmError", "Replica", "Session",
-    "Shard", "Strategy", "UsageError", "WaitError", "WireError", "init", "parse", "run", "simulate",
+    "Shard", "Strategy", "UsageError", "WaitError", "WireError", "init", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 
