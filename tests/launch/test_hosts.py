@@ -21,12 +21,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
 from polyrhythm.session import session
 from tests.programs import MOMENTUM, Script, distance, events, same, trained
-from tests.scripts.train import EXAMPLES, train
+from tests.scripts.train import EXAMPLES, Numbered, network, train
 
 _fork = multiprocessing.get_context("fork")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -60,6 +63,9 @@ class Host:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
+
+    def lives(self) -> bool:
+        return self.process.is_alive()
 
     @property
     def text(self) -> str:
@@ -245,17 +251,18 @@ def test_wrong_key(hosts: Hosts) -> None:
 
 def test_too_many_and_full(hosts: Hosts) -> None:
     """Both sides say why; nothing else happens, and whoever fits joins."""
-    slow = partial(train, pause=0.02)
-    begun = hosts.run(slow, workers=3, here=1, strategy="async")
-    refused = hosts.join(slow, workers=3).end()
+    program = partial(patient, hosts.folder)
+    begun = hosts.run(program, workers=3, here=1, strategy="async")
+    refused = hosts.join(program, workers=3).end()
     assert (refused["code"], refused["error"]) == (
         2, f"cannot join the run at {hosts.address}: 3 workers cannot join where 2 of 3 are missing",
     )  # fmt: skip
     begun.find("(127.0.0.1 cannot join: 3 workers cannot join where 2 of 3 are missing)")
-    joined = hosts.join(slow, workers=2)
+    joined = hosts.join(program, workers=2)
     joined.find("(joined)")
-    late = hosts.join(slow).end()
+    late = hosts.join(program).end()
     assert late["error"].endswith("the run has all of its 3 workers; no more can join")
+    go_on(hosts)
     assert joined.end()["code"] == begun.end()["code"] == 0
 
 
@@ -330,24 +337,44 @@ def test_the_key_is_made_for_its_owner_alone(hosts: Hosts) -> None:
 # --- life and death -----------------------------------------------------------------------------------------
 
 
-def begin(hosts: Hosts, strategy: str, here: int = 1, workers: int = 3, **how: Any) -> tuple[Host, Host]:
-    """Two hosts that train, and would for long."""
-    more = {name: how.pop(name) for name in ("restarts", "servers") if name in how}
-    program = partial(train, folder=hosts.folder, **({"epochs": 1000, "pause": 0.01} | how))
-    begun = hosts.run(program, workers=workers, here=here, strategy=strategy, **more)
+def patient(folder: Path) -> None:
+    """Trains; every worker waits in its third step until the test has struck."""
+    session = pr.init()
+    me = session._seat.me
+    (folder / str(me)).write_text(str(os.getpid()))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Numbered(), batch_size=4, shuffle=True)
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    for step, (_, x, y) in enumerate(loader, 1):
+        if step == 3:
+            (folder / f"trains {me.rank}").touch()
+            until((folder / "struck").exists)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def begin(
+    hosts: Hosts, strategy: str, here: int = 1, workers: int = 3, program: Any = None, **how: Any
+) -> tuple[Host, Host]:
+    """Two hosts that train, and go on when the test has struck."""
+    program = program or partial(patient, hosts.folder)
+    begun = hosts.run(program, workers=workers, here=here, strategy=strategy, **how)
     joined = hosts.join(program, workers=workers - here)
-    until(
-        lambda: (
-            all((hosts.folder / f"trains {rank}").exists() for rank in range(workers))
-            or not (begun.process.is_alive() and joined.process.is_alive())
-        )
-    )
+    marks = [hosts.folder / f"trains {rank}" for rank in range(workers)]
+    until(lambda: all(mark.exists() for mark in marks) or not all(map(Host.lives, (begun, joined))))
     hosts.note()
     return begun, joined
 
 
+def go_on(hosts: Hosts) -> None:
+    (hosts.folder / "struck").touch()
+
+
 def kill(hosts: Hosts, worker: int) -> None:
     os.kill(int((hosts.folder / f"worker {worker}").read_text()), signal.SIGKILL)
+    go_on(hosts)
 
 
 def test_a_killed_remote_worker_ends_lockstep(hosts: Hosts) -> None:
@@ -361,7 +388,7 @@ def test_a_killed_remote_worker_ends_lockstep(hosts: Hosts) -> None:
 
 
 def test_others_train_on_without_a_killed_remote_worker(hosts: Hosts) -> None:
-    begun, joined = begin(hosts, "async", epochs=3)
+    begun, joined = begin(hosts, "async")
     kill(hosts, 2)
     assert joined.end()["code"] == 0
     summary = begun.end()["summary"]
@@ -372,20 +399,22 @@ def test_others_train_on_without_a_killed_remote_worker(hosts: Hosts) -> None:
 
 def test_a_killed_remote_worker_is_replaced_on_its_host(hosts: Hosts) -> None:
     """More often than there is spare memory for, too."""
-    begun, joined = begin(hosts, "async", epochs=10, restarts=9, do="kill", rank=2, step=3, pause=0.02)
+    program = partial(train, do="kill", rank=2, epochs=10, pause=0.02, folder=hosts.folder)
+    begun, joined = begin(hosts, "async", program=program, restarts=4)
     summary = begun.end()["summary"]
     assert joined.end()["code"] == 0
-    assert summary["replaced"]["worker 2"] == 9
-    assert summary["lost"] == {"worker 2": "was killed by SIGKILL on 127.0.0.1 10 times"}
-    assert joined.text.count("worker 2 was killed by SIGKILL\n") == 10
+    assert summary["replaced"]["worker 2"] == 4
+    assert summary["lost"] == {"worker 2": "was killed by SIGKILL on 127.0.0.1 5 times"}
+    assert joined.text.count("worker 2 was killed by SIGKILL\n") == 5
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
 def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
     """It counts as the death of all its workers, and they die with it."""
-    begun, joined = begin(hosts, strategy, epochs=1000 if strategy == "allreduce" else 3, restarts=0)
+    begun, joined = begin(hosts, strategy)
     os.kill(joined.pid, signal.SIGKILL)
     assert joined.end(SOON)["code"] == -9
+    go_on(hosts)
     outcome = begun.end()
     lost = "is gone with the launcher on 127.0.0.1 (workers 1 and 2)"
     if strategy == "allreduce":
@@ -397,9 +426,10 @@ def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
 
 def test_the_last_workers_go_with_their_host(hosts: Hosts) -> None:
     """What servers hold is brought home by one more worker, where the servers are."""
-    begun, joined = begin(hosts, "async", here=0, workers=2, epochs=3)
+    begun, joined = begin(hosts, "async", here=0, workers=2)
     os.kill(joined.pid, signal.SIGKILL)
     joined.end(SOON)
+    go_on(hosts)
     summary = begun.end()["summary"]
     assert set(summary["lost"]) == {"worker 0", "worker 1"} and summary["joined"] == 1
     assert summary["batches_undone"] == 0
@@ -424,9 +454,10 @@ def test_interrupted_where_it_began(hosts: Hosts, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
 def test_interrupted_where_it_joined(hosts: Hosts, strategy: str) -> None:
-    begun, joined = begin(hosts, strategy, epochs=1000 if strategy == "allreduce" else 3)
+    begun, joined = begin(hosts, strategy)
     os.killpg(joined.pid, signal.SIGINT)
     assert joined.end(SOON) == {"error": "interrupted", "code": 130}
+    go_on(hosts)
     outcome = begun.end()
     lost = "was interrupted on 127.0.0.1 (workers 1 and 2)"
     if strategy == "allreduce":
@@ -450,7 +481,8 @@ def test_leaves_before_the_run_begins(hosts: Hosts) -> None:
 
 def test_a_mistake_in_the_script_of_another_host(hosts: Hosts) -> None:
     """The traceback is shown where it happened, the error on both hosts."""
-    begun, joined = begin(hosts, "allreduce", do="raise", rank=2, step=4)
+    program = partial(train, do="raise", rank=2, step=4, folder=hosts.folder)
+    begun, joined = begin(hosts, "allreduce", program=program)
     for host in (begun, joined):
         assert host.end(SOON)["error"] == "worker 2 failed: RuntimeError: the user's own mistake"
     assert joined.text.count("Traceback") == 1 and "Traceback" not in begun.text
