@@ -56,8 +56,9 @@ def parser() -> argparse.ArgumentParser:
     )
     _common(run, "runs")
     run.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a peer (1800 s)"
-    )
+        "--timeout", type=float, default=1800.0, metavar="S",
+        help="longest wait for a peer, and for other machines to join (1800 s)",
+    )  # fmt: skip
     run.add_argument(
         "--restarts", type=int, default=0, metavar="R",
         help="replace up to R workers whose processes die while training, where the strategy lets others go "

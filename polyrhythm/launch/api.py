@@ -224,7 +224,7 @@ def _check_hosts(
     if listen == "unix:":
         raise UsageError(
             f"{workers - here} of {workers} workers run on other hosts; say with --listen HOST:PORT where "
-            "they reach this one"
+            "they reach this one, and with --key FILE which key they need"
         )
     host = listen.removeprefix("tcp:").rpartition(":")[0]
     if host in ("", "0.0.0.0", "[::]"):
