@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-    from polyrhythm.launch import run, simulate
+    from polyrhythm.launch import join, run, simulate
     from polyrhythm.layerwise import LAMB, LARS
     from polyrhythm.node import Message, Node, Peer
     from polyrhythm.replica import Replica
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session", "Session": "session", "run": "launch", "simulate": "launch",
+    "join": "launch",
     "Strategy": "strategy", "Codec": "strategy", "parse": "strategy",
     "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
     "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
@@ -30,7 +31,7 @@ _HOME = {
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
     "PolyrhythmError", "Replica", "Session", "Shard", "Strategy", "UsageError", "WaitError", "WireError",
-    "init", "parse", "run", "simulate",
+    "init", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 

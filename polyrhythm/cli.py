@@ -20,6 +20,8 @@ examples:
   polyrhythm run train.py --workers 4 --strategy async          four processes and a parameter server
   polyrhythm run train.py -n 4 -s async --servers 2 -- --lr 0.1 what follows -- goes to the script
   polyrhythm simulate train.py -n 64 -s local:8 --cluster office.toml
+  polyrhythm run train.py -n 4 --here 2 --listen 10.0.0.1:7000 --key run.key   two workers here, and
+  polyrhythm join 10.0.0.1:7000 train.py -n 2 --key run.key                    two on another machine
   polyrhythm strategies                                         what --strategy can be
   polyrhythm bench servers                                      how many servers for how many workers
   polyrhythm explain ring --workers 4                           ring all-reduce, step by step
@@ -47,14 +49,17 @@ def parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        help="train a script on real processes of this machine",
-        description="Trains a script on real processes: workers, and servers if the strategy has them.",
+        help="train a script on real processes, of this machine and of those that join",
+        description="Trains a script on real processes: workers, and servers if the strategy has them. With "
+        "--here, some of the workers run on other machines, started there by `polyrhythm join`; servers and "
+        "the run folder are on this one.",
         epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not begin.",
     )
     _common(run, "runs")
     run.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a peer (1800 s)"
-    )
+        "--timeout", type=float, default=1800.0, metavar="S",
+        help="longest wait for a peer, and for other machines to join (1800 s)",
+    )  # fmt: skip
     run.add_argument(
         "--restarts", type=int, default=0, metavar="R",
         help="replace up to R workers whose processes die while training, where the strategy lets others go "
@@ -63,8 +68,36 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--listen", default=None, metavar="HOST:PORT",
         help="let nodes talk over TCP, encrypted, instead of shared memory; the coordinator is at this "
-        "address (port 0: any)",
+        "address (port 0: any), where other machines join",
     )  # fmt: skip
+    run.add_argument(
+        "--here", type=int, default=None, metavar="N",
+        help="how many of the workers run on this machine (all); the run waits until others have joined with "
+        "the rest. Machines talk over TCP, and inside each there is shared memory",
+    )  # fmt: skip
+    run.add_argument(
+        "--key", metavar="FILE",
+        help="the run's key, for who wants to join; made if it does not exist, readable by you alone",
+    )  # fmt: skip
+
+    join = commands.add_parser(
+        "join",
+        help="bring workers of this machine into a run on another",
+        description="Runs workers here for a run that `polyrhythm run --here` has begun on another machine. "
+        "The script is started by its path on this machine, with the arguments given here; strategy, seed "
+        "and timeout are the run's, and the run folder is there. A worker that dies is replaced here, if the "
+        "run has --restarts; if this machine goes, its workers are not replaced.",
+        epilog="Arguments for the script follow --. Exit code: that of the run, 2 if it could not be joined.",
+    )
+    join.add_argument("address", metavar="HOST:PORT", help="where the run listens")
+    join.add_argument("script", help="the training script, on this machine")
+    join.add_argument(
+        "-n", "--workers", type=int, default=1, metavar="N", help="how many of the workers run here (1)"
+    )
+    join.add_argument("--key", required=True, metavar="FILE", help="a copy of the run's key (chmod 600)")
+    join.add_argument(
+        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
+    )
 
     simulate = commands.add_parser(
         "simulate",
@@ -177,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _bench(options)
         if options.command == "explain":
             return _explain(options)
+        if options.command == "join":
+            return _join(options, rest)
         return _train(options, rest)
     except PolyrhythmError as error:
         print(f"polyrhythm: {error}", file=sys.stderr)
@@ -204,8 +239,9 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if options.command == "run":
             listen = f"tcp:{options.listen}" if options.listen else "unix:"
             summary = run(
-                options.script, timeout=options.timeout, listen=listen, restarts=options.restarts, **common
-            )
+                options.script, timeout=options.timeout, listen=listen, restarts=options.restarts,
+                here=options.here, key=options.key, **common,
+            )  # fmt: skip
         else:
             summary = simulate(options.script, cluster=options.cluster, **common)
     if options.json:
@@ -223,6 +259,18 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"lost: {node} {reason}; {then}")
     if "folder" in summary:
         print(f"folder: {summary['folder']}")
+    return 0
+
+
+def _join(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from polyrhythm.launch import join
+    from polyrhythm.launch.screen import Screen
+
+    join(
+        options.address, options.script, workers=options.workers, key=options.key, arguments=rest,
+        threads=options.threads, screen=Screen(sys.stderr),
+    )  # fmt: skip
+    print(f"trained; the result is where the run began, at {options.address}")
     return 0
 
 

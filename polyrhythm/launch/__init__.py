@@ -1,5 +1,5 @@
-"""Starting a run: `run` on real processes, `simulate` on virtual time."""
+"""Starting a run: `run` and `join` on real processes, `simulate` on virtual time."""
 
-from polyrhythm.launch.api import Summary, run, simulate
+from polyrhythm.launch.api import Summary, join, run, simulate
 
-__all__ = ["Summary", "run", "simulate"]
+__all__ = ["Summary", "join", "run", "simulate"]

@@ -1,4 +1,4 @@
-"""`run` and `simulate`: a run from Python, a notebook or the command line."""
+"""`run`, `join` and `simulate`: a run from Python, a notebook or the command line."""
 
 from __future__ import annotations
 
@@ -36,52 +36,61 @@ def run(
     threads: int = 0,
     timeout: float = 1800.0,
     listen: str = "unix:",
+    here: int | None = None,
+    key: str | Path | None = None,
     restarts: int = 0,
     collective: str = "auto",
     runs: str | Path | None = "runs",
     name: str | None = None,
     screen: Screen | None = None,
 ) -> Summary:
-    """Trains a script, or a function, on real processes of this host; returns the summary.
+    """Trains a script, or a function, on real processes; returns the summary.
 
     `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given);
     "colocated" is one beside each worker. Up to `restarts` workers that die are replaced, if the strategy
     lets the others go on without them. `collective` forces one way to all-reduce. `batch_norm` says what
     becomes of BatchNorm's statistics: local, rank0, mean, sync or recompute; it too wins over the script's.
+    If only `here` of the workers are to run on this host, the run waits until others have joined with the
+    rest: `listen` is where ("tcp:10.0.0.1:7000"), `key` the file, made if need be, that they have a copy of.
     `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
     """
-    from polyrhythm.launch.local import Launcher, polite
+    from polyrhythm.launch import key as keys
+    from polyrhythm.launch.local import Launcher
+    from polyrhythm.launch.nodes import polite
 
     what = Program(program, arguments)
     count = _count(servers, workers)
     chosen = _check(strategy, workers, count, seed, threads, batch_norm)
-    if workers + count > MOST:
-        raise UsageError(f"{workers + count} processes are more than {MOST}; use fewer, or simulate them")
+    here = workers if here is None else here
+    if here + count > MOST:
+        raise UsageError(f"{here + count} processes are more than {MOST}; use fewer, or simulate them")
     if restarts < 0:
         raise UsageError(f"restarts is {restarts}; it must be 0 or more")
     if not 0 < timeout < float("inf"):
         raise UsageError(f"timeout is {timeout}; it must be a number of seconds above 0")
-    port = re.fullmatch(r"tcp:(?:\[.*\]|[^:]*):(\d{1,5})", listen)
-    if listen != "unix:" and (port is None or int(port[1]) >= 1 << 16):
+    if listen != "unix:" and not _is_tcp(listen):
         where = listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
     choice.check(collective)
-    if collective in ("shared", "hierarchical") and listen != "unix:":
+    if here != workers:
+        _check_hosts(workers, here, servers, listen, key, collective)
+    elif collective in ("shared", "hierarchical") and listen != "unix:":
         raise UsageError(f"{collective} needs shared memory, and over TCP there is none; use ring or direct")
+    secret = None if key is None else (Path(key), keys.make(Path(key)))
     folder = _folder(runs, name, chosen)
     try:
         config = _config(
             "run", what, workers, servers, chosen, seed, batch_norm=batch_norm, threads=threads,
-            timeout=timeout, restarts=restarts, collective=collective,
+            timeout=timeout, restarts=restarts, collective=collective, here=here,
         )  # fmt: skip
         if folder is not None:
             folder.config(config)
         with polite():
             try:
                 launcher = Launcher(
-                    what, workers=workers, servers=count, strategy=chosen, seed=seed, threads=threads,
-                    wait=timeout, listen=listen, restarts=restarts, collective=collective, folder=folder,
-                    screen=screen, batch_norm=batch_norm,
+                    what, workers=workers, here=here, servers=count, strategy=chosen, seed=seed,
+                    threads=threads, wait=timeout, listen=listen, key=secret, restarts=restarts,
+                    collective=collective, folder=folder, screen=screen, batch_norm=batch_norm,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:
@@ -94,6 +103,49 @@ def run(
         raise KeyboardInterrupt from None
     finally:
         _close(folder)
+
+
+def join(
+    address: str,
+    program: str | Path | Callable[[], Any],
+    *,
+    workers: int = 1,
+    key: str | Path,
+    arguments: Sequence[str] = (),
+    threads: int = 0,
+    screen: Screen | None = None,
+) -> None:
+    """Brings workers on this host into a run that another host has begun, and returns when that is over.
+
+    `address` is where the run listens, such as "10.0.0.1:7000"; `program` is the same program as there, by
+    this host's own path; `key` is a copy of the run's key file. Raises `PolyrhythmError` if the run fails.
+    """
+    from polyrhythm.launch import key as keys
+    from polyrhythm.launch.joiner import Joiner
+    from polyrhythm.launch.nodes import polite
+
+    where = address.removeprefix("tcp:")
+    if not _is_tcp(f"tcp:{where}") or where.endswith(":0"):
+        raise UsageError(f"{where} is no address of a run; give HOST:PORT, as it was given to --listen")
+    what = Program(program, arguments)
+    if not 1 <= workers <= MOST:
+        raise UsageError(f"workers is {workers}; this host can bring 1 to {MOST}")
+    if threads < 0:
+        raise UsageError(f"threads is {threads}; there must be 1 or more, or 0 to share out the cores")
+    secret = keys.read(Path(key))
+    try:
+        with polite():
+            launcher = Joiner(
+                what, f"tcp:{where}", workers=workers, key=secret, threads=threads, screen=screen
+            )
+            over = launcher.run()
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    if over.exit_code:
+        interrupted = over.exit_code == Interrupted.exit_code
+        error = PolyrhythmError(f"the run at {where} was interrupted" if interrupted else over.message)
+        error.exit_code = over.exit_code
+        raise error
 
 
 def simulate(
@@ -128,7 +180,7 @@ def simulate(
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
     model.place(workers, count, seed, colocated)
-    from polyrhythm.launch.local import threads_each
+    from polyrhythm.launch.nodes import threads_each
 
     each = threads or threads_each(0, workers)
     import torch
@@ -160,6 +212,39 @@ def simulate(
         torch.set_num_threads(before)
         screen.close()
         _close(folder)
+
+
+def _is_tcp(address: str) -> bool:
+    port = re.fullmatch(r"tcp:(?:\[.*\]|[^:]*):(\d{1,5})", address)
+    return port is not None and int(port[1]) < 1 << 16
+
+
+def _check_hosts(
+    workers: int, here: int, servers: Servers, listen: str, key: str | Path | None, collective: str
+) -> None:
+    """What a run on several hosts needs."""
+    if not 0 <= here <= workers:
+        raise UsageError(f"here is {here}; it must be between 0 and the number of workers, {workers}")
+    if listen == "unix:":
+        raise UsageError(
+            f"{workers - here} of {workers} workers run on other hosts; say with --listen HOST:PORT where "
+            "they reach this one, and with --key FILE which key they need"
+        )
+    host = listen.removeprefix("tcp:").rpartition(":")[0]
+    if host in ("", "0.0.0.0", "[::]"):
+        raise UsageError(
+            f"{host or 'no host'} tells other hosts nothing; give --listen the address by which they reach "
+            "this one"
+        )
+    if key is None:
+        raise UsageError(
+            f"{workers - here} of {workers} workers run on other hosts, and need the run's key; give "
+            "--key FILE (made if it does not exist) and copy the file to them"
+        )
+    if servers == "colocated":
+        raise UsageError("servers run on this host only, not beside workers of others; give a number of them")
+    if collective == "shared":
+        raise UsageError("shared needs all workers on one host; use hierarchical, ring or direct")
 
 
 def _count(servers: Servers, workers: int) -> int:

@@ -1,8 +1,8 @@
-"""The launcher: one run on the processes of this host.
+"""The launcher: one run, its coordinator, and the nodes of this host.
 
-The launcher holds the coordinator and never imports torch. A zygote, forked before anything else, imports
-torch once and forks the nodes. Everything ends in `_end`: after success, failure, Ctrl-C or SIGTERM no
-process, socket or shared memory is left.
+The launcher holds the coordinator and never imports torch; `Nodes` are the processes here. Workers on other
+hosts belong to launchers there (`launch/joiner.py`), which do as this one says. Everything ends in `_end`:
+after success, failure, Ctrl-C or SIGTERM no process, socket or shared memory is left, on no host.
 """
 
 from __future__ import annotations
@@ -10,45 +10,44 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError, WaitError
+from polyrhythm.launch.hosts import HOST, Hosts, invitation, listing
+from polyrhythm.launch.nodes import GRACE, Nodes, Rooms, cause, signals, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
-from polyrhythm.launch.zygote import Passport, Zygote
+from polyrhythm.launch.zygote import Passport
 from polyrhythm.node import LIFE, Peer
 from polyrhythm.record import RunFolder
 from polyrhythm.strategy import Strategy
-from polyrhythm.wire.arena import Arenas
-from polyrhythm.wire.transport import Incoming, Transport
+from polyrhythm.wire.transport import ENDED, Incoming, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR, Coordinator
 
-GRACE = 3.0  # seconds between asking a process to end and ending it
-ARENA = 1 << 38  # bytes of address space per node; only what is used becomes memory
 SPARE = 16  # arenas for servers that only the script asks for
-_POLITE = (signal.SIGINT, signal.SIGTERM)
+FAREWELL = 2 * GRACE + 2.0  # seconds for other hosts to end their nodes
 
 
 class Launcher:
-    """Runs a program on local processes."""
+    """Runs a program on processes of this host, and of those that join."""
 
     def __init__(
         self,
         program: Program,
         *,
         workers: int,
+        here: int | None = None,
         servers: int = 0,
         strategy: Strategy | None = None,
         seed: int = 0,
         threads: int = 0,
         wait: float = 1800.0,
         listen: str = "unix:",
+        key: tuple[Path, bytes] | None = None,
         restarts: int = 0,
         collective: str = "auto",
         folder: RunFolder | None = None,
@@ -56,28 +55,29 @@ class Launcher:
         batch_norm: str | None = None,
     ) -> None:
         self._screen = screen or Screen(quiet=True)
+        self._program = program
         self._workers = workers
+        here = workers if here is None else here
         self._restarts, self._rescued = restarts, False
-        fixed = workers + max(servers, SPARE)
-        self._arenas = Arenas(fixed + min(workers, restarts) + 1, ARENA)
-        # A dead worker's memory stays its own until no server reads or writes there; others begin in these.
-        self._spare = list(range(fixed, self._arenas.count))
-        self._arena: dict[tuple[Peer, int], int] = {}  # of each life of a worker
-        threads = threads_each(threads, workers)
+        threads = threads_each(threads, here)
+        self._rooms = Rooms(here + max(servers, SPARE), min(here, restarts) + 1)
+        self._hosts = Hosts(here, workers)
         self._began = time.monotonic()
-        key = secrets.token_bytes(32)
-        host = secrets.token_hex(8)
-        # Who wants TCP wants all of it: then tensors travel too, as they would between hosts.
-        shared = self._arenas if listen == "unix:" else None
-        passport = Passport(key, host, self._began, threads, wait, _any_port(listen), shared, collective)
+        self._deadline = self._began + wait  # for other hosts to join
+        self._key_file = key[0] if key else None
+        secret = key[1] if key else secrets.token_bytes(32)
+        # Who wants TCP on one host wants all of it: then tensors travel too, as they would between hosts.
+        shared = self._rooms.arenas if listen == "unix:" or here < workers else None
+        passport = Passport(
+            secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective
+        )
+        self._terms = {"wait": wait, "collective": collective, "restarts": restarts}
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(workers)]
         self._wake, self._woken = os.pipe()
         self._lock = threading.RLock()
         self._server = threading.Thread(target=self._serve, name="polyrhythm coordinator")
-        self._alive: set[Peer] = set()
-        self._outputs: dict[int, _Lines] = {}
-        self._sent_away = False
-        self._zygote: Zygote | None = None
+        self._started = self._ending = self._sent_away = False
+        self._nodes: Nodes | None = None
         self._transport: Transport | None = None
         try:
             self.coordinator = Coordinator(
@@ -88,11 +88,13 @@ class Launcher:
                 released=self._released, batch_norm=batch_norm,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
-            self._zygote = Zygote(program, passport)
+            self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)
+            self._nodes.watch(self._wake, lambda: os.read(self._wake, 4096))
             try:
                 self._transport = Transport(
-                    COORDINATOR, key, listen=listen, host=host, wait=wait, on_error=self._screen.line
+                    COORDINATOR, secret, listen=listen, wait=wait, on_error=self._screen.line
                 )
+                self._transport.mourned = HOST
             except OSError as error:
                 where, why = listen.partition(":")[2], str(error.strerror).partition(" (")[0]
                 raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None
@@ -109,7 +111,7 @@ class Launcher:
             with self._lock:
                 self.coordinator.fail(str(end), end.exit_code)
         finally:
-            with _signals(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleaning up
+            with signals(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleaning up
                 try:
                     self._end()
                 finally:
@@ -143,6 +145,8 @@ class Launcher:
     def _take(self, incoming: Incoming) -> None:
         transport = self._transport
         assert transport is not None
+        if incoming.sender.role == HOST:
+            return self._hear_host(incoming)
         life = incoming.sequence >> LIFE
         if incoming.kind == "result":
             transport.answer(incoming)
@@ -179,8 +183,8 @@ class Launcher:
             transport.lost(peer, fields["reason"])
 
     def _replace(self, peer: Peer) -> bool:
-        """A worker has died. Whether there will be another in its place."""
-        if self._restarts == 0:
+        """A worker has died. Whether there will be another in its place, for which its host must be there."""
+        if self._restarts == 0 or self._hosts.homeless(peer):
             return False
         self._restarts -= 1
         return self._want(peer)
@@ -199,10 +203,12 @@ class Launcher:
 
     def _released(self, peer: Peer, life: int) -> None:
         """Nobody uses the memory of a dead worker any longer."""
-        arena = self._arena.pop((peer, life))
-        self._arenas.clear(arena)
-        self._spare.append(arena)
-        self._nudge()
+        home = self._hosts.home(peer)
+        if home is not None:
+            self._order(home, "released", rank=peer.rank, life=life)
+        else:
+            self._rooms.release(peer, life)
+            self._nudge()
 
     def _start_servers(self, count: int) -> None:
         self._wanted += [Peer("server", rank) for rank in range(count)]
@@ -211,99 +217,127 @@ class Launcher:
     def _nudge(self) -> None:
         os.write(self._woken, b"!")
 
+    # --- other hosts --------------------------------------------------------------------------------
+
+    def _hear_host(self, incoming: Incoming) -> None:
+        """Takes in what a launcher on another host says."""
+        who, fields = incoming.sender, incoming.fields
+        if incoming.kind == "enlist":
+            return self._enlist(incoming)
+        guest = self._hosts.guests.get(who)
+        if guest is None:
+            return  # its last words; that it is gone is known
+        if incoming.kind == "exit":
+            self._died(Peer("worker", fields["rank"]), f"{cause(fields['status'])} on {guest.address}")
+        elif incoming.kind == "leave":
+            self._lose(who, f"{fields['reason']} on {guest.address}")
+        elif incoming.kind == ENDED:
+            self._lose(who, f"is gone with the launcher on {guest.address}")
+
+    def _enlist(self, incoming: Incoming) -> None:
+        assert self._transport is not None
+        who, fields = incoming.sender, incoming.fields
+        try:
+            if self._ending or self.coordinator.failure is not None:
+                raise UsageError("the run is over")
+            guest = self._hosts.enlist(who, *(fields.get(key) for key in ("version", "workers", "address")))
+        except UsageError as error:
+            answer: dict[str, Any] = {"error": str(error)}
+            self._screen.line(f"{fields.get('address')} cannot join: {error}")
+        else:
+            answer = {"ranks": guest.ranks, "elapsed": self.coordinator.clock(), **self._terms}
+            self._screen.line(f"{guest.address} joined with {listing(guest.ranks)}")
+            self._nudge()
+        with contextlib.suppress(PolyrhythmError):  # if it is gone, that will be received
+            self._transport.answer(incoming, fields=answer)
+        if self._hosts.free and "error" not in answer:
+            self._invite()
+
+    def _invite(self) -> None:
+        assert self._transport is not None
+        missing = len(self._hosts.free)
+        self._screen.line(
+            invitation(self._transport.address, self._program, missing, self._workers, self._key_file)
+        )
+
+    def _lose(self, who: Peer, reason: str) -> None:
+        """A host has left, and all its workers with it."""
+        guest = self._hosts.leave(who)
+        if guest is None or self._ending:
+            return
+        if not self._started:
+            self._hosts.vacate(guest)
+            self._screen.line(f"{guest.address} has left before the run began")
+            return self._invite()
+        together = f" ({listing(guest.ranks)})" if len(guest.ranks) > 1 else ""
+        for rank in guest.ranks:
+            self._died(Peer("worker", rank), reason + together)
+        self._nudge()
+
+    def _order(self, host: Peer, kind: str, **fields: Any) -> None:
+        assert self._transport is not None
+        with contextlib.suppress(PolyrhythmError):  # if it is gone, that will be received
+            self._transport.send(host, kind, fields=fields, retry=False)
+
     # --- the processes' side ------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Forks what is wanted, forwards output, shows progress, until the run has ended either way."""
-        assert self._zygote is not None
-        with selectors.DefaultSelector() as selector:
-            self._selector = selector
-            selector.register(self._zygote, selectors.EVENT_READ, self._hear)
-            selector.register(self._wake, selectors.EVENT_READ, lambda: os.read(self._wake, 4096))
-            self._ready = False
-            while True:
-                for key, _ in selector.select(0.2):
-                    key.data()
-                with self._lock:
-                    if self.coordinator.failure is not None or self.coordinator.finished:
-                        return
-                    wanted = self._assign() if self._ready else []
-                    text = self._progress()
-                for peer, life, arena in wanted:
-                    self._fork(peer, life, arena)
-                self._screen.progress(text)
+        """Starts what is wanted, forwards output, shows progress, until the run has ended either way."""
+        assert self._nodes is not None and self._transport is not None
+        if self._hosts.free:
+            self._invite()
+        while True:
+            self._nodes.poll(0.2)
+            with self._lock:
+                if self._hosts.free and time.monotonic() > self._deadline:
+                    self.coordinator.fail(
+                        f"waited {self._transport.wait:.0f} s for another host to bring "
+                        f"{listing(self._hosts.free)}; none did"
+                    )
+                if self.coordinator.failure is not None or self.coordinator.finished:
+                    return
+                if self._nodes.ready and not self._hosts.free:
+                    self._place()
+                text = self._progress()
+            self._nodes.start(self._transport.address)
+            self._screen.progress(text)
 
-    def _assign(self) -> list[tuple[Peer, int, int]]:
-        """The nodes to start now, each with its life and arena; those for which none is free wait on."""
-        ready, waiting = [], []
-        for peer in self._wanted:
-            life = self.coordinator.lives[peer]
-            if not life:
-                arena = peer.rank + (self._workers if peer.role == "server" else 0)
-            elif self._spare:
-                arena = self._spare.pop(0)
+    def _place(self) -> None:
+        """Has the nodes that are wanted started where they belong."""
+        assert self._nodes is not None
+        self._started = True
+        wanted, self._wanted = self._wanted, []
+        for peer in wanted:
+            life, home = self.coordinator.lives[peer], self._hosts.home(peer)
+            if home is None:
+                self._nodes.want(peer, life)
             else:
-                waiting.append(peer)
-                continue
-            self._arena[peer, life] = arena
-            ready.append((peer, life, arena))
-        self._wanted = waiting
-        return ready
+                self._order(home, "fork", rank=peer.rank, life=life)
 
-    def _hear(self) -> None:
-        assert self._zygote is not None
-        words = self._zygote.hear()
-        if not words:
-            self._selector.unregister(self._zygote)
-            with self._lock:
-                self.coordinator.fail("the process that forks the nodes is gone; was it killed?")
-        elif words[0] == "ready":
-            self._ready = True
-        elif words[0] == "failed":
-            with self._lock:
-                self.coordinator.fail(str(words[1]))
-        elif words[0] == "exit":
-            peer, status = Peer(str(words[1]), int(str(words[2]))), int(str(words[3]))
-            self._alive.discard(peer)
-            with self._lock:
-                deaths = self.coordinator.deaths
-                self.coordinator.died(peer, _cause(status))
-                if self.coordinator.deaths > deaths and self.coordinator.failure is None:
-                    then = "the others train on"
-                    if peer in self.coordinator.expected:
-                        left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
-                        then = f"another takes its place ({left})"
-                    self._screen.line(f"{peer} {_cause(status)}; {then}")
+    def _exited(self, peer: Peer, status: int) -> None:
+        with self._lock:
+            self._died(peer, cause(status))
 
-    def _fork(self, peer: Peer, life: int, arena: int) -> None:
-        assert self._zygote is not None and self._transport is not None
-        ends = [os.pipe(), os.pipe()]
-        self._zygote.fork(peer, life, arena, self._transport.address, (ends[0][1], ends[1][1]))
-        self._alive.add(peer)
-        for read, write in ends:
-            os.close(write)
-            os.set_blocking(read, False)
-            lines = self._outputs[read] = _Lines(f"[{peer}] ", self._screen.line)
-            self._selector.register(
-                read, selectors.EVENT_READ, lambda read=read, lines=lines: self._read(read, lines)
-            )
+    def _died(self, peer: Peer, reason: str) -> None:
+        """A node has ended, as it should or not; the coordinator knows which."""
+        deaths = self.coordinator.deaths
+        self.coordinator.died(peer, reason)
+        if self.coordinator.deaths > deaths and self.coordinator.failure is None:
+            then = "the others train on"
+            if peer in self.coordinator.expected:
+                left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
+                then = f"another takes its place ({left})"
+            self._screen.line(f"{peer} {reason}; {then}")
 
-    def _read(self, file: int, lines: _Lines) -> None:
-        try:
-            data = os.read(file, 1 << 16)
-        except BlockingIOError:
-            return
-        lines.feed(data)
-        if not data:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(file)
-            os.close(file)
-            del self._outputs[file]
+    def _broken(self, why: str) -> None:
+        with self._lock:
+            self.coordinator.fail(why)
 
     def _progress(self) -> str:
         coordinator = self.coordinator
         if not coordinator.running:
-            return f"starting {self._workers} workers ..." if self._screen.live else ""
+            starts = self._screen.live and not self._hosts.free
+            return f"starting {self._workers} workers ..." if starts else ""
         steps, samples = coordinator.progress()
         seconds = max(coordinator.clock() - coordinator.began, 1e-9)
         epoch, epochs = coordinator.epoch
@@ -316,122 +350,30 @@ class Launcher:
     # --- the end ------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Lets nodes that are done go, and ends the others; forwards what they still have to say."""
-        assert self._zygote is not None
-        failed = self.coordinator.failure is not None
-        signals = iter([(0.5 if failed else GRACE, signal.SIGTERM), (GRACE, signal.SIGKILL)])
-        wait, number = next(signals)
-        deadline = time.monotonic() + wait
-        with selectors.DefaultSelector() as selector:
-            self._selector = selector
-            selector.register(self._zygote, selectors.EVENT_READ, self._hear_end)
-            for file, lines in self._outputs.items():
-                selector.register(
-                    file, selectors.EVENT_READ, lambda file=file, lines=lines: self._read(file, lines)
-                )
-            while self._alive:
-                for key, _ in selector.select(max(0.0, min(0.1, deadline - time.monotonic()))):
-                    key.data()
-                if time.monotonic() >= deadline and self._alive:
-                    self._zygote.kill(number)
-                    wait, number = next(signals, (GRACE, signal.SIGKILL))
-                    deadline = time.monotonic() + wait
-            until = time.monotonic() + 0.5  # what is still in the pipes
-            while self._outputs and time.monotonic() < until:
-                for key, _ in selector.select(0.05):
-                    if key.fileobj is not self._zygote:
-                        key.data()
-
-    def _hear_end(self) -> None:
-        assert self._zygote is not None
-        words = self._zygote.hear()
-        if not words:
-            self._alive.clear()  # they are gone with it
-        elif words[0] == "exit":
-            self._alive.discard(Peer(str(words[1]), int(str(words[2]))))
+        """Lets nodes that are done go, and ends the others, on all hosts."""
+        assert self._nodes is not None
+        with self._lock:
+            self._ending = True
+            failure, guests = self.coordinator.failure, list(self._hosts.guests)
+        for who in guests:
+            message, code = (failure.message, failure.exit_code) if failure else ("", 0)
+            self._order(who, "end", message=message, exit_code=code)
+        self._nodes.end(failed=failure is not None)
+        until = time.monotonic() + FAREWELL
+        while self._hosts.guests and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _close(self) -> None:
         self._sent_away = True
-        if self._zygote is not None:
-            self._zygote.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._transport is not None:
             self._transport.close()
         if self._server.is_alive():
             self._server.join()  # before the pipe that it writes to is closed
-        for file in list(self._outputs):
-            os.close(file)
-        self._outputs.clear()
-        self._arenas.close()
+        self._rooms.arenas.close()
         os.close(self._wake)
         os.close(self._woken)
-
-
-class _Lines:
-    """Cuts a stream of bytes into whole lines with a prefix."""
-
-    def __init__(self, prefix: str, write: Callable[[str], None]) -> None:
-        self._prefix, self._write = prefix, write
-        self._rest = b""
-
-    def feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines, self._rest = [self._rest], b""
-        for line in lines:
-            text = line.decode(errors="replace").rstrip("\r")
-            self._write(self._prefix + text.rpartition("\r")[2])  # of a progress bar, its last state
-
-
-def polite() -> contextlib.AbstractContextManager[None]:
-    """Turns Ctrl-C and SIGTERM into `Interrupted`."""
-
-    def interrupt(number: int, _: object) -> None:
-        for each in _POLITE:
-            signal.signal(each, signal.SIG_IGN)  # once is enough
-        raise Interrupted("interrupted")
-
-    return _signals(interrupt)
-
-
-@contextlib.contextmanager
-def _signals(handler: Any) -> Iterator[None]:
-    """Handles polite signals this way for a while, in the main thread; elsewhere they are not ours."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in _POLITE}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def _cause(status: int) -> str:
-    """How a process ended, in words."""
-    if status < 0:
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-    return "ended before it had finished" if status == 0 else f"ended with exit code {status}"
-
-
-def threads_each(wanted: int, workers: int) -> int:
-    """How many torch threads a worker gets: the cores are shared out, unless something else is wanted.
-
-    A fork has the OpenMP pool of its parent but none of the pool's threads, and would wait for them forever.
-    So from a process that has imported torch, such as a notebook, workers get one thread each.
-    """
-    if "torch" in sys.modules:
-        if wanted > 1:
-            raise UsageError(
-                f"{wanted} threads per worker cannot be had from a process that has imported torch; "
-                "use `polyrhythm run` on the command line"
-            )
-        return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return wanted or max(1, cores // workers)
 
 
 def _any_port(listen: str) -> str:

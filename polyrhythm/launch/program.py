@@ -28,6 +28,10 @@ class Program:
     def name(self) -> str:
         return str(self._script) if self._script else getattr(self._main, "__name__", "main")
 
+    @property
+    def is_script(self) -> bool:
+        return self._script is not None
+
     def __call__(self) -> None:
         with _ending():
             if self._main is not None:

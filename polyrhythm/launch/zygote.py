@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -24,6 +25,7 @@ from polyrhythm.wire.arena import Arenas
 
 _PR_SET_PDEATHSIG = 1
 _LIMIT = 1 << 16
+POLITE = (signal.SIGINT, signal.SIGTERM)  # how people, and those who look after processes, ask for an end
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,34 @@ class Passport:
 
 
 class Zygote:
-    """The launcher's handle on it. `start` returns at once; the zygote says "ready" when torch is there."""
+    """The launcher's handle on it. `start` returns at once; the zygote says "ready" when torch is there.
 
-    def __init__(self, program: Program, passport: Passport) -> None:
+    What is `private` to the launcher the zygote closes: a connection ends with its launcher, not with nodes.
+    """
+
+    def __init__(self, program: Program, passport: Passport, private: Sequence[socket.socket] = ()) -> None:
         self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
+        self._ready = False
+        self._groups: dict[Peer, int] = {}  # the nodes that live, each with the process group it leads
+        # What a signal raises while Python forks is lost, in one of its hooks.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
         self.pid = os.fork()
         if self.pid == 0:
-            self._socket.close()
             try:
-                _Forker(there, program, passport).run()
+                self._socket.close()
+                for each in private:
+                    os.close(each.detach())
+                _Forker(there, program, passport).run(mask)
             finally:
                 os._exit(0)
         there.close()
-        self._ready = False
-        self._groups: dict[Peer, int] = {}  # the nodes that live, each with the process group it leads
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:  # it came meanwhile
+            self.close()
+            raise
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -106,9 +120,10 @@ class _Forker:
         self._there, self._program, self._passport = there, program, passport
         self._children: dict[int, Peer] = {}
 
-    def run(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+    def run(self, mask: set[int | signal.Signals]) -> None:
+        for number in POLITE:
             signal.signal(number, signal.SIG_IGN)  # the launcher hears them and ends all of us in order
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         read, write = os.pipe()
         for end in (read, write):
             os.set_blocking(end, False)

@@ -29,6 +29,7 @@ from polyrhythm.errors import UsageError, WireError
 from polyrhythm.wire.frame import PREFIX_SIZE, UNSHARED, Bounds, Header, decode_header, encode, header_length
 from polyrhythm.wire.handshake import TIMEOUT, Identity, Keys, shake
 
+HOST = "host"  # the role of a launcher on another host
 STALL = 10.0  # seconds after which a message that stopped half-way breaks its connection
 RECORD = 1 << 20
 _WRITE = 1 << 18  # plaintext per record that we write: larger ones measured no faster
@@ -39,6 +40,7 @@ _VECTORS = 1024
 _SOCKET_BUFFER = 1 << 20
 _GOOD_PART = 1 << 17  # bytes for which it pays to wake up in the middle of a message
 _AT_ONCE = 1 << 30  # some systems refuse to read more than 2 GiB in one call
+_VANISHED = 30_000  # ms without a word from a launcher to which something was sent; keepalive sees the rest
 _LENGTH = struct.Struct("!I")
 
 
@@ -390,6 +392,8 @@ def open_channel(
     else:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
     them, keys = shake(sock, me, key, dialed=dialed, encrypt=encrypt and tcp, where=where, timeout=timeout)
+    if tcp and HOST in (me.peer.role, them.peer.role) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED)
     if not me.host or them.host != me.host:
         bounds = Bounds(bounds.inline)
     return Channel(sock, them, keys, bounds, wait)

@@ -35,9 +35,10 @@ from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Buffer, Inbox, Incoming, Line, Reading, fresh
 from polyrhythm.wire.links import Links
 
-__all__ = ["Buffer", "Incoming", "Pending", "Transport"]
+__all__ = ["ENDED", "Buffer", "Incoming", "Pending", "Transport"]
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
+ENDED = "!ended"  # what arrives when a connection has ended that nobody makes anew
 _DRAIN = 1 << 20
 _BULK = 1 << 22  # bytes of tensors from which on a message is read by a thread of its own
 
@@ -114,6 +115,7 @@ class Transport:
         self.bytes_sent = 0
         # One-way kinds that are taken in as they come, by whoever reads, instead of waiting to be received.
         self.handlers: dict[str, Callable[[Incoming], None]] = {}
+        self.mourned = ""  # peers of this role do not connect again: the end of one is received, as `ENDED`
         self._arenas = arenas
         self._on_error = on_error or logging.getLogger("polyrhythm.wire").warning
         self._inbox = Inbox(queue, self._send_apart)
@@ -447,6 +449,9 @@ class Transport:
         self._halves.discard(line)
         if line.reading is not None:
             line.reading.close()
+        if channel.peer.role == self.mourned:
+            self._inbox.put(line, Incoming(channel.peer, ENDED, -1, False, {}, []))
+            self._engine.notify()
         if stranded:
             self._links.spawn(self._repeat, stranded, bad)  # connecting takes its time, and others wait
 
