@@ -146,11 +146,16 @@ class Member(Session):
 
     def before_backward(self) -> None:
         self._depth += 1
+        replica = self._replica
+        if replica is None:
+            return
         if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
             self._early = False
-        elif self._replica is not None:
-            early = self._early and not self._observing and not self._accumulating
-            self._replica.before_backward(self._begin if early else None)
+            replica.wait_for_the_end()
+        else:
+            several = self.workers > 1 and len(replica.buckets) > 1
+            early = self._early and several and not self._observing and not self._accumulating
+            replica.before_backward(self._begin if early else None)
 
     def after_backward(self) -> None:
         """A backward pass has ended: unless it was another model's, the gradient is complete."""
@@ -159,7 +164,14 @@ class Member(Session):
             self._complete(self._replica)
 
     def failed_backward(self) -> None:
+        """The script may catch what was raised and go on: if all do, only this step's gradient is lost."""
         self._depth -= 1
+        replica = self._replica
+        if replica is not None and not self._depth:
+            with torch.no_grad(), self._seat.away():
+                if replica.give_up(self._begin):
+                    self.strategy.ready(self._node, replica)
+                    replica.recover()
 
     def _complete(self, replica: Replica) -> None:
         with torch.no_grad(), self._seat.away():
@@ -221,7 +233,6 @@ class Member(Session):
             self._complete(replica)
         if not self._agreed:
             with torch.no_grad(), self._seat.away():
-                replica.begun = 0
                 self._agree(replica)
         self._charged = False
         replica.steps += 1

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from polyrhythm.buckets import Bucket, arrange
-from polyrhythm.errors import NotFinite, UsageError
+from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, hyper_parameters, private, spans_of
 from polyrhythm.moments import Moments
 
@@ -60,12 +60,15 @@ class Replica:
         self._scale, self._before = 1.0, tuple[Tensor, ...]()
         self.touched: dict[int, None] = {}  # the parameters that a backward pass has reached, in order
         self.begun = 0  # how many buckets' exchanges this backward pass has begun
+        self._early = False  # whether buckets of this pass are handed on before it has ended
         self._begin: Callable[[Bucket], None] | None = None
-        self._bucket_of: list[Bucket] = []
+        self._bucket_of: list[int] = []
+        self._lock = threading.Lock()
+        self._accumulators: list[Any] = []
         self.arrange(reversed(range(len(self._views))))
         for index, parameter in enumerate(self.layout.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._touch, index))  # type: ignore[no-untyped-call]
+                self._watch(index, parameter)
         self._shown: nn.Module | None = None
         self.moments = Moments(self.layout, optimizer, self.buffers, empty)
 
@@ -74,32 +77,65 @@ class Replica:
     def arrange(self, order: Iterable[int]) -> None:
         """Makes the buckets for gradients that become ready in this order."""
         self.buckets = arrange(self.layout, self.gradient, list(order))
-        owners = {index: bucket for bucket in self.buckets for index in bucket.indexes}
+        owners = {index: place for place, bucket in enumerate(self.buckets) for index in bucket.indexes}
         self._bucket_of = [owners[index] for index in range(len(self._views))]
+
+    def _watch(self, index: int, parameter: Tensor) -> None:
+        """Has `_touch` called when backward has done with a parameter's gradient.
+
+        And so have the script's own hooks, whenever they came: those of a node come after its tensor's.
+        """
+        with torch.enable_grad():
+            accumulate: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        accumulate.register_hook(lambda *_: self._touch(index, parameter))
+        self._accumulators.append(accumulate)  # they live as long as somebody has them
 
     def _touch(self, index: int, parameter: Tensor) -> None:
         """A gradient is complete; a bucket that it completes is handed on, after those before it."""
-        twice = index in self.touched
-        self.touched[index] = None
-        if self._begin is None:
-            return
-        if twice:
-            raise UsageError(
-                f"the gradient of {self.layout.pieces[index].name} was completed twice in one backward pass: "
-                "use torch.utils.checkpoint with use_reentrant=False"
-            )
-        self._take(index, parameter)
-        self._bucket_of[index].missing.discard(index)
-        while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
-            self.hand_on(self._begin)
+        with self._lock, torch.no_grad():  # parameters on several devices have a thread each
+            if self._bucket_of[index] < self.begun:
+                raise UsageError(
+                    f"the gradient of {self.layout.pieces[index].name} was completed twice in one backward "
+                    "pass: use torch.utils.checkpoint with use_reentrant=False"
+                )
+            self.touched[index] = None
+            if self._begin is None:
+                return
+            self._take(index, parameter)
+            self.buckets[self._bucket_of[index]].missing.discard(index)
+            while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
+                self.hand_on(self._begin)
 
     def hand_on(self, begin: Callable[[Bucket], None]) -> None:
         """Hands the next bucket on, for its exchange to begin."""
         bucket = self.buckets[self.begun]
-        if self._begin is not None:  # while it is in the cache; otherwise `after_backward` has done it
-            self._sums += [part.sum() for part in bucket.gradient]
+        if self._early:  # while it is in the cache; otherwise `after_backward` has done it
+            sums = [part.sum() for part in bucket.gradient]
+            self._sums = [*self._sums, *sums] if self.begun else sums
         self.begun += 1
         begin(bucket)
+
+    def wait_for_the_end(self) -> None:
+        """From here on nothing is handed on before this backward pass has ended."""
+        self._begin = None
+
+    def give_up(self, begin: Callable[[Bucket], None]) -> bool:
+        """A backward pass has failed. If others have got parts of its gradient, they get the rest too, for
+        they wait for it, and are told by NaN in `present` what it is worth. False if they have not."""
+        begun = self.begun
+        if begun:
+            self.present.fill_(math.nan)
+            while self.begun < len(self.buckets):
+                self.hand_on(begin)
+        return begun > 0
+
+    def recover(self) -> None:
+        """What the failed pass and others have left is no gradient of anybody's."""
+        for index, parameter in enumerate(self.layout.parameters):
+            self._has[index], parameter.grad = False, None
+        for vector in (*self.gradient, self.present):
+            vector.zero_()
+        self.begun, self._begin, self._early = 0, None, False
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """Brings one gradient into the flat vector."""
@@ -130,9 +166,10 @@ class Replica:
 
         With `begin` buckets are handed on as they are completed; not if they are still to be scaled.
         """
-        self.touched, self.begun, self._sums = {}, 0, []
+        self.touched, self.begun = {}, 0
         self._begin = begin if self._scale == 1 else None
-        if self._begin is not None:
+        self._early = self._begin is not None
+        if self._early:
             for bucket in self.buckets:
                 bucket.missing = set(bucket.indexes)
         if self._scale != 1:
@@ -141,7 +178,7 @@ class Replica:
 
     def before_anything(self) -> None:
         """Nothing was accumulated before what `.grad` holds now."""
-        self.begun, self._sums, self._begin = 0, [], None
+        self.begun, self._begin, self._early = 0, None, False
         self._before = tuple(torch.zeros_like(vector) for vector in self.gradient) if self._scale != 1 else ()
 
     def after_backward(self) -> None:
@@ -150,7 +187,7 @@ class Replica:
         if self._scale != 1:
             for vector, before in zip(self.gradient, self._before, strict=True):
                 vector.sub_(before).mul_(self._scale).add_(before) if self._scale else vector.copy_(before)
-        if self._begin is None:
+        if not self._early:
             self._sums = [vector.sum() for vector in self.gradient]
 
     def gather(self) -> bool:
@@ -175,11 +212,18 @@ class Replica:
 
     def bind(self) -> None:
         """Shows the flat gradient in `.grad` again, after others may have added to it."""
-        for index, present in enumerate(self.present.tolist()):
+        flags = self.present.tolist()
+        if any(math.isnan(present) for present in flags):
+            raise PolyrhythmError(
+                "a backward pass has failed on another worker, whose script went on: a gradient is missing"
+            )
+        for index, present in enumerate(flags):
             has = present > 0
             if has != self._has[index]:
                 self._has[index] = has
                 self.layout.parameters[index].grad = self._views[index] if has else None
+        self.present.copy_(self.present > 0)  # whole again, for the next mean
+        self.begun, self._begin, self._early = 0, None, False
 
     def check_finite(self, worker: object) -> None:
         """Raises `NotFinite` if this worker's gradient was not finite; the step must not be taken."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,19 +147,125 @@ class Checkpointed(nn.Module):
 
 
 @both_worlds
-def test_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_checkpointing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any, workers: int, size: int
+) -> None:
     """Backward inside backward, which completes a gradient twice, gives what is right without it."""
-    small(monkeypatch, 1)
+    small(monkeypatch, size)
     models = []
     for reentrant in (None, False, True):
         script = Script(model=partial(_checkpointed, reentrant), optimizer=MOMENTUM)
-        models.append(trained(how(script, workers=2, strategy="allreduce", runs=tmp_path, threads=1)))
+        models.append(trained(how(script, workers=workers, strategy="allreduce", runs=tmp_path, threads=1)))
     assert same(models[0], models[1])
     assert distance(models[0], models[2]) < 1e-12
 
 
 def _checkpointed(reentrant: bool | None) -> nn.Module:
     return Checkpointed(reentrant).double()
+
+
+# --- scripts that do unusual things -----------------------------------------------------------------
+
+
+@dataclass
+class Unusual:
+    """Steps of SGD on four layers, with something in between; keeps nothing but what the run keeps."""
+
+    what: str
+    steps: int = 6
+
+    def __call__(self) -> None:
+        session = pr.init()
+        torch.manual_seed(5)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+        other = nn.Linear(4, 1).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = session.prepare(model, optimizer)
+        if self.what == "late hook":
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._halve)
+        for number in range(self.steps):
+            x = torch.full((3, 4), 0.1 * (number + 1) * (session.rank + 1), dtype=torch.float64)
+            if self.what == "half" and session.rank:
+                x = model[0](x).detach()  # the first layer is used by worker 0 only
+                loss = model[1:](x).square().sum()
+            else:
+                loss = model(x).square().sum()
+            if self.what == "nan" and number == 2 and session.rank == 1:
+                loss = loss * math.nan
+            fails = number % 3 == 1 and (self.what == "fails" or (self.what == "one fails" and session.rank))
+            handle = model[1].weight.register_hook(self._raise) if fails else None
+            try:
+                loss.backward(create_graph=self.what == "graph")
+            except ValueError:
+                optimizer.zero_grad()
+                continue
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if self.what == "nan":
+                other(x.detach()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @staticmethod
+    def _halve(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    @staticmethod
+    def _raise(gradient: Tensor) -> None:
+        raise ValueError("in the midst of backward")
+
+
+@pytest.mark.parametrize("what", ["fails", "late hook", "graph", "half"])
+@pytest.mark.parametrize("way", ["auto", "ring"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_unusual_scripts_give_the_same_in_both_worlds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, way: str
+) -> None:
+    """A backward pass that fails on all, hooks that come late, a graph of the gradient, unused layers."""
+    small(monkeypatch, 1)
+    options: dict[str, Any] = {"workers": 2, "strategy": "allreduce", "runs": tmp_path, "threads": 1}
+    results = [
+        pr.simulate(Unusual(what), collective=way, **options),
+        pr.run(Unusual(what), collective=way, **options),
+    ]
+    assert same(trained(results[0]), trained(results[1]))
+
+
+def test_a_pass_that_fails_on_one_worker_only_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script went on, and the others have parts of its gradient: they do not take the rest for it."""
+    small(monkeypatch, 1)
+    with pytest.raises(pr.PolyrhythmError, match="failed on another worker"):
+        pr.run(Unusual("one fails"), workers=2, strategy="allreduce", runs=None, threads=1)
+
+
+@both_worlds
+def test_another_models_backward_hides_nothing(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    """A gradient that is not finite is found though another model's pass comes before the step."""
+    small(monkeypatch, 1)
+    with pytest.raises(pr.PolyrhythmError, match=r"worker 1: .* not finite"):
+        how(Unusual("nan"), workers=2, strategy="allreduce", runs=None, threads=1)
+
+
+def test_a_parameter_that_one_worker_uses_is_used_for_ever(simulate: Any) -> None:
+    """Its flag does not fade as the mean of 1 and 0, of a half and 0, and so on until it is nothing."""
+    count = 400
+
+    def script() -> None:
+        session = pr.init()
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(count):
+            if not session.rank:
+                (-2 * model.weight.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert trained(simulate(script, "allreduce", 2))["weight"].item() == count
 
 
 # --- accumulation -----------------------------------------------------------------------------------
