@@ -9,14 +9,14 @@ Two ways to talk, and one to agree:
 - `ask` lends. The tensors that go out, and those in `into` that the answer will fill, belong to the
   conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
   answer is written straight into its place.
-- `all_reduce` and `broadcast` are collectives of all workers. Sums are taken in rank order in every
-  world, so lockstep strategies give the same bits in all of them. `begin_all_reduce` does not wait.
+- `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
+  rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,11 @@ class Node(ABC):
     def workers(self) -> Sequence[Peer]:
         """The workers in the run, by rank, as far as `receive` has told: who comes and goes while a node does
         not receive, it hears of when it does."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> Collection[Peer]:
+        """Those that died, and did not finish, as far as `receive` has told."""
 
     @property
     @abstractmethod

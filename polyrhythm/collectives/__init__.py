@@ -1,1 +1,1 @@
-"""How workers agree on a vector. One arithmetic for all of them, so that every world gives the same bits."""
+"""How workers agree on a vector: in shared memory, by direct exchange, around a ring, or both."""

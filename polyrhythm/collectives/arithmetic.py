@@ -1,12 +1,15 @@
-"""The arithmetic of every reduction: in rank order, one rounding per operation.
+"""The arithmetic of reductions: in rank order, one rounding per operation.
 
-So a sum taken slice by slice, by whichever worker, has the same bits as one taken whole.
+So a sum taken slice by slice, by whichever worker, has the same bits as one taken whole. (A ring has an order
+of its own.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from polyrhythm.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,8 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
         raise ValueError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
     import torch  # here, for strategies are listed without it
 
+    if op == "mean" and len(inputs) > 1 and inputs[0].dtype in (torch.float16, torch.bfloat16):
+        return _mean_of_short(inputs, outputs)
     fold = getattr(torch, _FOLD[op])
     # Where the first input is also an output it is the place to add up in, and one copy less.
     own = len(inputs) > 1 and outputs[0].data_ptr() == inputs[0].data_ptr()
@@ -43,6 +48,30 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
             result.div_(len(inputs))
         for output in rest:
             output[start : start + BLOCK].copy_(result)
+
+
+def _mean_of_short(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """The mean of short floats, whose sum would overflow sooner: added up in 32 bits, rounded once."""
+    for start in range(0, inputs[0].numel(), BLOCK):
+        total = inputs[0][start : start + BLOCK].float()
+        for each in inputs[1:]:
+            total.add_(each[start : start + BLOCK])
+        total.div_(len(inputs))
+        for output in outputs:
+            output[start : start + BLOCK].copy_(total)
+
+
+def checked(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """The tensors as flat vectors, if they can be reduced in place; otherwise UsageError."""
+    if op not in OPERATIONS:
+        raise UsageError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
+    for tensor in tensors:
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UsageError(f"the mean of {tensor.dtype} is no {tensor.dtype}: take the sum, or floats")
+        if not tensor.is_contiguous():
+            shape = tuple(tensor.shape)
+            raise UsageError(f"a tensor of shape {shape} is reduced in place: it must be contiguous")
+    return [tensor.detach().view(-1) for tensor in tensors]
 
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:

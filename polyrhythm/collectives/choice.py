@@ -20,8 +20,9 @@ WAYS = {
     "direct": "every worker reduces one slice for all, in two hops",
 }
 
-# (workers at least, bytes at least, way), the first that fits; between hosts.
-BETWEEN_HOSTS = ((3, 1 << 20, "ring"), (0, 0, "direct"))
+# Between three hosts and more, a ring from so many bytes per step and worker on; below that, and between two,
+# the direct exchange.
+RING_CHUNK = 1 << 18
 
 
 def check(way: str) -> None:
@@ -33,7 +34,7 @@ def check(way: str) -> None:
 def choose(way: str, hosts: Sequence[str], nbytes: int) -> str:
     """The way to reduce so many bytes. `hosts` names the host of every worker; "" shares with nobody."""
     together = [host for host in hosts if host and hosts.count(host) > 1]
-    one = len(together) == len(hosts) and len(set(hosts)) == 1
+    one = bool(hosts[0]) and len(set(hosts)) == 1
     if way == "shared" and not one:
         raise UsageError("shared memory needs all workers on one host; use hierarchical, ring or direct")
     if way != "auto":
@@ -42,4 +43,4 @@ def choose(way: str, hosts: Sequence[str], nbytes: int) -> str:
         return "shared"
     if together:
         return "hierarchical"
-    return next(name for workers, least, name in BETWEEN_HOSTS if len(hosts) >= workers and nbytes >= least)
+    return "ring" if len(hosts) > 2 and nbytes >= len(hosts) * RING_CHUNK else "direct"

@@ -72,7 +72,7 @@ def _gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
         if request is not None:
             requests[request.sender] = request
             continue
-        for worker in workers:
+        for worker in (*node.lost, *workers):
             if worker not in (*requests, *node.workers):
                 raise PeerLost(f"{node.me} waited in {kind!r} for {worker}, which is gone")
     return list(requests.values())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.collectives.arithmetic import OPERATIONS
+from polyrhythm.collectives.arithmetic import checked
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 
 if TYPE_CHECKING:
@@ -110,9 +110,13 @@ def all_reduce_distributed(
 def reduce_in_ring(port: Port, tensors: Sequence[Tensor], op: str, trace: Trace | None = None) -> None:
     """The ring itself, whatever the way to the neighbours."""
     n, p = port.size, port.rank
-    vectors = [_checked(tensor, op) for tensor in tensors]
+    vectors = checked(tensors, op)
     if n == 1:
         return
+    # The sum of short floats overflows sooner than their mean.
+    first = op == "mean" and [vector for vector in vectors if vector.element_size() < 4]
+    for vector in first or ():
+        vector.div_(n)
     longest = sum(-(-vector.numel() // n) * vector.element_size() for vector in vectors)
     segments = max(1, -(-longest // SEGMENT))
     turns, share_only = 2 * (n - 1), (n - 1) * segments
@@ -142,7 +146,7 @@ def reduce_in_ring(port: Port, tensors: Sequence[Tensor], op: str, trace: Trace 
                     place.copy_(piece)
                 continue
             _fold(place, piece, op)
-            if op == "mean" and turn == n - 2:  # complete, and here only
+            if op == "mean" and turn == n - 2 and place.element_size() >= 4:  # complete, and here only
                 place.div_(n)
         port.release(number)
         if number + ahead < turns * segments:
@@ -185,18 +189,6 @@ def _turn(vectors: Sequence[Tensor], n: int, p: int, turn: int) -> Turn:
     return Turn(name, step, p, (p + 1) % n, sent, sum(lengths), nbytes, (p - turn - 1) % n)
 
 
-def _checked(tensor: Tensor, op: str) -> Tensor:
-    if op not in OPERATIONS:
-        raise UsageError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"the mean of {tensor.dtype} is no {tensor.dtype}: take the sum, or floats")
-    if not tensor.is_contiguous():
-        raise UsageError(
-            f"a tensor of shape {tuple(tensor.shape)} is reduced in place: it must be contiguous"
-        )
-    return tensor.detach().view(-1)
-
-
 def _fold(place: Tensor, piece: Tensor, op: str) -> None:
     import torch
 
@@ -236,11 +228,12 @@ class _NodePort(Port):
             try:
                 message = self._node.receive(kind, lost)
             except WaitError as error:
-                raise WaitError(f"{error}; {self._left} did not") from None
+                raise WaitError(f"{error}; {self._left} did not, or somebody before it in the ring") from None
             if message is None:
                 # One that finished its part may be gone: but the left neighbour goes after its last segment.
-                if self._left not in self._node.workers:
-                    raise PeerLost(f"{self._node.me} waited in {kind!r} for {self._left}, which is gone")
+                for peer in (*self._node.lost, self._left):
+                    if peer not in self._node.workers:
+                        raise PeerLost(f"{self._node.me} waited in {kind!r} for {peer}, which is gone")
             elif message.kind == lost:
                 raise PeerLost(message["why"])
             else:

@@ -5,7 +5,7 @@ has begun, how many it has done, and for the latest ones what it lent to them (a
 k-th, a member writes its slot and then sets `begun` to k. Once all have begun it, each member reduces its own
 slice in rank order, writes the result to everybody's buffer, and sets `done` to k. When all have done it,
 every buffer is complete. Collectives are done in the order in which they are begun, by whoever comes by:
-`begin` never waits, and looks after earlier ones that can be done by now.
+`begin` does not wait, unless a whole board is under way, and does its part of earlier ones if it can by now.
 
 Nothing is copied on the way and no system call is made but to let others run. What makes plain words safe on
 processors that reorder memory: `_fence`, between data and the word that tells of them on the one side, and
@@ -35,14 +35,16 @@ SPIN = 0.0005  # seconds of asking again and again before it sleeps in between
 LONGEST = 0.002  # seconds of sleep
 
 _BEGUN, _DONE, _SLOT = 0, 8, 16  # words of a board; those that change often lie in cache lines of their own
-_SLOTS, _WORDS, _TENSORS = 32, 64, 20  # slots of a board, words of a slot, tensors that one can tell of
+_SLOTS, _WORDS, _TENSORS = 256, 64, 20  # slots of a board, words of a slot, tensors that one can tell of
 BOARD = 8 * (_SLOT + _SLOTS * _WORDS)
 
 _TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8,
+    torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 _CODE = {dtype: code for code, dtype in enumerate(_TYPES)}
+
+Staged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # a tensor, its copy, and the memory of that
 
 # What can be done: the reductions, the same into the first member's buffers only, and a copy of those.
 WAYS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
@@ -66,6 +68,7 @@ class SharedMemory:
     ) -> None:
         self._arenas, self._mine, self._look = arenas, mine, look
         self._names, self._members = tuple(members), tuple(members.values())
+        self.count = len(members)
         self._boards = [arenas.view(index)[board : board + BOARD].cast("q") for index in self._members]
         self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in self._members]
         self._base = self._memory[mine].data_ptr()
@@ -74,7 +77,7 @@ class SharedMemory:
         self._lock.acquire()
         self._plans: dict[tuple[bytes, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
         self._words: dict[tuple[tuple[int, int, torch.dtype], ...], list[int]] = {}
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # staging memory that is not in use
+        self._free: dict[int, list[Tensor]] = {}  # staging memory that is not in use, by size
 
     def begin(self, tensors: Sequence[Tensor], way: str) -> Reduction:
         """Lends these tensors, flat and in the same order as those of the others, to the next collective."""
@@ -97,31 +100,33 @@ class SharedMemory:
         self._until(_DONE, number)
         self._fence()
 
-    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Staged]]:
         """These tensors in shared memory, and copied there those that lie elsewhere, as a GPU's do."""
         places: list[Tensor] = []
-        staged: list[tuple[Tensor, Tensor]] = []
+        staged: list[Staged] = []
         for tensor in tensors:
             offset = tensor.data_ptr() - self._base
             if (0 <= offset < self._arenas.size and tensor.is_contiguous()) or not tensor.numel():
                 places.append(tensor)
                 continue
-            free = self._free.get((tensor.numel(), tensor.dtype))
+            size = 1 << (tensor.nbytes - 1).bit_length()  # few sizes, so that memory is used again
+            free = self._free.setdefault(size, [])
             if free:
-                host = free.pop()
+                memory = free.pop()
             else:
-                start = self._arenas.allocate(self._members[self._mine], tensor.nbytes)
-                host = self._memory[self._mine][start : start + tensor.nbytes].view(tensor.dtype)
+                start = self._arenas.allocate(self._members[self._mine], size)
+                memory = self._memory[self._mine][start : start + size]
+            host = memory[: tensor.nbytes].view(tensor.dtype)
             host.copy_(tensor.reshape(-1))
             places.append(host)
-            staged.append((tensor, host))
+            staged.append((tensor, host, memory))
         return places, staged
 
-    def unstage(self, staged: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def unstage(self, staged: Sequence[Staged]) -> None:
         """Brings the result back to where it belongs."""
-        for tensor, host in staged:
+        for tensor, host, memory in staged:
             tensor.copy_(host.view(tensor.shape))
-            self._free.setdefault((host.numel(), host.dtype), []).append(host)
+            self._free[memory.numel()].append(memory)
 
     def _tell(self, lent: Sequence[Tensor], way: int) -> None:
         number = self._begun + 1
@@ -131,11 +136,11 @@ class SharedMemory:
         words = self._words.get(key)
         if words is None:
             words = [len(lent)]
-            _remember(self._words, key, words)
             for address, count, dtype in key:
                 if dtype not in _CODE:
                     raise PolyrhythmError(f"a collective cannot take {dtype}")
                 words += [address - self._base if count else 0, count, _CODE[dtype]]
+            _remember(self._words, key, words)
         board, place = self._boards[self._mine], _SLOT + number % _SLOTS * _WORDS
         board[place] = way
         for at, word in enumerate(words, place + 1):
@@ -229,7 +234,7 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
 class Reduction(Task):
     """A collective that was begun."""
 
-    def __init__(self, all_: SharedMemory, number: int, staged: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, all_: SharedMemory, number: int, staged: Sequence[Staged]) -> None:
         self._all, self._number, self._staged = all_, number, staged
 
     def join(self) -> None:

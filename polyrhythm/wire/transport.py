@@ -413,6 +413,8 @@ class Transport:
             return float("inf")
         now, next_due = time.monotonic(), STALL
         for line in list(self._halves):
+            if line.reading is not None and line.channel.available():
+                line.reading.moved = now  # more has come; it is we who did not read
             left = STALL - (now - line.reading.moved if line.reading else 0)
             if left <= 0:
                 self._end_channel(line.channel, TimeoutError("a message stopped half-way"))
@@ -601,10 +603,14 @@ class Transport:
         with self._lock:
             self._pending.pop(pending._header.sequence, None)
 
+    def count(self, nbytes: int) -> None:
+        """Adds to `bytes_sent` what goes by other ways."""
+        with self._lock:
+            self.bytes_sent += nbytes
+
     def _count(self, buffers: Sequence[Buffer]) -> None:
         if buffers:
-            with self._lock:
-                self.bytes_sent += sum(buffer.view.nbytes for buffer in buffers)
+            self.count(sum(buffer.view.nbytes for buffer in buffers))
 
 
 def _waited(me: Peer, seconds: float, whom: Peer | str, what: str, why: str = "") -> str:

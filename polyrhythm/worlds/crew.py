@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.collectives import direct, hierarchical, ring
-from polyrhythm.collectives.arithmetic import sent
+from polyrhythm.collectives.arithmetic import checked, sent
 from polyrhythm.collectives.choice import choose
 from polyrhythm.collectives.shared_memory import SharedMemory
 from polyrhythm.node import Peer, Task
@@ -57,32 +57,38 @@ class Crew:
         self._firsts = [self._workers[names.index(name)] for name in dict.fromkeys(names)]
 
     def begin_all_reduce(self, tensors: Sequence[Tensor], op: str) -> Task:
-        self._number += 1
-        way, number = self._choose(tensors), self._number
+        vectors, number = checked(tensors, op), self._next()
+        way = self._choose(vectors)
+        if way == "alone":
+            return _Done()
         if way != "shared":
-            return self._line.put(lambda: self._reduce(way, tensors, op, number))
+            return self._line.put(lambda: self._reduce(way, vectors, op, number))
         assert self._inside is not None
-        index = self._workers.index(self._node.me)
-        nbytes = sum(sent(each.numel(), len(self._workers), index) * each.itemsize for each in tensors)
-        self._node.transport.bytes_sent += nbytes
-        return self._inside.begin(tensors, op)
+        index, count = self._workers.index(self._node.me), len(self._workers)
+        self._node.transport.count(
+            sum(sent(each.numel(), count, index) * each.element_size() for each in vectors)
+        )
+        return self._inside.begin(vectors, op)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:
-        way = self._choose(tensors)
-        if way == "shared":
-            return self.begin_all_reduce(tensors, op).join()
-        self._number += 1
-        number = self._number
-        self._line.do(lambda: self._reduce(way, tensors, op, number))
+        vectors = checked(tensors, op)
+        way = self._choose(vectors)
+        if way in ("shared", "alone"):
+            return self.begin_all_reduce(vectors, op).join()
+        number = self._next()
+        self._line.do(lambda: self._reduce(way, vectors, op, number))
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
-        self._number += 1
-        number = self._number
+        number = self._next()
         if len(self._workers) > 1:
             self._line.do(lambda: direct.broadcast(self._node, self._workers, tensors, root, number))
 
     def close(self) -> None:
         self._line.close()
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
 
     def _choose(self, tensors: Sequence[Tensor]) -> str:
         if len(self._workers) < 2:
@@ -95,8 +101,19 @@ class Crew:
         elif way == "ring":
             ring.all_reduce(self._node, self._workers, tensors, op, number)
         elif way == "hierarchical":
+            if self._inside is not None:
+                # Inside its host a first worker gives to all others, and they to it.
+                shares = self._inside.count - 1 if self._node.me in self._firsts else 1
+                self._node.transport.count(shares * sum(tensor.nbytes for tensor in tensors))
             count = len(self._workers)
             hierarchical.all_reduce(self._node, self._inside, self._firsts, count, tensors, op, number)
+
+
+class _Done(Task):
+    """Nothing to wait for."""
+
+    def join(self) -> None:
+        pass
 
 
 class _Begun(Task):
@@ -123,13 +140,19 @@ class _Line:
         self._queue: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Begun | None = None
+        self._failure: BaseException | None = None
 
     def do(self, work: Callable[[], None]) -> None:
         """At once and in the caller's thread, if nothing else is under way."""
-        if self._last is None or (self._last.over.is_set() and self._last.error is None):
+        if self._failure is not None:
+            raise self._failure
+        if self._last is not None and not self._last.over.is_set():
+            return self.put(work).join()
+        try:
             work()
-        else:
-            self.put(work).join()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def put(self, work: Callable[[], None]) -> _Begun:
         self._last = begun = _Begun(work)
@@ -146,12 +169,11 @@ class _Line:
             self._thread = None
 
     def _run(self) -> None:
-        failure: BaseException | None = None
         while (begun := self._queue.get()) is not None:
-            if failure is None:
+            if self._failure is None:
                 try:
                     begun.work()
                 except BaseException as error:
-                    failure = error
-            begun.error = failure
+                    self._failure = error
+            begun.error = self._failure
             begun.over.set()

@@ -10,7 +10,7 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,10 @@ class ProcessNode(Node):
         return self._present["worker"]
 
     @property
+    def lost(self) -> Collection[Peer]:
+        return self._dead
+
+    @property
     def servers(self) -> Sequence[Peer]:
         return self._present["server"]
 
@@ -155,10 +159,16 @@ class ProcessNode(Node):
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
-        gone = [notice.peer for notice in list(self._notices) if notice.kind == "left"]
-        for peer in missing:
-            if peer in gone or peer not in self.workers:
-                raise PeerLost(f"{self.me} waited {waited:.1f} s for {peer} in a collective; it is gone")
+        left = {note.peer: note.fields["reason"] for note in list(self._notices) if note.kind == "left"}
+        died = [peer for peer in self._dead if peer not in self.workers]
+        died += [peer for peer, reason in left.items() if peer and reason != "finished"]
+        # If anybody has died nobody will come: those who are missing wait for that one too.
+        gone = next(iter(died), None) or next(
+            (peer for peer in missing if peer in left or peer not in self.workers), None
+        )
+        if gone is not None:
+            why = "it is gone" if gone in died else "it has finished: all must take the same steps"
+            raise PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
         if missing and waited > self.transport.wait:
             names = ", ".join(map(str, missing))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
@@ -211,7 +221,8 @@ class ProcessNode(Node):
     ) -> Reply:
         staged, places = [], []
         for place in into:
-            host = place if place.device.type == "cpu" else torch.empty_like(place, device="cpu")
+            straight = place.device.type == "cpu" and place.is_contiguous()
+            host = place if straight else torch.empty(place.shape, dtype=place.dtype)
             if host is not place:
                 staged.append((place, host))
             places.append(self._buffer(host))

@@ -18,7 +18,7 @@ import random
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from greenlet import GreenletExit
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives import ring
-from polyrhythm.collectives.arithmetic import reduce, sent
+from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.member import Member
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
@@ -159,6 +159,10 @@ class SimulatedNode(Node):
         return self._workers
 
     @property
+    def lost(self) -> Collection[Peer]:
+        return self._dead
+
+    @property
     def servers(self) -> Sequence[Peer]:
         return self.world.present["server"]
 
@@ -281,7 +285,7 @@ class SimulatedNode(Node):
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         if not self.world.ring:
-            return self._collect("all_reduce", tensors, op)
+            return self._collect("all_reduce", checked(tensors, op), op)
         self._rounds += 1
         return self.spawn(ring.all_reduce, self, self._workers, tensors, op, self._rounds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ import torch
 from programs import MOMENTUM, Script, distance, trained
 
 import polyrhythm as pr
-from polyrhythm.collectives.choice import BETWEEN_HOSTS, WAYS, choose
+from polyrhythm.collectives.choice import RING_CHUNK, WAYS, choose
 from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.node import Peer
 from polyrhythm.wire import Transport
 from polyrhythm.wire.arena import Arenas
+from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode
 
 REAL = [
@@ -45,8 +47,10 @@ def test_the_table_knows_every_case() -> None:
     )
     for hosts in (["a", "b"], ["", ""], ["", "", "", ""]):
         ways = [choose("auto", hosts, nbytes) for nbytes in (0, 1, 1 << 10, 1 << 20, 1 << 30)]
-        assert set(ways) <= {"direct", "ring"}
-    assert BETWEEN_HOSTS[-1][:2] == (0, 0)  # the last row fits all
+        assert set(ways) == ({"direct", "ring"} if len(hosts) > 2 else {"direct"})
+    for n in (3, 4, 64):  # a step of the ring is worth its message
+        assert choose("auto", [""] * n, n * RING_CHUNK) == "ring"
+        assert choose("auto", [""] * n, n * RING_CHUNK - 1) == "direct"
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("auto", "shared")])
@@ -101,28 +105,44 @@ class Unlogged(ProcessNode):
         pass
 
 
-def member(
-    rank: int, hosts: Sequence[str], arenas: dict[str, Arenas], barrier: Any, folder: Path, way: str
-) -> None:
+def joined(
+    rank: int,
+    hosts: Sequence[str],
+    arenas: dict[str, Arenas],
+    barrier: Any,
+    folder: Path,
+    way: str,
+    coordinator: str = "",
+) -> ProcessNode:
     """One worker of several hosts: those of a host have its arenas, the others only TCP."""
     torch.set_num_threads(1)
     me, mine = Peer("worker", rank), hosts[rank]
-    local = hosts[:rank].count(mine)
+    local = list(hosts[:rank]).count(mine)
     transport = Transport(
         me, b"k" * 32, listen="tcp:127.0.0.1:0", arenas=arenas[mine], host=mine, wait=20.0, encrypt=False
     )
+    if coordinator:
+        transport.introduce(COORDINATOR, coordinator)
     node = Unlogged(me, transport, 0, time.monotonic(), arenas[mine], local, way)
     (folder / f"address-{rank}").write_text(transport.address)
     barrier.wait(20)
     addresses = [(folder / f"address-{each}").read_text() for each in range(len(hosts))]
     node.meet([
-        ("worker", each, addresses[each], hosts[each], hosts[:each].count(hosts[each]))
+        ("worker", each, addresses[each], hosts[each], list(hosts[:each]).count(hosts[each]))
         for each in range(len(hosts))
     ])  # fmt: skip
+    return node
+
+
+def member(
+    rank: int, hosts: Sequence[str], arenas: dict[str, Arenas], barrier: Any, folder: Path, way: str
+) -> None:
+    """Takes part in reductions of all kinds, and keeps what came out."""
+    node = joined(rank, hosts, arenas, barrier, folder, way)
     results = []
-    for op, count in (("sum", 1000), ("mean", 17), ("max", 3), ("min", 1), ("mean", 400_000)):
+    for op, count in REDUCTIONS:
         for dtype in (torch.float64, torch.float32):
-            values = torch.arange(count, dtype=dtype).sub_(rank * 7).sin_()
+            values = contribution(count, rank, dtype)
             place = node.empty(count, dtype)
             place.copy_(values)
             private = values.clone()  # not in shared memory
@@ -156,11 +176,26 @@ def test_hosts_share_memory_inside_and_ring_across(tmp_path: Path, hosts: str) -
     results = [torch.load(tmp_path / f"result-{rank}.pt") for rank in range(len(hosts))]
     for given in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], given, strict=True))
-    values = torch.stack(
-        [torch.arange(1000, dtype=torch.float64).sub_(rank * 7).sin_() for rank in range(len(hosts))]
-    )
-    assert torch.allclose(results[0][0], values.sum(0), rtol=1e-12, atol=1e-12)
-    assert torch.allclose(results[0][1], values.sum(0), rtol=1e-12, atol=1e-12)
+    truth = iter(results[0])
+    for op, count in REDUCTIONS:
+        for dtype in (torch.float64, torch.float32):
+            values = torch.stack([contribution(count, rank, torch.float64) for rank in range(len(hosts))])
+            expected = {
+                "max": values.amax(0),
+                "min": values.amin(0),
+                "sum": values.sum(0),
+                "mean": values.mean(0),
+            }[op]
+            for result in (next(truth), next(truth)):  # in shared memory, and elsewhere
+                assert result.dtype == dtype
+                assert torch.allclose(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+REDUCTIONS = (("sum", 1000), ("mean", 17), ("max", 300), ("min", 300), ("mean", 400_000))
+
+
+def contribution(count: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float64).sub_(rank * 7).sin_().to(dtype)
 
 
 # --- the dead ---------------------------------------------------------------------------------------
@@ -216,8 +251,119 @@ def test_a_killed_peer_ends_the_run_at_once(tmp_path: Path, way: str, listen: st
             runs=None, threads=1,
         )  # fmt: skip
     assert time.monotonic() - began < 60
-    for path in tmp_path.glob("told-*"):
-        assert "worker 1" in path.read_text()
+
+
+def survivor(
+    rank: int,
+    hosts: Sequence[str],
+    arenas: dict[str, Arenas],
+    barrier: Any,
+    folder: Path,
+    way: str,
+    news: str,
+) -> None:
+    """A worker without a launcher, which would end it: the last one dies, the others keep what they hear."""
+    node = joined(rank, hosts, arenas, barrier, folder, way, news)
+    vector = node.empty(1 << 16, torch.float32).fill_(1.0)
+    node.all_reduce(vector)
+    if rank == len(hosts) - 1:
+        node.begin_all_reduce(vector)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            node.all_reduce(vector)
+    except PolyrhythmError as error:
+        (folder / f"told-{rank}").write_text(f"{time.monotonic() - began:.1f} {error}")
+    barrier.wait(30)
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "hosts"),
+    [("shared", "aaaa"), ("direct", "aaaa"), ("ring", "aaaa"), ("ring", "abcd"), ("direct", "abcd")]
+    + [("hierarchical", hosts) for hosts in ("aabb", "abbb", "aabc")],
+)
+def test_every_survivor_is_told_who_died(tmp_path: Path, way: str, hosts: str) -> None:
+    """All others get an error that names the dead, soon, also those that wait for somebody else."""
+    fork = multiprocessing.get_context("fork")
+    arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
+    barrier, gone = fork.Barrier(len(hosts)), len(hosts) - 1
+    # What the launcher does: it hears that a process has ended, and tells the others.
+    coordinator = Transport(COORDINATOR, b"k" * 32, listen="tcp:127.0.0.1:0", encrypt=False, wait=20.0)
+    processes = [
+        fork.Process(
+            target=survivor,
+            args=(rank, list(hosts), arenas, barrier, tmp_path, way, coordinator.address),
+        )
+        for rank in range(len(hosts))
+    ]
+    for process in processes:
+        process.start()
+    processes[gone].join(60)
+    for rank in range(gone):
+        coordinator.introduce(Peer("worker", rank), (tmp_path / f"address-{rank}").read_text())
+        fields = {"role": "worker", "rank": gone, "life": 0, "reason": "was killed"}
+        coordinator.send(Peer("worker", rank), "left", (), fields)
+    threading.Thread(target=barrier.wait, args=(40,)).start()  # in the place of the dead
+    for process in processes:
+        process.join(60)
+    coordinator.close()
+    for each in arenas.values():
+        each.close()
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(gone)]
+    assert all(f"worker {gone}" in text.partition(" waited ")[2] for text in told), told
+    assert all(float(text.split()[0]) < 15 for text in told)
+
+
+@pytest.mark.parametrize(("tensor", "op", "message"), [
+    (torch.zeros(4, 4).t()[:2], "sum", "must be contiguous"),
+    (torch.zeros(3, dtype=torch.int64), "mean", "the mean of torch.int64"),
+    (torch.zeros(3), "median", "op is 'median'; it can be sum, mean, max, min"),
+])  # fmt: skip
+@pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
+def test_all_ways_refuse_the_same(tensor: torch.Tensor, op: str, message: str, way: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        once(Once([tensor, tensor], op), way)
+
+
+@pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
+def test_all_ways_take_the_same(tmp_path: Path, way: str) -> None:
+    """A tensor of no dimension, and the mean of short floats whose sum would overflow."""
+    for values in (torch.tensor(2.0), torch.full((5,), 40000.0, dtype=torch.float16)):
+        script = Once([values, values], "mean", tmp_path / "result.pt")
+        once(script, way)
+        assert torch.equal(torch.load(tmp_path / "result.pt"), values)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_one_worker_can_have_any_way(way: str) -> None:
+    pr.run(Script(), workers=1, strategy="allreduce", collective=way, runs=None, threads=1)
+
+
+class Once:
+    """One all-reduce of a tensor of each worker."""
+
+    def __init__(self, values: list[torch.Tensor], op: str, into: Path | None = None) -> None:
+        self.values, self.op, self.into = values, op, into
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = torch.nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        mine = self.values[session.rank]
+        mine = mine if not mine.is_contiguous() else mine.clone()
+        session._node.all_reduce(mine, op=self.op)  # type: ignore[attr-defined]
+        if self.into and not session.rank:
+            torch.save(mine, self.into)
+
+
+def once(script: Once, way: str) -> None:
+    options: dict[str, Any] = {"workers": 2, "strategy": "allreduce", "runs": None, "threads": 1}
+    if way == "simulated":
+        pr.simulate(script, **options)
+    else:
+        pr.run(script, collective=way, **options)
 
 
 def test_the_board_is_the_first_thing_in_an_arena() -> None:
