@@ -424,6 +424,15 @@ def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
         assert outcome["summary"]["batches_undone"] == 0
 
 
+def test_a_killed_remote_zygote(hosts: Hosts) -> None:
+    """Its launcher says so, takes its workers out of the run and leaves nothing."""
+    begun, joined = begin(hosts, "allreduce")
+    psutil.Process(joined.pid).children()[0].kill()
+    why = "the process that forks the nodes is gone; was it killed?"
+    assert joined.end(SOON) == {"error": why, "code": 1}
+    assert begun.end(SOON)["error"].startswith(f"worker 1 ended ({why}) on 127.0.0.1 (workers 1 and 2); ")
+
+
 def test_the_last_workers_go_with_their_host(hosts: Hosts) -> None:
     """What servers hold is brought home by one more worker, where the servers are."""
     begun, joined = begin(hosts, "async", here=0, workers=2)
