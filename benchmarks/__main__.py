@@ -20,7 +20,10 @@ from typing import Any
 
 from benchmarks.report import Steal, show
 
-NAMES = ("allreduce", "collectives", "server", "simulator", "staleness", "startup", "straggler")
+NAMES = (
+    "allreduce", "collectives", "communication", "last_executor", "server", "simulator", "staleness",
+    "startup", "straggler",
+)  # fmt: skip
 
 
 def main() -> int:

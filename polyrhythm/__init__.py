@@ -9,8 +9,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
     from polyrhythm.launch import join, run, simulate
+    from polyrhythm.layerwise import LAMB, LARS
     from polyrhythm.node import Message, Node, Peer
     from polyrhythm.replica import Replica
+    from polyrhythm.scaling import LinearScaling
     from polyrhythm.session import Session, init
     from polyrhythm.shard import Shard
     from polyrhythm.strategy import Codec, Strategy, parse
@@ -23,11 +25,13 @@ _HOME = {
     "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
     "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
     "PeerLost": "errors", "NotFinite": "errors",
+    "LinearScaling": "scaling", "LARS": "layerwise", "LAMB": "layerwise",
 }  # fmt: skip
 
 __all__ = [
-    "Codec", "Message", "Node", "NotFinite", "Peer", "PeerLost", "PolyrhythmError", "Replica", "Session",
-    "Shard", "Strategy", "UsageError", "WaitError", "WireError", "init", "join", "parse", "run", "simulate",
+    "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
+    "PolyrhythmError", "Replica", "Session", "Shard", "Strategy", "UsageError", "WaitError", "WireError",
+    "init", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ examples:
   polyrhythm join 10.0.0.1:7000 train.py -n 2 --key run.key                    two on another machine
   polyrhythm strategies                                         what --strategy can be
   polyrhythm bench servers                                      how many servers for how many workers
+  polyrhythm explain ring --workers 4                           ring all-reduce, step by step
 
 The script needs three lines: import polyrhythm, session = polyrhythm.init(), and
 model, optimizer, loader = session.prepare(model, optimizer, loader).
@@ -127,6 +128,20 @@ def parser() -> argparse.ArgumentParser:
         "the strategy async, and prints the knee beside the formula P* = ceil(N |w| / (beta t)).",
         epilog="A worker sleeps for the time of a step: it stands for a machine with cores of its own.",
     ))  # fmt: skip
+
+    kinds = commands.add_parser("explain", help="see an algorithm step by step").add_subparsers(
+        dest="explain", metavar="WHAT", required=True
+    )
+    ring = kinds.add_parser(
+        "ring",
+        help="ring all-reduce: who sends which chunk to whom, and what everybody holds",
+        description="Draws ring all-reduce step by step, from a run of its real code on simulated workers.",
+    )
+    ring.add_argument("-n", "--workers", type=int, default=4, metavar="N", help="2 to 16 (4)")
+    ring.add_argument(
+        "--length", type=int, default=None, metavar="L", help="elements of the vector (one per worker)"
+    )
+    ring.add_argument("--json", action="store_true", help="print all of it as one JSON object")
     return top
 
 
@@ -148,6 +163,11 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
     command.add_argument(
         "-s", "--strategy", metavar="S",
         help="how they keep time, such as allreduce, async or local:8; wins over the one in the script",
+    )  # fmt: skip
+    command.add_argument(
+        "--batch-norm", metavar="B",
+        help="BatchNorm's statistics: local (each worker's own), rank0, mean, sync or recompute; wins over "
+        "the one in the script",
     )  # fmt: skip
     command.add_argument(
         "--servers", type=_servers, default=0, metavar="P",
@@ -188,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _strategies(options.json)
         if options.command == "bench":
             return _bench(options)
+        if options.command == "explain":
+            return _explain(options)
         if options.command == "join":
             return _join(options, rest)
         return _train(options, rest)
@@ -208,6 +230,7 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     common: dict[str, Any] = {
         "workers": options.workers, "strategy": options.strategy, "servers": options.servers,
+        "batch_norm": options.batch_norm,
         "arguments": rest, "seed": options.seed, "threads": options.threads,
         "runs": options.runs, "name": options.name, "collective": options.collective,
         "screen": Screen(sys.stderr, quiet=options.quiet),
@@ -260,6 +283,15 @@ def _bench(options: argparse.Namespace) -> int:
     with _silent() if options.json else contextlib.nullcontext():
         report = servers.measure(plan, servers.say)
     print(json.dumps(report) if options.json else servers.show(report))
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from polyrhythm.lab import explain
+
+    what = explain.ring(options.workers, options.length)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(json.dumps(what.plain()) if options.json else explain.draw(what, colour))
     return 0
 
 

@@ -10,18 +10,29 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.collectives.arithmetic import split
 from polyrhythm.errors import UsageError
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
-# A shard's optimizer state: for each slice (parameter index, low, high, plain values, [name, sliced?] of its
-# tensors), and the tensors of all slices in this order.
-State = tuple[list[tuple[int, int, int, dict[str, Any], list[tuple[str, bool]]]], list[Tensor]]
+# A shard's optimizer state: for each slice (parameter index, low, high, plain values, [name, shape] of its
+# tensors, with no shape for those that have a number for each element), and the tensors of all slices in this
+# order, flat.
+State = tuple[list[tuple[int, int, int, dict[str, Any], list[tuple[str, list[int] | None]]]], list[Tensor]]
+
+
+# Optimizers that do to an element what they would do to it in any other tensor. To all others, such as LARS,
+# LAMB, Muon and Adafactor, it matters which elements are a tensor.
+ELEMENTWISE = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+}  # fmt: skip
 
 
 def private(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,6 +109,8 @@ class Layout:
         self.total = sum(counts)
         if not self.total:
             raise UsageError("the model has no parameters to train; give the optimizer model.parameters()")
+        self.optimizer = type(optimizer)
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
         text = repr([(p.name, tuple(p.shape), p.group, str(self.kinds[p.part][0])) for p in self.pieces])
         self.hash = hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -109,9 +122,40 @@ class Layout:
         )
 
     def check_servers(self, count: int) -> None:
-        """Refuses more servers than there are parameters to share out."""
+        """Refuses more servers than there are parameters, or tensors that stay whole, to share out."""
         if count > self.total:
             raise UsageError(f"{count} servers for {self.total} parameters: use at most one per parameter")
+        most = len(self._bounds())
+        if self.optimizer not in ELEMENTWISE and count > most:
+            raise UsageError(
+                f"{count} servers: {self.optimizer.__name__} may look at whole tensors, so none is cut, and "
+                f"the model has {most}; use at most that many servers, or a strategy without any, such as "
+                "allreduce or local"
+            )
+
+    def ranges(self, count: int) -> list[tuple[int, int]]:
+        """What of the whole each of `count` servers has: near-equal parts.
+
+        An optimizer that does not treat each element alike needs whole tensors: for it each border moves to
+        the nearest one between two tensors.
+        """
+        if count not in self._ranges:
+            ranges = split(self.total, count)
+            if self.optimizer not in ELEMENTWISE and count > 1:
+                bounds = self._bounds()
+                cuts, first = [0], 0
+                for number, (_, goal) in enumerate(ranges[:-1], 1):
+                    last = len(bounds) - (count - number)  # each of the others must have a tensor too
+                    first = min(range(first, last), key=lambda place: abs(bounds[place] - goal)) + 1
+                    cuts.append(bounds[first - 1])
+                ranges = list(pairwise([*cuts, self.total]))
+            self._ranges[count] = ranges
+        return self._ranges[count]
+
+    def _bounds(self) -> list[int]:
+        """Where in the whole the tensors end, in order."""
+        offsets = [sum(self.counts[:part]) for part in range(len(self.counts))]
+        return sorted({offsets[piece.part] + piece.stop for piece in self.pieces} - {0})
 
     def view(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
         """The part of `vectors` that is this parameter, in its own shape."""

@@ -131,6 +131,14 @@ class Node(ABC):
         None tells that membership changed while waiting: look at `workers` again, and call again.
         """
 
+    def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
+        """A hint: the tensors of the next ask of this kind may be put `into` their place as they come.
+
+        Whether they were, the message tells: its tensors lie there or elsewhere. Call what this returns when
+        it is here, or is not wanted any longer: afterwards nothing is written there.
+        """
+        return lambda: None
+
     @abstractmethod
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         """Answers an `ask`. The asker's `into` is filled before this returns or soon after; the tensors

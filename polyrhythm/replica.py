@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polyrhythm.buckets import Bucket, arrange
 from polyrhythm.errors import NotFinite, UsageError
 from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, hyper_parameters, private, spans_of
+from polyrhythm.moments import Moments
 
 if TYPE_CHECKING:
     from polyrhythm.node import Peer, Reply
@@ -36,6 +37,7 @@ class Replica:
         self.optimizer = optimizer
         self.layout = Layout(model, optimizer)
         self.steps = 0
+        self.samples = 0  # examples trained on so far; borrowed ones do not count
         self.version: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self.notes: dict[str, Any] = {}  # what else a strategy remembers
@@ -65,6 +67,7 @@ class Replica:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._touch, index))  # type: ignore[no-untyped-call]
         self._shown: nn.Module | None = None
+        self.moments = Moments(self.layout, optimizer, self.buffers, empty)
 
     # --- the gradient -------------------------------------------------------------------------------
 
@@ -111,6 +114,16 @@ class Replica:
     def scale(self, factor: float) -> None:
         """From here on a new gradient counts this much: a fair share of the examples counts 1."""
         self._scale = factor
+
+    @property
+    def scaling(self) -> float:
+        """How much a new gradient counts now."""
+        return self._scale
+
+    @property
+    def counts(self) -> bool:
+        """Whether the present batch counts; one that is borrowed does not."""
+        return self._scale != 0
 
     def before_backward(self, begin: Callable[[Bucket], None] | None = None) -> None:
         """Keeps what was accumulated so far, if what is added now has to be scaled.
@@ -194,14 +207,14 @@ class Replica:
         """Each parameter group's settings as plain values: they travel with every push."""
         return [hyper_parameters(group) for group in self.optimizer.param_groups]
 
-    def spans(self) -> list[Span]:
-        """The flat vectors by parameter group, without the parameters that have no gradient now."""
+    def spans(self, *, whole: bool = False) -> list[Span]:
+        """The flat vectors by parameter group, without the parameters that have no gradient now, or whole."""
         slices = (
             (index, piece.group, piece.part, piece.start, piece.stop)
             for index, piece in enumerate(self.layout.pieces)
         )
         groups = self.optimizer.param_groups
-        spans = spans_of(slices, frozenset(self.absent))
+        spans = spans_of(slices, frozenset() if whole else frozenset(self.absent))
         return [Span(groups[group], group, *rest) for group, *rest in spans]
 
     def restore(self, states: Sequence[State]) -> None:
@@ -213,10 +226,10 @@ class Replica:
                 parameter = self.layout.parameters[index]
                 entry = whole.setdefault(index, {})
                 entry.update(plain)
-                for name, sliced in names:
+                for name, shape in names:
                     value = next(queue)
-                    if not sliced:
-                        entry[name] = value.clone().reshape(())
+                    if shape is not None:
+                        entry[name] = value.clone().reshape(shape)
                         continue
                     place = entry.setdefault(name, torch.empty_like(parameter, dtype=value.dtype))
                     place.view(-1)[low:high].copy_(value)

@@ -10,14 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.collectives.arithmetic import cut, split
-from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, private, spans_of
-
-# Optimizers that do to an element what they would do to it in any other tensor.
-ELEMENTWISE = {
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
-}  # fmt: skip
+from polyrhythm.collectives.arithmetic import cut
+from polyrhythm.layout import ELEMENTWISE, Empty, Layout, Span, State, check_optimizer, private, spans_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Shard:
     """A server's range of the flat vector, with the user's own optimizer working on it.
 
     A parameter that lies wholly in the range keeps its shape; one that is cut becomes a flat slice, which
-    is the same to every element-wise optimizer.
+    is the same to every element-wise optimizer. For others no parameter is cut.
     """
 
     def __init__(
@@ -68,7 +62,7 @@ class Shard:
         self.layout = Layout(model, optimizer)
         self.layout.check_servers(count)
         self.optimizer = optimizer
-        self.start, self.stop = split(self.layout.total, count)[index]
+        self.start, self.stop = self.layout.ranges(count)[index]
         whole = self.layout.vectors()
         for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
             self.layout.view(whole, piece).copy_(parameter.detach())
@@ -212,7 +206,10 @@ class Shard:
                 plain = {name: value for name, value in entry.items() if not isinstance(value, Tensor)}
                 held = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
                 count = slice_.high - slice_.low
-                names = [(name, value.dim() > 0 and value.numel() == count) for name, value in held.items()]
+                names = [
+                    (name, None if value.dim() > 0 and value.numel() == count else list(value.shape))
+                    for name, value in held.items()
+                ]
                 slices.append((slice_.index, slice_.low, slice_.high, plain, names))
                 tensors += [value.detach().reshape(-1) for value in held.values()]
         return slices, tensors

@@ -113,6 +113,7 @@ class Strategy(Configured):
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
     overlaps: ClassVar[bool] = False  # whether it wants the gradient in parts while `backward()` goes on
+    weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
 

@@ -18,7 +18,7 @@ COMMANDS = {
     "unknown strategy": (["-s", "asynk"], 2, "asynk.*did you mean 'async'.*Known: allreduce, async"),
     "unknown field": (["-s", "async:tau=3"], 2, "no field 'tau'; async has: wait_for, max_staleness, weight"),
     "value out of range": (["-s", "local:0"], 2, "local:0: period must be 1 or more"),
-    "value of no use": (["-s", "local:x"], 2, "local:x: period takes a whole number, not 'x'"),
+    "value of no use": (["-s", "local:x"], 2, "local:x: period takes a whole number or auto, not 'x'"),
     "more than there are": (["-s", "async:wait_for=3"], 2, "wait_for is 3 but there are 2 workers"),
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),

@@ -190,46 +190,7 @@ def test_shards_are_one_server(simulate: Any, servers: int, script: Script) -> N
     assert simulate(script, "sync", 3, servers)["digest"] == simulate(script, "sync", 3)["digest"]
 
 
-# --- averaging --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, NESTEROV], ids=["sgd", "momentum", "nesterov"])
-@pytest.mark.parametrize("size", [48, 50, 43])
-def test_averaging_each_step_is_synchronous_for_linear_optimizers(
-    simulate: Any, optimizer: Any, size: int
-) -> None:
-    """local:1 equals allreduce if the update is linear in the gradient, though momentum is not averaged."""
-    script = Script(optimizer=optimizer, size=size, epochs=4)
-    assert (
-        distance(trained(simulate(script, "local:1", 3)), trained(simulate(script, "allreduce", 3))) < 1e-12
-    )
-
-
-def test_averaging_each_step_is_not_synchronous_for_adam(simulate: Any) -> None:
-    """Adam is not linear in the gradient."""
-    script = Script(optimizer=ADAM)
-    assert distance(trained(simulate(script, "local:1", 3)), trained(simulate(script, "allreduce", 3))) > 1e-3
-
-
-@pytest.mark.parametrize(("period", "fixed"), [(1, -0.5), (2, -0.457143), (10, -0.197376)])
-def test_local_sgd_has_a_biased_fixed_point(simulate: Any, period: int, fixed: float) -> None:
-    """Quadratics with curvatures h settle at sum((1 - r^H) b) / sum(1 - r^H), where r = 1 - lr h."""
-    curvature, best, lr = (1.0, 3.0), (1.0, -1.0), 0.1
-    pull = [1 - (1 - lr * h) ** period for h in curvature]
-    law = sum(p * b for p, b in zip(pull, best, strict=True)) / sum(pull)
-    steps = Steps(200, lambda rank, x: curvature[rank] * (x - best[rank]), lr)
-    found = trained(simulate(steps, f"local:{period}", 2))["x"].item()
-    assert found == pytest.approx(law, abs=1e-12)
-    assert found == pytest.approx(fixed, abs=1e-4)
-
-
-@pytest.mark.parametrize("period", [1, 4, 6, 100])
-def test_local_sgd_is_silent_between_averages(simulate: Any, period: int) -> None:
-    """It sends the start, and 2(n-1) vectors per average: after every H-th step, and the last one."""
-    workers, steps = 3, 8
-    summary = simulate(Steps(steps), f"local:{period}", workers)
-    averages = -(-steps // period)
-    assert summary["bytes_sent"] == 8 * (workers - 1) + averages * 2 * (workers - 1) * 8
+# --- bytes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync"])

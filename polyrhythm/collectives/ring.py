@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Node, Peer, Reply
 
-SEGMENT = 1 << 20  # bytes of a segment at most
-AHEAD = 8  # segments that a worker may have sent more than it has received; twice as many may be unanswered
+SEGMENT = 1 << 22  # bytes of a segment at most: with smaller ones Python takes longer than the wire
+AHEAD = 4  # segments that a worker may have sent more than it has received; twice as many may be unanswered
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def all_reduce(
     except PeerLost as error:
         port.pass_on(error)
         raise
+    finally:
+        port.close()
 
 
 def all_reduce_distributed(
@@ -218,11 +220,14 @@ class _NodePort(Port):
         self._left, self._right = workers[self.rank - 1], workers[(self.rank + 1) % self.size]
         self._replies: dict[int, Reply] = {}
         self._places: dict[int, Sequence[Tensor]] = {}
+        self._kept: dict[int, Callable[[], None]] = {}  # places in which segments are received at once
         self._message: Any = None
 
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
         self.settle(number - 2 * AHEAD)  # a connection rests while many messages are unreceived
         self._places[number] = places
+        if not fold:
+            self._kept[number] = self._node.expect(self._left, f"{self._name} {number}", places)
         self._replies[number] = self._node.ask(self._right, f"{self._name} {number}", *out)
 
     def arrived(self, number: int) -> Sequence[Tensor]:
@@ -240,6 +245,8 @@ class _NodePort(Port):
                 raise PeerLost(message["why"])
             else:
                 break
+        if number in self._kept:
+            self._kept.pop(number)()
         expected = [(place.dtype, place.numel()) for place in self._places.pop(number)]
         given = [(piece.dtype, piece.numel()) for piece in message.tensors]
         if given != expected:
@@ -257,6 +264,10 @@ class _NodePort(Port):
     def settle(self, number: int) -> None:
         if (reply := self._replies.pop(number, None)) is not None:
             reply.wait()
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1]()
 
     def pass_on(self, error: PeerLost) -> None:
         """Tells the right neighbour who is gone: it may be somebody that it does not wait for itself."""

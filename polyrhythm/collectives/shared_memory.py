@@ -7,17 +7,18 @@ slice in rank order, writes the result to everybody's buffer, and sets `done` to
 every buffer is complete. Collectives are done in the order in which they are begun, by whoever comes by:
 `begin` never waits, and looks after earlier ones that can be done by now.
 
-Nothing is copied on the way and no system call is made but to let others run. What makes the plain stores
-safe: they are aligned words, and between writing data and the word that tells of it `_publish` passes through
-`sched_yield`, where the interpreter's lock is released and taken, which no processor moves a store across.
+Nothing is copied on the way and no system call is made but to let others run. What makes plain words safe on
+processors that reorder memory: `_fence`, between data and the word that tells of them on the one side, and
+between the word and the data on the other. Releasing a lock and taking it again is one.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,7 +52,7 @@ class SharedMemory:
     """One member's view of the boards. `members` are their arenas by their names, in rank order; `mine` is
     the place of this one among them.
 
-    `look(missing, begun)` is called now and then while this member waits for those places: it raises when
+    `look(missing, waited)` is called now and then while this member waits for those places: it raises when
     that is in vain.
     """
 
@@ -69,6 +70,8 @@ class SharedMemory:
         self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in self._members]
         self._base = self._memory[mine].data_ptr()
         self._begun = self._done = 0
+        self._lock = threading.Lock()  # nobody else has it: it is there for `_fence`
+        self._lock.acquire()
         self._plans: dict[tuple[bytes, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
         self._words: dict[tuple[tuple[int, int, torch.dtype], ...], list[int]] = {}
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # staging memory that is not in use
@@ -92,6 +95,7 @@ class SharedMemory:
             self._until(_BEGUN, self._done + 1)
             self._do(self._done + 1)
         self._until(_DONE, number)
+        self._fence()
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """These tensors in shared memory, and copied there those that lie elsewhere, as a GPU's do."""
@@ -126,7 +130,8 @@ class SharedMemory:
         key = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in lent)
         words = self._words.get(key)
         if words is None:
-            words = self._words[key] = [len(lent)]
+            words = [len(lent)]
+            _remember(self._words, key, words)
             for address, count, dtype in key:
                 if dtype not in _CODE:
                     raise PolyrhythmError(f"a collective cannot take {dtype}")
@@ -138,8 +143,13 @@ class SharedMemory:
         self._publish(_BEGUN, number)
         self._begun = number
 
+    def _fence(self) -> None:
+        """What comes before it in the program comes before it in memory, and what comes after it after."""
+        self._lock.release()
+        self._lock.acquire()
+
     def _publish(self, word: int, number: int) -> None:
-        os.sched_yield()  # whatever was written before is seen before the word
+        self._fence()
         self._boards[self._mine][word] = number
 
     def _missing(self, word: int, number: int) -> list[int]:
@@ -160,11 +170,13 @@ class SharedMemory:
                     looked = waited + 0.01
 
     def _do(self, number: int) -> None:
+        self._fence()
         place = _SLOT + number % _SLOTS * _WORDS
         slots = tuple(board[place : place + 2 + 3 * board[place + 1]].tobytes() for board in self._boards)
         plan = self._plans.get(slots)
         if plan is None:
-            plan = self._plans[slots] = self._plan(place)
+            plan = self._plan(place)
+            _remember(self._plans, slots, plan)
         way = WAYS[self._boards[self._mine][place]]
         for inputs, outputs in plan:
             if way != "copy of first":
@@ -205,6 +217,13 @@ class SharedMemory:
                 slices = [tensor[low:high] for tensor in same]
                 plan.append((slices, slices[:1] if WAYS[way].endswith(" to first") else slices))
         return plan
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Most collectives come again and again; of those that do not, none is kept for long."""
+    if len(known) >= 4096:
+        known.clear()
+    known[key] = value
 
 
 class Reduction(Task):

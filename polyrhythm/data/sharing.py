@@ -65,6 +65,7 @@ class SharedLoader:
             )
         self.loader = loader
         self.epoch = 0
+        self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
         self._leases, self._counted = leases, counted
         self._drawn: dict[int, list[list[int]]] = {}
@@ -99,6 +100,8 @@ class SharedLoader:
         try:
             for batch in self._inner:
                 self._counted(*self._counts.popleft())
+                if self.watch is not None:
+                    self.watch(batch)
                 yield batch
             complete = True
         finally:  # an epoch that is left early is over too
@@ -111,6 +114,17 @@ class SharedLoader:
         for indexes, scale in self._leased() if self._leases is not None else self._dealt():
             self._counts.append((len(indexes) if scale else 0, scale))
             yield indexes
+
+    def some(self, most: int) -> Iterator[Any]:
+        """Up to `most` batches of the epoch drawn last, as one machine would see them, evenly spread.
+
+        For looking at only: nothing is counted or leased, and the order of the training stays as it is.
+        """
+        drawn = self._order(max(self._drawn, default=self.epoch))
+        batches = [batch for batch in drawn if len(batch) > 1] or drawn
+        count = min(most, len(batches))
+        chosen = [batches[number * len(batches) // count] for number in range(count)]
+        return iter(DataLoader(self.loader.dataset, batch_sampler=chosen, collate_fn=self.loader.collate_fn))
 
     @property
     def _splits(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from polyrhythm import norms
 from polyrhythm.collectives import choice
 from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
 from polyrhythm.launch.program import Program
@@ -29,6 +30,7 @@ def run(
     workers: int = 2,
     strategy: str | Strategy | None = None,
     servers: Servers = 0,
+    batch_norm: str | None = None,
     arguments: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
@@ -46,7 +48,8 @@ def run(
 
     `strategy` wins over the one in the script. `servers` is for strategies that have them (1 if not given);
     "colocated" is one beside each worker. Up to `restarts` workers that die are replaced, if the strategy
-    lets the others go on without them. `collective` forces one way to all-reduce.
+    lets the others go on without them. `collective` forces one way to all-reduce. `batch_norm` says what
+    becomes of BatchNorm's statistics: local, rank0, mean, sync or recompute; it too wins over the script's.
     If only `here` of the workers are to run on this host, the run waits until others have joined with the
     rest: `listen` is where ("tcp:10.0.0.1:7000"), `key` the file, made if need be, that they have a copy of.
     `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
@@ -57,7 +60,7 @@ def run(
 
     what = Program(program, arguments)
     count = _count(servers, workers)
-    chosen = _check(strategy, workers, count, seed, threads)
+    chosen = _check(strategy, workers, count, seed, threads, batch_norm)
     here = workers if here is None else here
     if here + count > MOST:
         raise UsageError(f"{here + count} processes are more than {MOST}; use fewer, or simulate them")
@@ -77,8 +80,8 @@ def run(
     folder = _folder(runs, name, chosen)
     try:
         config = _config(
-            "run", what, workers, servers, chosen, seed, threads=threads, timeout=timeout,
-            restarts=restarts, collective=collective, here=here,
+            "run", what, workers, servers, chosen, seed, batch_norm=batch_norm, threads=threads,
+            timeout=timeout, restarts=restarts, collective=collective, here=here,
         )  # fmt: skip
         if folder is not None:
             folder.config(config)
@@ -87,7 +90,7 @@ def run(
                 launcher = Launcher(
                     what, workers=workers, here=here, servers=count, strategy=chosen, seed=seed,
                     threads=threads, wait=timeout, listen=listen, key=secret, restarts=restarts,
-                    collective=collective, folder=folder, screen=screen,
+                    collective=collective, folder=folder, screen=screen, batch_norm=batch_norm,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:
@@ -151,6 +154,7 @@ def simulate(
     workers: int = 2,
     strategy: str | Strategy | None = None,
     servers: Servers = 0,
+    batch_norm: str | None = None,
     cluster: str | Path | None = None,
     collective: str = "auto",
     arguments: Sequence[str] = (),
@@ -168,7 +172,7 @@ def simulate(
     """
     what = Program(program, arguments)
     count, colocated = _count(servers, workers), servers == "colocated"
-    chosen = _check(strategy, workers, count, seed, threads)
+    chosen = _check(strategy, workers, count, seed, threads, batch_norm)
     choice.check(collective)
     if collective in ("shared", "hierarchical"):
         raise UsageError(f"{collective} needs workers that share a host; simulated ones have one each")
@@ -188,7 +192,7 @@ def simulate(
     before = torch.get_num_threads()
     try:
         config = _config(
-            "simulate", what, workers, servers, chosen, seed, threads=threads,
+            "simulate", what, workers, servers, chosen, seed, batch_norm=batch_norm, threads=threads,
             collective=collective, cluster=None if cluster is None else str(cluster),
         )  # fmt: skip
         if folder is not None:
@@ -197,7 +201,7 @@ def simulate(
         torch.set_num_threads(each)
         world = Simulated(
             what.load(), workers=workers, servers=count, colocated=colocated, strategy=chosen, cluster=model,
-            seed=seed, collective=collective, folder=folder, say=screen.line,
+            seed=seed, collective=collective, folder=folder, say=screen.line, batch_norm=batch_norm,
         )  # fmt: skip
         world.loop.beat = lambda: screen.progress(_progress(world.coordinator, world.loop.now))
         with _spoken(screen):
@@ -253,7 +257,12 @@ def _count(servers: Servers, workers: int) -> int:
 
 
 def _check(
-    strategy: str | Strategy | None, workers: int, servers: int, seed: int, threads: int
+    strategy: str | Strategy | None,
+    workers: int,
+    servers: int,
+    seed: int,
+    threads: int,
+    batch_norm: str | None = None,
 ) -> Strategy | None:
     """All that can be known to be wrong before anything starts."""
     if workers < 1:
@@ -265,7 +274,10 @@ def _check(
     if threads < 0:
         raise UsageError(f"threads is {threads}; there must be 1 or more, or 0 to share out the cores")
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    if batch_norm is not None:
+        norms.named(batch_norm)
     if chosen is not None:
+        norms.check(batch_norm or norms.DEFAULT, chosen)
         if servers and not chosen.servers:
             raise UsageError(f"{chosen} needs no servers; leave --servers out")
         chosen.check(workers, servers or 1)
@@ -308,7 +320,8 @@ def _settled(folder: RunFolder | None, config: dict[str, Any], coordinator: Coor
     """Records what is only known since the script has chosen it."""
     if folder is not None and coordinator.strategy is not None and coordinator.failure is None:
         servers = config["servers"] if config["servers"] == "colocated" else coordinator.servers
-        folder.config(config | {"strategy": str(coordinator.strategy), "servers": servers})
+        settled = {"strategy": str(coordinator.strategy), "servers": servers}
+        folder.config(config | settled | {"batch_norm": coordinator.batch_norm})
 
 
 def _summary(coordinator: Coordinator) -> Summary:

@@ -15,8 +15,9 @@ import torch
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.launch import program
 from polyrhythm.launch.zygote import Passport
+from polyrhythm.member import Member
 from polyrhythm.node import Peer
-from polyrhythm.session import ServerDone, _Member, seat, session
+from polyrhythm.session import ServerDone, seat, session
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode, ProcessSeat
@@ -62,7 +63,7 @@ def _run(me: Peer, script: Callable[[], None]) -> tuple[str, int] | None:
     try:
         script()
         mine = session.get()
-        if not isinstance(mine, _Member):
+        if not isinstance(mine, Member):
             raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
         mine.close()
     except ServerDone:

@@ -52,6 +52,7 @@ class Launcher:
         collective: str = "auto",
         folder: RunFolder | None = None,
         screen: Screen | None = None,
+        batch_norm: str | None = None,
     ) -> None:
         self._screen = screen or Screen(quiet=True)
         self._program = program
@@ -84,7 +85,7 @@ class Launcher:
                 clock=lambda: time.monotonic() - self._began,
                 start_servers=self._start_servers, tell=self._tell, replace=self._replace,
                 rescue=self._rescue, restarts=restarts,
-                released=self._released,
+                released=self._released, batch_norm=batch_norm,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
             self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)

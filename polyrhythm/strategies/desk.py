@@ -96,6 +96,7 @@ class Desk:
             else:
                 if message.kind == "pull":
                     self._clock(message.sender.rank)
+                    self.strategy.hear(shard, message)
                 elif message["final"] and not self.follows:
                     self._apply()
                     self._decide("final")
@@ -126,6 +127,7 @@ class Desk:
             return
         shard.seen[worker] = message.sequence
         shard.clocks[worker] = self._clock(worker) + 1
+        self.strategy.hear(shard, message)
         staleness = shard.version - message["version"]
         push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
         if self.follows:
@@ -263,7 +265,8 @@ class Desk:
             else:
                 if reader.kind == "pull":
                     node.log("pull", worker=worker, version=shard.version)
-                node.answer(reader, *self.strategy.view(shard, reader), version=shard.version)
+                more = self.strategy.tell(shard, reader)
+                node.answer(reader, *self.strategy.view(shard, reader), version=shard.version, **more)
         self.readers = waiting
 
     def _let_go(self) -> None:

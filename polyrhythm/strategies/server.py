@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.collectives.arithmetic import cut, split
+from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
 from polyrhythm.strategy import Strategy
@@ -155,10 +155,12 @@ class ParameterServer(Strategy):
         fetch: bool = True,
         absent: Sequence[int] | None = None,
         versions: dict[int, int] | None = None,
-    ) -> None:
+        **more: Field,
+    ) -> list[Message]:
         """Pushes an update, and unless it is told not to, fetches the parameters that result.
 
-        `versions` are those of the parameters that it was computed on, if not of the present ones.
+        `versions` are those of the parameters that it was computed on, if not of the present ones. `more`
+        goes with it. Returns the answers, as far as they were waited for.
         """
         versions = dict(replica.version) if versions is None else versions
         into = replica.parameters if into is None else into
@@ -168,7 +170,7 @@ class ParameterServer(Strategy):
         fields: dict[str, Field] = {
             "step": replica.steps, "fetch": fetch, "groups": list(settings),
             "absent": replica.absent if absent is None else list(absent),
-            "norm": norm(update) if self.clip < math.inf else 0.0,
+            "norm": norm(update) if self.clip < math.inf else 0.0, **more,
         }  # fmt: skip
         replies = []
         for server, start, stop in self._ranges(node, replica):
@@ -180,11 +182,14 @@ class ParameterServer(Strategy):
             replies.append((server, reply))
         if self.prefetch and fetch:
             replica.outstanding = replies
-        else:
-            for server, reply in replies:
-                answer = reply.wait()
-                if fetch:
-                    replica.version[server.rank] = answer["version"]
+            return []
+        answers = []
+        for server, reply in replies:
+            answer = reply.wait()
+            answers.append(answer)
+            if fetch:
+                replica.version[server.rank] = answer["version"]
+        return answers
 
     def _take_ahead(self, replica: Replica) -> None:
         """Moves the parameters that came while the last batch was computed into their place."""
@@ -211,7 +216,7 @@ class ParameterServer(Strategy):
         return into
 
     def _ranges(self, node: Node, replica: Replica) -> list[tuple[Peer, int, int]]:
-        ranges = split(replica.layout.total, len(node.servers))
+        ranges = replica.layout.ranges(len(node.servers))
         pairs = [(server, *range_) for server, range_ in zip(node.servers, ranges, strict=True)]
         return turned(pairs, node.rank)
 
@@ -235,6 +240,13 @@ class ParameterServer(Strategy):
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
         """What a worker that pulls, or has pushed, gets to see."""
         return shard.parameters
+
+    def hear(self, shard: Shard, message: Message) -> None:
+        """A worker pulls or pushes: what else it says can be kept here."""
+
+    def tell(self, shard: Shard, reader: Message) -> dict[str, Field]:
+        """What else a worker gets to know with its parameters."""
+        return {}
 
     def forget(self, shard: Shard, worker: int) -> None:
         """A worker has left: what was kept for it is of no use any longer."""

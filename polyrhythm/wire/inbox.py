@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ class Flow:
 class Reading:
     """A message that is being read. `places` gives the memory to fill, and ends with the message taken in."""
 
-    def __init__(self, places: Iterator[memoryview], nbytes: int) -> None:
+    def __init__(self, places: Generator[memoryview, None, None], nbytes: int) -> None:
         self._places, self._left = places, nbytes
         self._place = next(places, None)
         self.moved = time.monotonic()  # when something of it last came
@@ -122,6 +122,10 @@ class Reading:
         while self._place is not None:
             channel.receive_into(self._place)
             self._place = next(self._places, None)
+
+    def close(self) -> None:
+        """The rest will not come: the memory is not written to any longer."""
+        self._places.close()
 
 
 @dataclass(eq=False)

@@ -43,6 +43,15 @@ _DRAIN = 1 << 20
 _BULK = 1 << 22  # bytes of tensors from which on a message is read by a thread of its own
 
 
+class _Place:
+    """Where the tensors of an ask that has not come yet may go."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = list(buffers)
+        self.channel: Channel | None = None  # that fills it
+        self.over = False
+
+
 class Pending:
     """An answer that is on its way."""
 
@@ -117,6 +126,7 @@ class Transport:
         self._sequence = itertools.count((life << LIFE) + 1)
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
+        self._places: dict[tuple[Peer, str], _Place] = {}
         # Only nodes with the same arenas may name them to each other, so a node without any has no host id.
         self.host = host if arenas else ""
         identity = Identity(me, self.host, os.urandom(16))
@@ -190,6 +200,25 @@ class Transport:
             parts, views = to._into, []
         self._reply(to, to.kind, fields or {}, parts, views)
         self._count(buffers)
+
+    def expect(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> Callable[[], None]:
+        """Lets the bytes of the next ask of this kind be received straight into `buffers`, if they fit.
+
+        What it returns takes that back: afterwards nothing is written there.
+        """
+        place = _Place(buffers)
+        with self._lock:
+            self._places[sender, kind] = place
+
+        def withdraw() -> None:
+            with self._lock:
+                if self._places.get((sender, kind)) is place:
+                    del self._places[sender, kind]
+            if place.channel is not None and not place.over:  # the ask came twice, or too late
+                place.channel.close()
+                self._engine.wait(lambda: place.over, self.wait)
+
+        return withdraw
 
     def refuse(self, to: Incoming, error: str) -> None:
         """Answers an ask with an error for a person to read."""
@@ -357,7 +386,7 @@ class Transport:
             self._end_channel(channel, error)
             return False
 
-    def _take_one(self, line: Line, header: Header) -> Iterator[memoryview]:
+    def _take_one(self, line: Line, header: Header) -> Generator[memoryview, None, None]:
         """Takes a message in; yields the memory that its bytes must be in before it goes on."""
         if header.reply_to:
             yield from self._take_answer(line, header)
@@ -370,6 +399,7 @@ class Transport:
         try:
             reading.finish(line.channel)
         except Exception as error:
+            reading.close()
             self._end_channel(line.channel, error)
             self._engine.drop(line.channel)
         else:
@@ -417,6 +447,8 @@ class Transport:
                 pending._channel = None
         line = self._lines.pop(channel)
         self._halves.discard(line)
+        if line.reading is not None:
+            line.reading.close()
         if channel.peer.role == self.mourned:
             self._inbox.put(line, Incoming(channel.peer, ENDED, -1, False, {}, []))
             self._engine.notify()
@@ -498,6 +530,14 @@ class Transport:
         self, line: Line, header: Header
     ) -> Generator[memoryview, None, tuple[list[Buffer], memoryview | None]]:
         """The tensors of a message, and the one piece of memory in which the inline ones lie, aligned."""
+        place = self._claim(line.channel, header)
+        if place is not None:
+            try:
+                for buffer in place.buffers:
+                    yield buffer.view
+            finally:
+                place.over = True
+            return place.buffers, None
         buffers = []
         size = sum(_aligned(part.nbytes) for part in header.parts if part.arena < 0)
         memory = (line.pool.take(size) if header.asked else fresh(size)) if size else None
@@ -512,6 +552,17 @@ class Transport:
                 start += _aligned(part.nbytes)
             buffers.append(Buffer(part.dtype, view, part.arena, part.offset))
         return buffers, memory
+
+    def _claim(self, channel: Channel, header: Header) -> _Place | None:
+        """The place that is kept for the tensors of this ask, if all of them come inline and fit."""
+        if not self._places or not header.asked or any(part.arena >= 0 for part in header.parts):
+            return None
+        with self._lock:
+            place = self._places.pop((channel.peer, header.kind), None)
+            if place is None or _shape(header.parts) != _shape(_parts(place.buffers)):
+                return None
+            place.channel = channel
+        return place
 
     def _drain(self, header: Header) -> Iterator[memoryview]:
         """Reads tensors that nobody wants, in little memory."""

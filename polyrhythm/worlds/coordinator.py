@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from polyrhythm import norms
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.record import RunFolder, spread
@@ -75,10 +76,12 @@ class Coordinator:
         released: Callable[[Peer, int], None] = lambda peer, life: None,
         restarts: int = 0,
         folder: RunFolder | None = None,
+        batch_norm: str | None = None,
     ) -> None:
         self.workers = workers
         self.servers = servers
         self.strategy = strategy
+        self.batch_norm = batch_norm
         self.seed = seed
         self.clock = clock
         self.failure: Failure | None = None
@@ -125,9 +128,13 @@ class Coordinator:
 
     def _on_join(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         wanted = fields.get("strategy")
-        if self.strategy is None:
+        if self.strategy is None or self.batch_norm is None:
+            self.batch_norm = self.batch_norm or fields.get("batch_norm") or norms.DEFAULT
             try:
-                self._settle(parse(wanted or "allreduce"))
+                chosen = self.strategy or parse(wanted or "allreduce")
+                norms.check(self.batch_norm, chosen)
+                if self.strategy is None:
+                    self._settle(chosen)
             except UsageError as error:
                 self.fail(str(error), error.exit_code)
                 return
@@ -142,7 +149,7 @@ class Coordinator:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer],
+            "life": self.lives[peer], "batch_norm": self.batch_norm,
         }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
@@ -331,6 +338,7 @@ class Coordinator:
             "strategy": str(self.strategy),
             "workers": self.workers,
             "servers": self.servers,
+            "batch_norm": self.batch_norm,
             "wall_s": wall,
             "samples_per_s": sum(each.samples for each in workers) / wall,
             "steps": sum(each.steps for each in workers),

@@ -23,8 +23,8 @@ class Place(NamedTuple):
     """Where a node is: its address, its host ("" if it shares memory with nobody) and its arena there."""
 
     address: str
-    host: str
-    arena: int
+    host: str = ""
+    arena: int = -1
 
 
 class Crew:

@@ -141,16 +141,16 @@ class ProcessNode(Node):
     def now(self) -> float:
         return time.monotonic() - self._began
 
-    def meet(self, peers: Sequence[tuple[str, int, str, str, int]]) -> None:
-        """Learns who is in the run and where."""
+    def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
+        """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
         places = {}
-        for role, rank, address, host, arena in peers:
+        for role, rank, *place in peers:
             peer = Peer(role, rank)
             if peer != self.me:
-                self.transport.introduce(peer, address)
+                self.transport.introduce(peer, place[0])
             self._present[role] = sorted([*self._present[role], peer])
             if role == "worker":
-                places[peer] = Place(address, host, arena)
+                places[peer] = Place(*place)
         self._crew = Crew(self, places, self._collective)
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
@@ -241,6 +241,11 @@ class ProcessNode(Node):
                 if notice.peer is not None:
                     self._handled.append(notice)
                 return None
+
+    def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
+        if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
+            return super().expect(sender, kind, into)
+        return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Arrived)
@@ -344,10 +349,10 @@ class ProcessSeat(Seat):
             self.node.transport.layout = fields["layout"]
         return answer
 
-    def join(self, strategy: str | None) -> dict[str, Any]:
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
-        welcome = self.request("join", strategy=strategy, place=list(place))
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
         node.seed = welcome["seed"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome

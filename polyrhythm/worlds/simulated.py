@@ -30,8 +30,10 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.arithmetic import reduce, sent
 from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.member import Member
 from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
-from polyrhythm.session import Seat, ServerDone, _Member, seat, session
+from polyrhythm.session import Seat, ServerDone, seat, session
+from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
 from polyrhythm.worlds.fibers import Fiber, Loop
 
@@ -365,6 +367,7 @@ class _SimulatedSeat(Seat):
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
         self.me = node.me
+        self._aside: Aside | None = None  # the backward pass that it is in, if it may wait there
         self._numbers = np.random.MT19937()
         self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
 
@@ -388,8 +391,8 @@ class _SimulatedSeat(Seat):
                     fiber.block("all nodes", "to get as far as", repr(kind))
         return answers[0]
 
-    def join(self, strategy: str | None) -> dict[str, Any]:
-        welcome = self.request("join", strategy=strategy)
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
         self.node.meet()
         return welcome
 
@@ -410,6 +413,28 @@ class _SimulatedSeat(Seat):
         finally:
             random.setstate(state)
             self.come()
+
+    def passes(self, backward: Callable[[], None]) -> None:
+        if self._aside is not None:  # one pass inside another: checkpointing, say
+            backward()
+            return
+        self._aside = Aside(backward)
+        try:
+            self._aside.run()
+        finally:
+            self._aside = None
+
+    def within(self, wait: Callable[[], None]) -> None:
+        if self._aside is not None and self._aside.here:
+            self._aside.wait(wait)
+        elif torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                "batch_norm=sync can be simulated with loss.backward(), and not with torch.autograd.grad(); "
+                "`polyrhythm run` knows both"
+            )
+        else:
+            with without_hooks():
+                wait()
 
     def come(self) -> None:
         """Puts this worker's source of numpy's random numbers in place; copying its state would take long."""
@@ -435,6 +460,7 @@ class Simulated:
         collective: str = "auto",
         folder: RunFolder | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        batch_norm: str | None = None,
     ) -> None:
         self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
         self._colocated = colocated
@@ -461,6 +487,7 @@ class Simulated:
             tell=self._tell,
             replace=lambda peer: self._comes_back,
             folder=folder,
+            batch_norm=batch_norm,
         )
         for rank in range(workers):
             self._start(Peer("worker", rank))
@@ -553,7 +580,7 @@ class Simulated:
         try:
             self.program()
             mine = session.get()
-            if not isinstance(mine, _Member):
+            if not isinstance(mine, Member):
                 raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
             mine.close()
         except (ServerDone, GreenletExit):

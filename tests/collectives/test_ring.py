@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +27,9 @@ import polyrhythm as pr
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.ring import Turn, bounds, sent_elements
 from polyrhythm.errors import UsageError
+from polyrhythm.wire import Transport
+from polyrhythm.worlds.processes import ProcessNode
+from tests.wire.test_transport import Proxy
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -182,3 +198,244 @@ def test_workers_with_different_sizes_are_told():
     inputs = [[torch.zeros(4)], [torch.zeros(6)]]
     with pytest.raises(pr.PolyrhythmError, match="same sizes and dtypes"):
         simulated(inputs, "sum")
+
+
+# --- real processes ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Real:
+    """A script of real workers: the ring beside what it must give, for tensors here and in shared memory."""
+
+    folder: Path
+    sizes: tuple[int, ...] = (0, 1, 2, 17, 1_000_003)
+    kill: int = -1  # who dies in the middle
+    sleep: int = -1  # or stays silent
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = torch.nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        node: Any = session._node
+        n = len(node.workers)
+        for number, (size, shared) in enumerate((size, shared) for size in self.sizes for shared in (0, 1)):
+            inputs = [
+                [numbers(size, torch.float32, rank), numbers(9, torch.int64, rank)] for rank in range(n)
+            ]
+            tensors = inputs[node.rank]
+            if shared:
+                tensors = [node.empty(t.numel(), t.dtype).copy_(t) for t in tensors]
+            wanted = [by_hand([given[at] for given in inputs], "sum") for at in range(2)]
+            before, turns = node.transport.bytes_sent, []
+            workers = list(node.workers)
+            if number == 3 and node.rank == self.sleep:
+                time.sleep(600)
+            trace = partial(self.die, node) if number == 3 and node.rank == self.kill else turns.append
+            ring.all_reduce(node, workers, tensors, "sum", 1_000_000 + number, trace)
+            assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+            nbytes = 4 * sent_elements(size, n, node.rank) + 8 * sent_elements(9, n, node.rank)
+            assert sum(turn.nbytes for turn in turns) == nbytes and len(turns) == 2 * (n - 1)
+            # Beside the ring only the event log is sent, which has no tensors.
+            assert node.transport.bytes_sent - before == nbytes
+        (self.folder / f"{node.rank}").touch()
+
+    def die(self, node: Any, turn: Turn) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("n, listen", [(1, "unix:"), (2, "unix:"), (3, "tcp:127.0.0.1:0"), (4, "unix:")])
+def test_on_real_processes(n, listen, tmp_path):
+    pr.run(Real(tmp_path), workers=n, strategy="local", listen=listen, runs=None, threads=1, timeout=60)
+    assert len(list(tmp_path.iterdir())) == n
+
+
+@pytest.mark.parametrize("listen", ["unix:", "tcp:127.0.0.1:0"])
+def test_a_killed_worker_ends_the_run_and_is_named(listen, tmp_path):
+    with pytest.raises(pr.PolyrhythmError, match="worker 1"):
+        pr.run(
+            Real(tmp_path, kill=1),
+            workers=3,
+            strategy="local",
+            listen=listen,
+            runs=None,
+            threads=1,
+            timeout=60,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_silent_worker_is_named(tmp_path):
+    with pytest.raises(pr.PolyrhythmError, match=r"worker \d waited .* worker \d( did not|.*to answer)"):
+        pr.run(Real(tmp_path, sleep=1), workers=3, strategy="local", runs=None, threads=1, timeout=2)
+
+
+# --- nodes of this process, over connections that break ----------------------------------------------
+
+
+class Unlogged(ProcessNode):
+    """A node without a coordinator."""
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def ring_of(
+    n: int, wait: float = 30.0, proxied: bool = False
+) -> Iterator[tuple[list[ProcessNode], list[Any]]]:
+    """Nodes in threads of this process, over plain TCP; they meet through proxies, if wanted."""
+    peers = [pr.Peer("worker", rank) for rank in range(n)]
+    transports = [
+        Transport(peer, bytes(32), listen="tcp:127.0.0.1", encrypt=False, wait=wait) for peer in peers
+    ]
+    proxies = [Proxy(transport.address) for transport in transports] if proxied else []
+    made = [Unlogged(peer, transport, 0, 0.0) for peer, transport in zip(peers, transports, strict=True)]
+    for node in made:
+        node.meet([("worker", rank, where.address) for rank, where in enumerate(proxies or transports)])
+    try:
+        yield made, proxies
+    finally:
+        for node in made:
+            node.close()
+        for proxy in proxies:
+            proxy.close()
+
+
+def together(nodes: list[ProcessNode], inputs: list[list[Tensor]], op: str = "sum") -> list[Any]:
+    """All take part; what each raised, or None."""
+
+    def part(node: ProcessNode) -> Any:
+        try:
+            ring.all_reduce(node, peers, inputs[node.rank], op, 7)
+        except pr.PolyrhythmError as error:
+            return error
+
+    peers = list(nodes[0].workers)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(part, nodes))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_connections_that_break_change_nothing(seed, monkeypatch):
+    monkeypatch.setattr(ring, "SEGMENT", 1 << 14)
+    inputs = made([1_000_001, 7], [torch.float32, torch.int64], 3)
+    wanted = [by_hand([given[at] for given in inputs], "sum") for at in range(2)]
+    with ring_of(3, proxied=True) as (nodes, proxies):
+        done, cuts = threading.Event(), []
+
+        def disturb() -> None:
+            pauses = random.Random(seed)
+            while not done.wait(pauses.uniform(0.01, 0.06)):
+                pauses.choice(proxies).cut()
+                cuts.append(1)
+
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        try:
+            failures = together(nodes, inputs)
+        finally:
+            done.set()
+            disturber.join()
+    assert failures == [None] * 3 and cuts
+    assert all(torch.equal(a, b) for given in inputs for a, b in zip(given, wanted, strict=True))
+
+
+def test_who_is_told_of_a_lost_peer_tells_the_next():
+    """Worker 3 of 4 is gone and only worker 0 hears of it; worker 1 and 2 do not wait for worker 3 itself."""
+    with ring_of(4, wait=20.0) as (nodes, _):
+        inputs = made([100], [torch.float32], 4)
+        gone = SimpleNamespace(
+            kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "life": 0}
+        )
+        nodes[0]._notice(gone)  # type: ignore[arg-type]
+        peers = list(nodes[0].workers)
+
+        def part(node: ProcessNode) -> Any:
+            with pytest.raises(pr.PeerLost, match="worker 3, which is gone") as caught:
+                ring.all_reduce(node, peers, inputs[node.rank], "sum", 7)
+            return str(caught.value)
+
+        with ThreadPoolExecutor(2) as pool:
+            told = list(pool.map(part, nodes[:2]))
+    assert told[0] == told[1] and told[0].startswith("worker 0 waited in 'ring 7 0' for worker 3")
+
+
+def test_a_silent_neighbour_is_named():
+    with (
+        ring_of(2, wait=0.3) as (nodes, _),
+        pytest.raises(pr.WaitError, match=r"waited 0\.\d+ s .*worker 1 did not"),
+    ):
+        ring.all_reduce(nodes[0], nodes[0].workers, [torch.zeros(8)], "sum", 7)
+
+
+# --- torch.distributed -------------------------------------------------------------------------------
+
+
+def over_gloo(rank: int, n: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n
+    )
+    ring.SEGMENT, turns = 1000, []
+    for op in ("sum", "mean", "max", "min"):
+        for sizes in ([], [0], [1], [n], [5, 0, 7001], [17, 300]):
+            inputs = made(sizes, [torch.float32, torch.float64, torch.bfloat16][: len(sizes)], n)
+            wanted = [by_hand([given[at] for given in inputs], op) for at in range(len(sizes))]
+            ring.all_reduce_distributed(inputs[rank], op, trace=turns.append)
+            assert all(torch.equal(a, b) for a, b in zip(inputs[rank], wanted, strict=True))
+            assert len(turns) == 2 * (n - 1)
+            turns.clear()
+    square = torch.full((3, 5), rank + 1.0)
+    ring.all_reduce_distributed(square)
+    assert torch.equal(square, torch.full((3, 5), n * (n + 1) / 2))
+    if n > 2:  # some of all, in an order of their own
+        group = torch.distributed.new_group([0, n - 1])
+        if rank in (0, n - 1):
+            ring.all_reduce_distributed(square, "max", group)
+        else:
+            with pytest.raises(UsageError, match="not in the process group"):
+                ring.all_reduce_distributed(square, "max", group)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    Path(folder, f"done {rank}").touch()
+
+
+def left_alone(rank: int, n: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n
+    )
+    ring.all_reduce_distributed(torch.zeros(10))
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(pr.PeerLost, match=f"rank {rank} waited for a segment"):
+        ring.all_reduce_distributed(torch.zeros(10))
+    Path(folder, f"done {rank}").touch()
+    os._exit(0)
+
+
+def spawn(function: Any, n: int, folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=function, args=(rank, n, str(folder))) for rank in range(n)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_over_torch_distributed(n, tmp_path):
+    spawn(over_gloo, n, tmp_path)
+    assert all((tmp_path / f"done {rank}").exists() for rank in range(n))
+
+
+def test_over_torch_distributed_a_lost_neighbour_is_named(tmp_path):
+    spawn(left_alone, 2, tmp_path)
+    assert (tmp_path / "done 0").exists()
+
+
+def test_without_a_process_group_it_says_so():
+    with pytest.raises(UsageError, match="init_process_group"):
+        ring.all_reduce_distributed(torch.zeros(3))

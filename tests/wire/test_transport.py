@@ -630,16 +630,17 @@ def test_a_socket_that_vanishes_in_the_handshake_is_nothing_special():
         assert server.receive(timeout=5).kind == "x"
 
 
-def test_a_slow_message_holds_up_nobody_else():
+@pytest.mark.parametrize("size", [2 << 20, 8 << 20])  # read as it comes, and by a thread of its own
+def test_a_slow_message_holds_up_nobody_else(size):
     """While one worker's push trickles in, another's pull is answered as ever."""
     slow, stop = Peer("worker", 2), threading.Event()
     with nodes("tcp:127.0.0.1:0") as (server, worker):
         identity = Identity(slow, "", os.urandom(16))
         channel = open_channel(dial(server.address), identity, KEY, dialed=True, where="the server")
-        header = Header("push", 1, 0, True, "", {}, [Part("uint8", 8 << 20)])
+        header = Header("push", 1, 0, True, "", {}, [Part("uint8", size)])
 
         def trickle():
-            for record in channel._seal.records([memoryview(encode(header)), memoryview(bytearray(8 << 20))]):
+            for record in channel._seal.records([memoryview(encode(header)), memoryview(bytearray(size))]):
                 channel._sock.sendall(record)
                 if stop.wait(0.1):
                     return
@@ -673,3 +674,88 @@ def test_one_who_waits_for_something_else_disturbs_nobody(queue):
         other.join(10)
         flood.join(10)
         assert not other.is_alive()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_what_is_expected_is_received_in_its_place(address):
+    with nodes(address) as (server, worker):
+        place = Buffer("float32", memoryview(bytearray(4 * 100_000)))
+        withdraw = server.expect(WORKER, "x", [place])
+        first = worker.ask(SERVER, "x", [floats(*[1] * 100_000)])
+        message = server.receive(timeout=5)
+        assert message.buffers[0].view is place.view and set(values(place)) == {1}
+        server.answer(message)
+        first.wait(5)
+        withdraw()
+        withdraw = server.expect(WORKER, "x", [place])
+        other = worker.ask(SERVER, "x", [floats(5)])  # does not fit
+        message = server.receive(timeout=5)
+        withdraw()
+        assert values(message.buffers[0]) == [5] and set(values(place)) == {1}
+        server.answer(message)
+        other.wait(5)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_nothing_is_written_to_a_place_that_was_withdrawn(bulk):
+    size = 1 << (23 if bulk else 20)
+    with nodes("tcp:127.0.0.1", encrypt=False) as (server, _):
+        place = Buffer("uint8", memoryview(bytearray(size)))
+        withdraw = server.expect(Peer("worker", 2), "x", [place])
+        identity = Identity(Peer("worker", 2), "", os.urandom(16))
+        sock = dial(server.address)
+        channel = open_channel(sock, identity, KEY, dialed=True, where="the server", encrypt=False)
+        sock.settimeout(None)
+        header = encode(Header("x", 1, asked=True, parts=[Part("uint8", size)]))
+        sock.sendall(header + b"a" * (size // 4))
+        deadline = time.monotonic() + 5
+        while place.view[size // 8] != ord("a") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        withdraw()
+        before = bytes(place.view)
+        with contextlib.suppress(OSError):
+            sock.sendall(b"b" * (size - size // 4))
+        time.sleep(0.1)
+        assert bytes(place.view) == before and before[0] == ord("a") and before[-1] == 0
+        assert server.receive(timeout=0.1) is None
+        channel.release()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_two_that_send_to_each_other_read_meanwhile(address):
+    """More than the connection holds, both ways at once, and nobody receives before all is sent."""
+    with nodes(address) as (server, worker):
+        worker.ask(SERVER, "hello")
+        server.answer(server.receive(timeout=5))
+        payload = Buffer("uint8", memoryview(bytes(3 << 20)))
+        asked = {}
+
+        def send(one, other):
+            asked[one] = [one.ask(other, "x", [payload]) for _ in range(12)]
+
+        threads = [threading.Thread(target=send, args=pair) for pair in ((server, WORKER), (worker, SERVER))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        for one in (server, worker):
+            for _ in range(12):
+                one.answer(one.receive(timeout=5))
+        for pending in (*asked[server], *asked[worker]):
+            pending.wait(5)
+
+
+def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
+    monkeypatch.setattr("polyrhythm.wire.transport.STALL", 0.3)
+    with nodes("tcp:127.0.0.1", encrypt=False) as (server, worker):
+        identity = Identity(Peer("worker", 2), "", os.urandom(16))
+        sock = dial(server.address)
+        channel = open_channel(sock, identity, KEY, dialed=True, where="the server", encrypt=False)
+        sock.sendall(encode(Header("x", 1, parts=[Part("uint8", 1 << 20)])) + bytes(1000))
+        pending = worker.ask(SERVER, "y")
+        server.answer(server.receive(timeout=5))
+        pending.wait(5)
+        sock.settimeout(5)
+        assert sock.recv(1) == b""  # the server hung up
+        channel.release()

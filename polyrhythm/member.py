@@ -1,0 +1,372 @@
+"""Member: the session of a node that is part of a run.
+
+What a worker does between the script's lines: it hands parts of the gradient to the strategy while backward
+goes on, lets the strategy take the optimizer's step, and counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from polyrhythm.buckets import Bucket
+from polyrhythm.data.sharing import SharedLoader, mix, seed_all
+from polyrhythm.errors import UsageError
+from polyrhythm.norms.choice import choose
+from polyrhythm.norms.policies import Policy
+from polyrhythm.replica import Replica
+from polyrhythm.session import Seat, ServerDone, Session, plain, session
+from polyrhythm.shard import Shard
+from polyrhythm.strategy import Strategy, parse
+from polyrhythm.worlds.leases import Lease
+
+
+class Member(Session):
+    """A session that is part of a run."""
+
+    def __init__(self, here: Seat, strategy: str | None, batch_norm: str | None = None) -> None:
+        super().__init__()
+        welcome = here.join(strategy, batch_norm)
+        self._seat, self._node = here, here.node
+        self.strategy: Strategy = parse(welcome["strategy"])
+        self.batch_norm = welcome["batch_norm"]
+        self._norms: Policy | None = None
+        self.seed: int = welcome["seed"]
+        self.rank = here.me.rank
+        self.workers = welcome["workers"]  # that the run began with, whoever is there now
+        self._late: bool = welcome["life"] > 0  # it takes the place of one that died
+        self._loaders: list[SharedLoader] = []
+        self._replica: Replica | None = None
+        self._seen = 0  # examples, at the last step
+        self._mark = self._exchange = self._compute = self._wait = 0.0
+        self._charged = self._agreed = self._accumulating = False
+        self._depth = 0
+        self._observing = False  # in which order gradients become ready
+        # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
+        self._early = self.strategy.overlaps and here.processes
+        # The same on every node, so that all build the same model.
+        seed_all(mix("model", self.seed))
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
+        if self._replica is not None:
+            raise UsageError("session.prepare() was called twice; a run trains one model")
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "session.prepare() takes a model, its optimizer and the training loader, in this order"
+            )
+        node = self._node
+        _check_optimizer(self.strategy, optimizer)
+        if self._seat.me.role == "server":
+            self._serve(model, optimizer)
+        replica = self._replica = Replica(model, optimizer, node.empty)
+        replica.layout.check_servers(len(node.servers))
+        self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
+        self._seat.request("prepared", layout=replica.layout.hash)
+        seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
+        shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
+        optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
+        if node.servers:
+            _refuse_loading(model, optimizer)
+        _watch_backward()
+        if self._late:  # it runs through past epochs without a step, and schedulers would complain
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        with self._seat.away():
+            self.strategy.start(node, replica)
+            self._norms = choose(
+                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within
+            )
+        if self._norms is not None and self._norms.waits:
+            # Its collectives are in the midst of backward: whose gradients come when would change the order.
+            self._early = False
+        self._mark = node.now()
+        return (model, optimizer, *shared)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        for epoch in range(count):
+            self._seat.request("epoch", epoch=epoch, count=count)
+            yield epoch
+
+    def log(self, **metrics: Any) -> None:
+        if self._late and self._replica is not None and not self._replica.steps:
+            return  # it runs through epochs that are over, and knows nothing of them
+        told = {name: plain(value) for name, value in metrics.items()}
+        step = self._replica.steps if self._replica else 0
+        self._seat.request("metrics", t=self._node.now(), step=step, metrics=told)
+
+    def consensus(self) -> nn.Module:
+        if self._replica is None:
+            return super().consensus()
+        with torch.no_grad(), self._seat.away():
+            if self._norms is not None:
+                self._norms.agree()
+            return self._shown(self._replica, self.strategy.consensus(self._node, self._replica))
+
+    def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
+        shown = replica.shown(vectors)
+        if self._norms is not None:
+            self._norms.show(shown)
+        return shown
+
+    def close(self) -> None:
+        """The script is done: the strategy finishes, and the last worker brings the result home."""
+        replica, node = self._replica, self._node
+        if replica is None:
+            raise UsageError("the script never called session.prepare(model, optimizer, loader)")
+        with torch.no_grad():
+            self.strategy.finish(node, replica)
+            if self._norms is not None:
+                self._norms.agree()
+            self._totals()
+            self._seat.flush()
+            if self._seat.request("bye")["last"]:
+                final = self.strategy.collect(node, replica)
+                self._totals()
+                self._seat.flush()
+                digest, blob = _pack(final, self._shown(replica, final))
+                self._seat.bring(digest, blob)
+
+    # --- a worker's step ----------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def before_backward(self) -> None:
+        self._depth += 1
+        if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
+            self._early = False
+        elif self._replica is not None:
+            early = self._early and not self._observing and not self._accumulating
+            self._replica.before_backward(self._begin if early else None)
+
+    def after_backward(self) -> None:
+        """A backward pass has ended: unless it was another model's, the gradient is complete."""
+        self._depth -= 1
+        if self._replica is not None and self._replica.touched and not self._depth:
+            self._complete(self._replica)
+
+    def failed_backward(self) -> None:
+        self._depth -= 1
+
+    def _complete(self, replica: Replica) -> None:
+        with torch.no_grad(), self._seat.away():
+            seconds = self._seat.compute_time()
+            replica.after_backward()
+            self._charged, self._agreed = True, False
+            if self._accumulating:
+                self._seat.spend(seconds)
+            else:
+                self._agree(replica, seconds)
+
+    def _agree(self, replica: Replica, seconds: float = 0.0) -> None:
+        """The strategy's part between the end of backward and whatever the script does to gradients."""
+        if self.strategy.overlaps:
+            # A third of a step is forward; the rest is shared out by the elements of each bucket.
+            spans = [seconds * (bucket.share * 2 / 3) for bucket in replica.buckets[1:]]
+            for span in [seconds - sum(spans), *spans][replica.begun :]:
+                self._seat.spend(span)
+                replica.hand_on(self._begin)
+        else:
+            self._seat.spend(seconds)
+        before = self._node.now()
+        self.strategy.ready(self._node, replica)
+        self._exchange += self._node.now() - before
+        replica.bind()
+        self._agreed = True
+        if self._observing:
+            self._observing = False
+            everyone = reversed(range(len(replica.layout.pieces)))
+            order = torch.tensor(list(dict.fromkeys([*replica.touched, *everyone])))
+            self._node.broadcast(order)
+            replica.arrange(order.tolist())
+
+    def _begin(self, bucket: Bucket) -> None:
+        replica = self._replica
+        assert replica is not None
+        with torch.no_grad():
+            self.strategy.part(self._node, replica, bucket.gradient, bucket is replica.buckets[-1])
+
+    def _step_of(self, replica: Replica) -> Callable[..., Any]:
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(replica)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            return loss
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that one made earlier does not complain
+        return step
+
+    def _step(self, replica: Replica) -> None:
+        node = self._node
+        if self._charged:
+            replica.gather()
+        else:  # gradients that did not come by `backward()`
+            replica.before_anything()
+            self._complete(replica)
+        if not self._agreed:
+            with torch.no_grad(), self._seat.away():
+                replica.begun = 0
+                self._agree(replica)
+        self._charged = False
+        replica.steps += 1
+        replica.check_finite(node.me)
+        before = node.now()
+        with torch.no_grad(), self._seat.away():
+            self.strategy.step(node, replica)
+        after = node.now()
+        wait = after - before + self._exchange
+        compute = after - self._mark - wait
+        self._mark, self._exchange = after, 0.0
+        self._compute += compute
+        self._wait += wait
+        samples, self._seen = replica.samples - self._seen, replica.samples
+        node.log("step", step=replica.steps, samples=samples, compute_s=compute, wait_s=wait)
+        self._totals()
+
+    def _totals(self) -> None:
+        assert self._replica is not None
+        self._node.totals(
+            steps=self._replica.steps,
+            samples=self._replica.samples,
+            compute_s=self._compute,
+            wait_s=self._wait,
+        )
+
+    # --- sharing out --------------------------------------------------------------------------------
+
+    def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
+        def take(epoch: int, batches: int, unseen: int) -> Lease | None:
+            assert self._replica is not None
+            request = {
+                "loader": number, "epoch": epoch, "batches": batches, "unseen": unseen,
+                "steps": self._replica.steps, "samples": self._replica.samples,
+            }  # fmt: skip
+            answer = self._seat.request("lease", **request)
+            return None if "over" in answer else Lease(**answer)
+
+        def give_back(unseen: int) -> None:
+            self._seat.request("give_back", loader=number, unseen=unseen)
+
+        return SharedLoader(
+            loader,
+            rank=self.rank,
+            workers=self.workers,
+            seed=self.seed,
+            leases=None if self.strategy.lockstep else (take, give_back),
+            counted=self._counted,
+            processes=self._seat.processes,
+        )
+
+    def _counted(self, samples: int, scale: float) -> None:
+        assert self._replica is not None
+        self._replica.scale(float(scale > 0) if self.strategy.weighs else scale)
+        self._replica.samples += samples
+
+    # --- BatchNorm ----------------------------------------------------------------------------------
+
+    def _sum_within(self, tensor: Tensor) -> None:
+        """Sums up over all workers in the middle of a pass."""
+        assert self._replica is not None
+        device = self._replica.parameters[0].device.type
+
+        def wait() -> None:
+            before = self._node.now()
+            # Off while others run: in simulation they are on the same thread.
+            with torch.no_grad(), torch.autocast(device, enabled=False), self._seat.away():
+                self._node.all_reduce(tensor)
+            self._exchange += self._node.now() - before
+
+        self._seat.within(wait)
+
+    def passes(self, backward: Callable[[], None]) -> None:
+        """A backward pass; one in which workers wait for each other needs care."""
+        if self._norms is not None and self._norms.waits:
+            self._seat.passes(backward)
+        else:
+            backward()
+
+    # --- a server's life ----------------------------------------------------------------------------
+
+    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        node = self._node
+        shard = Shard(model, optimizer, self.rank, len(node.servers), node.empty)
+        self._seat.request("prepared", layout=shard.layout.hash)
+        with torch.no_grad():
+            self.strategy.serve(node, shard)
+        node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)
+        self._seat.flush()
+        self._seat.request("bye")
+        raise ServerDone
+
+
+def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    """Some strategies are about what one optimizer does, and would be wrong with another."""
+    wanted = strategy.optimizers
+    if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
+        raise UsageError(
+            f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
+        )
+    strategy.check_groups(optimizer.param_groups)
+
+
+def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Where servers hold the parameters and the optimizer's state, what is loaded into a worker is lost."""
+
+    def refuse(what: object, *_: object) -> None:
+        if what is model or what is optimizer:
+            raise UsageError("load_state_dict() comes before session.prepare(): the servers start from it")
+
+    model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
+    optimizer.register_load_state_dict_post_hook(refuse)
+
+
+def _pack(vectors: Sequence[Tensor], model: nn.Module) -> tuple[str, bytes]:
+    """The SHA-256 of the final parameters, and the whole model in safetensors form."""
+    digest = hashlib.sha256()
+    for vector in vectors:
+        digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
+    return digest.hexdigest(), safetensors.torch.save(state)
+
+
+_backward = torch.autograd.backward
+
+
+def _watch_backward() -> None:
+    """Lets a session know when a backward pass has ended.
+
+    `Tensor.backward` looks this function up at each call. A hook inside the engine would not do: a strategy
+    may block here, and the engine must not be held while others use it (in simulation, hundreds of workers
+    take turns on one thread).
+    """
+    if torch.autograd.backward is _backward:
+        torch.autograd.backward = _backward_and_tell
+
+
+def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
+    mine = session.get()
+    if not isinstance(mine, Member):
+        return _backward(*args, **kwargs)
+    mine.before_backward()
+    try:
+        mine.passes(lambda: _backward(*args, **kwargs))
+    except BaseException:
+        mine.failed_backward()
+        raise
+    mine.after_backward()

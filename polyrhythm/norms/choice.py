@@ -1,0 +1,38 @@
+"""The policy of a worker, from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyrhythm.data.sharing import SharedLoader
+from polyrhythm.errors import UsageError
+from polyrhythm.node import Node
+from polyrhythm.norms.policies import Mean, Policy, Rank0, Recompute, tracking
+from polyrhythm.norms.pooling import Total
+from polyrhythm.norms.sync import Sync
+from polyrhythm.replica import Replica
+
+
+def choose(
+    name: str, node: Node, replica: Replica, loaders: Sequence[SharedLoader], samples: Callable[[], int],
+    seed: int, total: Total,
+) -> Policy | None:  # fmt: skip
+    """Made by all workers at the same place, once they have started; None if there is nothing to do."""
+    model = replica.model
+    if name == "local":
+        return None
+    if name == "sync":
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return None
+        made = Sync(model, node, replica, total)
+        made.start()
+        return made
+    if not tracking(model):
+        return None
+    if name == "recompute":
+        if not loaders:
+            raise UsageError("batch_norm=recompute needs the training loader: give it to session.prepare()")
+        return Recompute(model, node, loaders[0], seed)
+    return Rank0(model, node) if name == "rank0" else Mean(model, node, samples)

@@ -1,0 +1,185 @@
+"""The policies: what `consensus()` and the final model show as BatchNorm's statistics.
+
+In training mode the running statistics play no part, so they are merged where they are seen and not in every
+step: `agree` is called by all workers, at `consensus()` and when the script is done; `show` puts the result
+into the copy of the model that is shown. Only BatchNorm's buffers are touched, never others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyrhythm.data.sharing import SharedLoader, mix, seed_all
+from polyrhythm.node import Node
+from polyrhythm.norms.calls import Call
+from polyrhythm.norms.pooling import pool, pooled
+
+BATCHES = 100  # that `recompute` looks at, at most
+
+State = dict[str, tuple[Tensor, ...]]  # by the name of the module: mean, variance, batches tracked
+
+
+def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm modules that have running statistics, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+
+
+def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
+    assert module.running_mean is not None and module.running_var is not None
+    assert module.num_batches_tracked is not None
+    return module.running_mean, module.running_var, module.num_batches_tracked
+
+
+class Policy:
+    """What a policy may do. `local` does nothing, and needs none of this."""
+
+    waits: ClassVar[bool] = False  # whether workers wait for each other in the middle of a pass
+
+    def __init__(self, model: nn.Module, node: Node) -> None:
+        self.model, self.node = model, node
+        self.agreed: State = {}
+
+    def agree(self) -> None:
+        """Runs on all workers at the same place."""
+
+    def show(self, model: nn.Module) -> None:
+        """Puts the statistics into this copy of the model."""
+        modules = tracking(model)
+        for name, values in self.agreed.items():
+            for place, value in zip(statistics(modules[name]), values, strict=True):
+                place.copy_(value.view_as(place))
+
+
+class Rank0(Policy):
+    """Those of worker 0: one broadcast."""
+
+    def agree(self) -> None:
+        own = {name: statistics(module) for name, module in tracking(self.model).items()}
+        self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
+        self.node.broadcast(*(value for each in self.agreed.values() for value in each))
+
+
+class Mean(Policy):
+    """Those of all workers, each weighted by the examples it has trained on.
+
+    The batches tracked are added up, for the merged statistics are of all of them.
+    """
+
+    def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
+        super().__init__(model, node)
+        self._samples = samples
+
+    def agree(self) -> None:
+        node, weight = self.node, self._samples()
+        modules = tracking(self.model)
+        counts = torch.stack([statistics(module)[2].cpu() for module in modules.values()])
+        node.all_reduce(counts)
+        for (name, module), count in zip(modules.items(), counts, strict=True):
+            mean, variance, _ = statistics(module)
+            if len(node.workers) > 1:  # alone, every bit is its own
+                mean, variance, _ = pool(
+                    node.all_reduce, node.rank, len(node.workers), mean, variance, weight
+                )
+            self.agreed[name] = mean, variance, count
+
+
+class Recompute(Policy):
+    """Computed anew, with the parameters that are shown, from training batches: for every strategy.
+
+    The model is called in training mode, as the script calls it (see `calls`). Every example counts alike:
+    the statistics are those of all the batches together. The batches are the same on all workers that have
+    got as far in the data, and nothing of the training is touched by it.
+    """
+
+    def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
+        super().__init__(model, node)
+        self._loader, self._seed = loader, seed
+        self._call = Call(model)
+        loader.watch = self._call.given
+        self._frozen: set[str] = set()
+        self._look()
+
+    def _look(self) -> None:
+        """Modules in eval mode while the model trains are frozen; while it is evaluated, nobody can tell."""
+        if self.model.training:
+            self._frozen = {name for name, each in tracking(self.model).items() if not each.training}
+
+    def show(self, model: nn.Module) -> None:
+        self._look()
+        training, buffers = model.training, [(place, place.clone()) for place in model.buffers()]
+        model.train()
+        frozen = [module for name, module in tracking(model).items() if name in self._frozen]
+        for module in frozen:
+            module.eval()
+        pools = {module: _Pool() for module in tracking(model).values() if module.training}
+        with contextlib.ExitStack() as until, _own_random_numbers(model, mix("norms", self._seed)):
+            for module, each in pools.items():
+                until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
+            for batch in self._loader.some(BATCHES):
+                if not self._call.again(model, batch):
+                    warnings.warn(
+                        "batch_norm=recompute does not know yet how the model is called, for this worker has "
+                        "taken no step: its BatchNorm statistics are shown as they are",
+                        stacklevel=2,
+                    )
+                    pools.clear()
+                    break
+        for place, value in buffers:  # others than BatchNorm's may have changed too
+            place.copy_(value)
+        for module, each in pools.items():
+            each.write(*statistics(module))
+        model.train(training)
+
+
+class _Pool:
+    """What has come into one BatchNorm module so far: how many numbers per channel, mean and variance."""
+
+    def __init__(self) -> None:
+        self.count = self.calls = 0
+        self.mean = self.variance = torch.zeros(())
+
+    def add(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = (args[0] if args else kwargs["input"]).double()
+        count = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, (0, *range(2, x.dim())), correction=0)
+        if self.calls:
+            weights = torch.tensor([self.count, count], dtype=torch.float64, device=x.device)
+            mean, variance = pooled(
+                torch.stack([self.mean, mean]), torch.stack([self.variance, variance]), weights
+            )
+        self.mean, self.variance = mean, variance
+        self.count, self.calls = self.count + count, self.calls + 1
+
+    def write(self, mean: Tensor, variance: Tensor, tracked: Tensor) -> None:
+        """Like BatchNorm itself: the variance without bias. A module that was never reached keeps its own."""
+        if self.calls:
+            mean.copy_(self.mean)
+            variance.copy_(self.variance * (self.count / max(self.count - 1, 1)))
+            tracked.fill_(self.calls)
+
+
+@contextlib.contextmanager
+def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """Dropout and augmentation draw the same every time, and training does not notice that they did."""
+    others = np.random.get_state(), random.getstate()
+    devices = {each.device.index for each in model.parameters() if each.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(others[0])
+            random.setstate(others[1])

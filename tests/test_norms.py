@@ -1,0 +1,682 @@
+"""What becomes of BatchNorm's statistics: each policy by its law, in both worlds."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import json
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import (
+    CLASSES,
+    FEATURES,
+    MOMENTUM,
+    Examples,
+    Script,
+    alone,
+    distance,
+    mlp,
+    normed,
+    same,
+    trained,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyrhythm as pr
+from polyrhythm import norms
+from polyrhythm.cli import main as command
+from polyrhythm.errors import UsageError
+from polyrhythm.norms import pooling
+from polyrhythm.norms.pooling import pooled
+from polyrhythm.session import session
+
+WORLDS = {"simulated": partial(pr.simulate, threads=1), "real": partial(pr.run, threads=1)}
+both_worlds = pytest.mark.parametrize("world", WORLDS)
+
+
+# The law
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    offset=st.floats(-1e4, 1e4),
+    seed=st.integers(0, 1000),
+)
+def test_pooled_is_the_union(sizes: list[int], offset: float, seed: int) -> None:
+    """Mean and variance of sets that are laid together, whatever their sizes and wherever they lie."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = [
+        torch.randn(size, 3, generator=generator, dtype=torch.float64) * (1 + at) + offset + at
+        for at, size in enumerate(sizes)
+    ]
+    means = torch.stack([each.mean(0) for each in sets])
+    variances = torch.stack([each.var(0, correction=0) for each in sets])
+    mean, variance = pooled(means, variances, torch.tensor(sizes, dtype=torch.float64))
+    union = torch.cat(sets)
+    torch.testing.assert_close(mean, union.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(variance, union.var(0, correction=0), rtol=1e-10, atol=1e-11)
+
+
+def test_examples_in_docstrings() -> None:
+    for module in (norms, pooling):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+
+
+def test_pooled_without_examples_weighs_all_alike() -> None:
+    mean, variance = pooled(torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [5.0]]), torch.zeros(2))
+    assert (mean.item(), variance.item()) == (2.0, 4.0)
+
+
+# What each worker sees
+
+
+class Varied(nn.Module):
+    """A branch with BatchNorm on both sides, and all that BatchNorm can be set to."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(FEATURES, momentum=None)
+        self.lift = nn.Conv1d(1, 4, 3, padding=1)
+        self.main = nn.Sequential(
+            nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
+        )
+        self.side = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4, affine=False))
+        self.flat = nn.BatchNorm2d(2, track_running_stats=False)
+        self.deep = nn.BatchNorm3d(1, momentum=0.3)
+        self.last = nn.Linear(4 * FEATURES, CLASSES)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.lift(self.first(x).unsqueeze(1))
+        x = self.side(x) + self.main(x)
+        x = self.flat(torch.tanh(x).view(-1, 2, 2, FEATURES))
+        x = self.deep(x.reshape(-1, 1, 2, 2, FEATURES))
+        return self.last(torch.tanh(x).flatten(1))
+
+
+def varied() -> nn.Module:
+    return Varied().double()
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers, apart from those of the model."""
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+@dataclass
+class Look:
+    """Trains, and saves what each worker sees: its own buffers, the consensus, and its examples."""
+
+    folder: Path
+    model: Callable[[], nn.Module] = varied
+    size: int = 50
+    init: str | None = None
+    shuffle: bool = False
+
+    def __call__(self) -> None:
+        session = pr.init(batch_norm=self.init)
+        examples = Examples(self.size)
+        model = self.model()
+        loader = DataLoader(examples, batch_size=4, shuffle=self.shuffle)
+        model, optimizer, loader = session.prepare(model, MOMENTUM(model.parameters()), loader)
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        shown = session.consensus()
+        assert shown.training and all(module.training for module in shown.modules())
+        seen = {
+            "own": statistics(model),
+            "shown": statistics(shown),
+            "parameters": {name: value.detach().clone() for name, value in shown.named_parameters()},
+            "samples": session._replica.samples,  # type: ignore[attr-defined]
+        }
+        torch.save(seen, self.folder / f"{session.rank}.pt")
+
+    def seen(self, workers: int) -> list[dict[str, Any]]:
+        return [torch.load(self.folder / f"{rank}.pt") for rank in range(workers)]
+
+
+def tracked(state: dict[str, Tensor]) -> list[str]:
+    """The names of the modules whose running statistics these are."""
+    return [name.removesuffix(".running_mean") for name in state if name.endswith(".running_mean")]
+
+
+def go(world: str, program: Any, folder: Path, **how: Any) -> dict[str, Any]:
+    return WORLDS[world](program, runs=folder, **{"workers": 3, "strategy": "allreduce", **how})
+
+
+@both_worlds
+def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
+    """The default: each shows its own, and the final model has worker 0's."""
+    look = Look(tmp_path)
+    summary = go(world, look, tmp_path)
+    seen = look.seen(3)
+    assert summary["batch_norm"] == "local"
+    assert all(same(each["own"], each["shown"]) for each in seen)
+    assert not same(seen[0]["own"], seen[1]["own"])
+    assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
+    look = Look(tmp_path)
+    summary = go(world, look, tmp_path, batch_norm="rank0", strategy=strategy)
+    seen = look.seen(3)
+    assert all(same(each["shown"], seen[0]["own"]) for each in seen)
+    assert not same(seen[0]["own"], seen[1]["own"])
+    assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: Path) -> None:
+    """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
+    look = Look(tmp_path)
+    summary = go(world, look, tmp_path, batch_norm="mean", strategy=strategy)
+    seen = look.seen(3)
+    weights = torch.tensor([each["samples"] for each in seen], dtype=torch.float64)
+    assert weights.sum() == 2 * 50 and len(set(weights.tolist())) > 1
+    share = (weights / weights.sum()).unsqueeze(1)
+    assert tracked(seen[0]["own"]) == ["first", "main.0", "main.3", "side.1", "deep"]
+    for name in tracked(seen[0]["own"]):
+        m = torch.stack([each["own"][f"{name}.running_mean"] for each in seen])
+        v = torch.stack([each["own"][f"{name}.running_var"] for each in seen])
+        mean = (share * m).sum(0)
+        variance = (share * (v + m.square())).sum(0) - mean.square()
+        batches = sum(each["own"][f"{name}.num_batches_tracked"] for each in seen)
+        assert isinstance(batches, Tensor) and batches.dtype == torch.int64 and batches == 3 * 10
+        for each in [*(each["shown"] for each in seen), trained(summary)]:
+            torch.testing.assert_close(each[f"{name}.running_mean"], mean, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(each[f"{name}.running_var"], variance, rtol=1e-10, atol=1e-14)
+            assert torch.equal(each[f"{name}.num_batches_tracked"], batches)
+            if name == "first":  # behind others the means hardly differ
+                assert (each[f"{name}.running_var"] > 1.001 * (share * v).sum(0)).any()
+    assert all(torch.equal(each["own"]["calls"], each["shown"]["calls"]) for each in seen)
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "async", "ssp:2"])
+def test_recompute_is_of_the_batches_it_saw(world: str, strategy: str, tmp_path: Path) -> None:
+    """With the agreed parameters; here of all examples, each counting once, in rounds of unequal batches."""
+    look = Look(tmp_path, normed)
+    summary = go(world, look, tmp_path, batch_norm="recompute", strategy=strategy)
+    examples = Examples(50).tensors[0]
+    final = trained(summary)
+    for each in [*({**each["shown"], **each["parameters"]} for each in look.seen(3)), final]:
+        hidden = F.linear(examples, each["0.weight"], each["0.bias"])
+        torch.testing.assert_close(each["1.running_mean"], hidden.mean(0), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(each["1.running_var"], hidden.var(0), rtol=1e-10, atol=1e-12)
+        assert each["1.num_batches_tracked"] == 13
+
+
+@both_worlds
+def test_recompute_shows_the_same_on_all_workers(world: str, tmp_path: Path) -> None:
+    """In lockstep: they look at the same batches. Buffers that are not BatchNorm's stay as they were."""
+    look = Look(tmp_path, shuffle=True)
+    summary = go(world, look, tmp_path, batch_norm="recompute")
+    seen = look.seen(3)
+    assert all(same(each["shown"], seen[0]["shown"]) for each in seen)
+    assert same(seen[0]["shown"], {name: trained(summary)[name] for name in seen[0]["shown"]})
+    assert seen[0]["shown"]["calls"] == seen[0]["own"]["calls"] == 10
+
+
+def test_recompute_survives_the_death_of_a_worker(tmp_path: Path) -> None:
+    """Whoever brings the result, the statistics go with it."""
+    script = Script(model=normed, size=50, kill=tmp_path / "killed")
+    summary = go(
+        "real", script, tmp_path, batch_norm="recompute", strategy="async", workers=2, restarts=1,
+        listen="tcp:127.0.0.1:0",
+    )  # fmt: skip
+    final = trained(summary)
+    hidden = F.linear(Examples(50).tensors[0], final["0.weight"], final["0.bias"])
+    assert summary["replaced"] == {"worker 1": 1}
+    torch.testing.assert_close(final["1.running_mean"], hidden.mean(0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(final["1.running_var"], hidden.var(0), rtol=1e-10, atol=1e-12)
+
+
+# One machine with the union batch
+
+
+@both_worlds
+@pytest.mark.parametrize("size", [48, 50, 53])
+@pytest.mark.parametrize("model", [normed, varied], ids=["plain", "varied"])
+def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) -> None:
+    """Parameters and statistics are those of the union batch, to the last round: of 2 examples for three
+    workers, where two borrow, and of 3 and 2."""
+    script = Script(model=model, size=size, optimizer=MOMENTUM, epochs=3)
+    summary = go(world, script, tmp_path, batch_norm="sync")
+    plain = alone(replace(script, batch=12))
+    assert distance(trained(summary), plain) < 1e-10
+    assert trained(summary).keys() == plain.keys()
+    assert summary["samples"] == 3 * size
+
+
+@pytest.mark.parametrize("script", [Script(clip=0.1), Script(accumulate=2), Script(closure=True)])
+def test_sync_is_one_machine_also_with(script: Script, tmp_path: Path) -> None:
+    """Clipping, accumulation and closures."""
+    script = replace(script, model=varied, optimizer=MOMENTUM)
+    summary = go("simulated", script, tmp_path, batch_norm="sync")
+    assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sync", "ssp:0", "local:3"])
+def test_sync_has_the_same_bits_in_both_worlds(strategy: str, tmp_path: Path) -> None:
+    """And so do its statistics, on every worker."""
+    seen = []
+    for world in WORLDS:
+        look = Look(tmp_path)
+        summary = go(world, look, tmp_path, batch_norm="sync", strategy=strategy)
+        views = look.seen(3)
+        assert all(same(each["own"], views[0]["own"]) and same(each["shown"], each["own"]) for each in views)
+        seen.append(trained(summary))
+    assert same(*seen)
+
+
+class Checkpointed(nn.Module):
+    """Runs its forward a second time inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = varied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+@both_worlds
+def test_sync_is_one_machine_also_with_checkpoints(world: str, tmp_path: Path) -> None:
+    """Workers wait for each other in a forward pass that is part of a backward pass."""
+    script = Script(model=Checkpointed, size=53)
+    summary = go(world, script, tmp_path, batch_norm="sync")
+    assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
+
+
+def test_sync_over_tcp(tmp_path: Path) -> None:
+    """Where tensors travel as bytes."""
+    script = Script(model=varied, size=53)
+    summary = go("real", script, tmp_path, batch_norm="sync", listen="tcp:127.0.0.1:0")
+    assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
+
+
+def test_sync_with_more_workers_than_the_engine_nests(tmp_path: Path) -> None:
+    """Seventy wait for each other in the middle of their backward passes."""
+    script = Script(model=varied, size=2 * 140, batch=2, epochs=1)
+    summary = go("simulated", script, tmp_path, batch_norm="sync", workers=70)
+    assert distance(trained(summary), alone(replace(script, batch=140))) < 1e-10
+
+
+def test_one_example_each_is_enough_for_sync(tmp_path: Path) -> None:
+    """What BatchNorm needs two of is in the union."""
+    script = Script(model=normed, size=12, batch=1)
+    summary = go("simulated", script, tmp_path, batch_norm="sync")
+    assert distance(trained(summary), alone(replace(script, batch=3))) < 1e-10
+
+
+def test_sync_takes_float32_under_autocast(tmp_path: Path) -> None:
+    """A worker that waits in the middle of a forward pass does not put the others into autocast."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+        loader = DataLoader(Examples(24), batch_size=4)
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for x, y in loader:
+            assert not torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=session.rank == 0):
+                out = model(x.float())
+                assert out.dtype == (torch.bfloat16 if session.rank == 0 else torch.float32)
+            optimizer.zero_grad()
+            F.cross_entropy(out.float(), y).backward()
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+            optimizer.step()
+
+    go("simulated", main, tmp_path, batch_norm="sync", workers=2)
+
+
+def test_the_wait_for_statistics_is_a_wait(tmp_path: Path) -> None:
+    """On a slow network it is counted as waiting, and the computing stays what it was."""
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('[[hosts]]\nstep_time = "10 ms"\nlatency = "5 ms"\n')
+    script = Script(model=normed)
+    plain, synced = (
+        pr.simulate(script, workers=2, strategy="allreduce", cluster=cluster, batch_norm=policy)
+        for policy in ("local", "sync")
+    )
+    assert synced["compute_s"] == pytest.approx(plain["compute_s"])
+    assert synced["wait_s"] > 2 * plain["wait_s"] > 0
+
+
+# What must not change
+
+
+class Random(TensorDataset):
+    """Augments with every source of random numbers."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()) + np.random.rand() + random.random(), y
+
+
+@dataclass
+class Noisy:
+    """Draws random numbers in the model, in the data and between, and shows the consensus all the time."""
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+        ).double()
+        loader = DataLoader(Random(*Examples(50).tensors), batch_size=4, shuffle=True)
+        model, optimizer, loader = session.prepare(model, MOMENTUM(model.parameters()), loader)
+        session.consensus()
+        for _ in range(3):
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                noise = np.random.rand() + random.random() + torch.rand(()).item()
+                F.cross_entropy(model(x) * (1 + 0.1 * noise), y).backward()
+                optimizer.step()
+                if number == 1:
+                    session.consensus()
+            session.consensus().eval()
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+def test_showing_does_not_disturb_training(world: str, strategy: str, tmp_path: Path) -> None:
+    """Whatever is shown, the parameters end with the same bits, after as many examples."""
+    ends = {
+        (summary["digest"], summary["samples"], summary["steps"])
+        for policy in ("local", "rank0", "mean", "recompute")
+        for summary in [go(world, Noisy(), tmp_path, batch_norm=policy, strategy=strategy)]
+    }
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("strategy", ["async", "ssp:2", "softsync:2", "easgd"])
+def test_recompute_does_not_disturb_training_at_ones_own_pace(strategy: str, tmp_path: Path) -> None:
+    """Leases too stay as they were."""
+    ends = {
+        (summary["digest"], summary["samples"], summary["steps"])
+        for policy in ("local", "recompute")
+        for summary in [go("simulated", Noisy(), tmp_path, batch_norm=policy, strategy=strategy)]
+    }
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("policy", norms.POLICIES)
+def test_a_model_without_batch_norm_pays_nothing(policy: str) -> None:
+    def main() -> None:
+        Script()()
+        assert session.get()._norms is None  # type: ignore[union-attr]
+
+    plain = pr.simulate(Script(), workers=3, strategy="allreduce")
+    summary = pr.simulate(main, workers=3, strategy="allreduce", batch_norm=policy)
+    assert [summary[key] for key in ("digest", "bytes_sent")] == [plain[k] for k in ("digest", "bytes_sent")]
+
+
+@pytest.mark.parametrize("policy", ["local", "rank0", "mean", "sync"])
+def test_one_worker_is_plain_pytorch(policy: str, tmp_path: Path) -> None:
+    """Bit for bit, statistics included."""
+    script = Script(model=varied, optimizer=MOMENTUM)
+    assert same(trained(go("simulated", script, tmp_path, batch_norm=policy, workers=1)), alone(script))
+
+
+def test_sync_keeps_the_model_what_it_is(tmp_path: Path) -> None:
+    """Names, repr and eval mode are as before; copies, also pickled ones, wait for nobody."""
+
+    def main() -> None:
+        session = pr.init()
+        model = normed()
+        before = repr(model), list(model.state_dict())
+        model, _, _ = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Examples(8), batch_size=4)
+        )
+        x = Examples(8).tensors[0][: 4 + session.rank]
+        assert (repr(model), list(model.state_dict())) == before
+        assert torch.equal(model.eval()(x), session.consensus()(x))
+        model.train()
+        plain = normed()
+        plain.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            expected = plain(x)
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert torch.equal(other(x), expected)  # of its own batch
+            assert not torch.allclose(model(x), expected)  # of the union
+
+    go("simulated", main, tmp_path, batch_norm="sync", workers=2)
+
+
+def test_frozen_modules_keep_their_statistics(tmp_path: Path) -> None:
+    """A module in eval mode while the model trains is left alone, also if the consensus is taken in eval."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Sequential(
+            nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)
+        ).double()
+        model[0].eval()
+        model, optimizer, loader = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Examples(24), batch_size=4)
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        shown = session.consensus()
+        assert shown[0].num_batches_tracked == 0 and torch.equal(shown[0].running_var, torch.ones(FEATURES))
+        assert shown[2].num_batches_tracked == 6 and not shown[2].training
+
+    go("simulated", main, tmp_path, batch_norm="recompute", workers=2)
+
+
+def test_recompute_looks_at_a_hundred_batches_of_many(tmp_path: Path) -> None:
+    """Evenly spread over the epoch, so that data in order is seen from end to end."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+        x = torch.arange(1000, dtype=torch.float64).unsqueeze(1)
+        model, _, _ = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(x), batch_size=2)
+        )
+        shown = session.consensus()
+        used = torch.cat([x[10 * number : 10 * number + 2] for number in range(100)])
+        assert shown[0].num_batches_tracked == 100
+        torch.testing.assert_close(shown[0].running_mean, used.mean(0))
+        torch.testing.assert_close(shown[0].running_var, used.var(0))
+
+    go("simulated", main, tmp_path, batch_norm="recompute", workers=2)
+
+
+# What is asked for, and what is wrong with it
+
+
+@pytest.mark.parametrize("world", WORLDS.values())
+def test_an_unknown_policy(world: Any) -> None:
+    with pytest.raises(UsageError, match=r"unknown batch_norm policy 'men'; did you mean 'mean'\?"):
+        world(mlp, batch_norm="men", runs=None)
+
+
+def test_an_unknown_policy_in_the_script() -> None:
+    with pytest.raises(UsageError, match="Known: local, rank0, mean, sync, recompute"):
+        pr.init(batch_norm="everywhere")
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean", "sync"])
+@pytest.mark.parametrize("strategy", ["async", "ssp:3", "backup:1"])
+def test_policies_that_need_lockstep(policy: str, strategy: str, tmp_path: Path) -> None:
+    """Refused before anything starts, or when the script says so; with what would work."""
+    message = rf"batch_norm={policy} needs .* such as allreduce.*use batch_norm=recompute or local"
+    with pytest.raises(UsageError, match=message):
+        pr.run(mlp, workers=3, strategy=strategy, batch_norm=policy, runs=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match=message):
+        pr.simulate(Look(tmp_path, init=policy), workers=3, strategy=strategy)
+
+
+@both_worlds
+def test_the_command_line_wins(world: str, tmp_path: Path) -> None:
+    """Over what the script says, which wins over the default; both are recorded."""
+    for asked, policy in ((None, "mean"), ("rank0", "rank0")):
+        look = Look(tmp_path, init="mean")
+        summary = go(world, look, tmp_path, batch_norm=asked)
+        config = json.loads((Path(summary["folder"]) / "config.json").read_text())
+        assert summary["batch_norm"] == config["batch_norm"] == policy
+        seen = look.seen(3)
+        assert same(seen[1]["shown"], seen[0]["own"]) == (policy == "rank0")
+
+
+def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(Path(__file__).parent / "scripts" / "train.py")
+    arguments = ["simulate", script, "-n", "2", "-s", "allreduce", "--runs", str(tmp_path), "-q", "--json"]
+    assert command([*arguments, "--batch-norm", "sync"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_norm"] == "sync"
+    assert command([*arguments, "--batch-norm", "never"]) == 2
+    assert "unknown batch_norm policy 'never'" in capsys.readouterr().err
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_sync_refuses_a_forward_it_cannot_see_into() -> None:
+    script = Script(
+        model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), Own(8), nn.Linear(8, CLASSES)).double()
+    )
+    with pytest.raises(UsageError, match=r"cannot see into Own \(1\)"):
+        pr.simulate(script, workers=2, strategy="allreduce", batch_norm="sync")
+
+
+def test_recompute_needs_a_loader() -> None:
+    def main() -> None:
+        model = normed()
+        pr.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(UsageError, match="needs the training loader"):
+        pr.simulate(main, strategy="allreduce", batch_norm="recompute")
+
+
+class Two(nn.Module):
+    """Takes what it takes by name, and one thing that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, factor: float, *, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(factor * x.flatten(1) + y.unsqueeze(1))
+
+
+@dataclass
+class Called:
+    """A script that calls its model in a way of its own."""
+
+    call: Callable[[nn.Module, Any], Tensor]
+    early: bool = False
+
+    def __call__(self) -> None:
+        session, model = pr.init(), Two()
+        x, y = Examples(50).tensors
+        data = [{"number": number, "target": y[number], "input": x[number]} for number in range(50)]
+        model, optimizer, loader = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+        )
+        if self.early:
+            assert session.consensus().norm.num_batches_tracked == 0
+        assert pickle.loads(pickle.dumps(copy.deepcopy(model))).training
+        for batch in loader:
+            optimizer.zero_grad()
+            self.call(model, batch).square().mean().backward()
+            optimizer.step()
+        shown = session.consensus()
+        used = (2 * x + y.unsqueeze(1)).float()
+        torch.testing.assert_close(shown.norm.running_mean, used.mean(0))
+        torch.testing.assert_close(shown.norm.running_var, used.var(0))
+
+
+@both_worlds
+def test_recompute_calls_the_model_as_the_script_does(world: str, tmp_path: Path) -> None:
+    """Parts of a dict, by name, cast and reshaped, beside a number; and a copy of the model has no hook."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float().unsqueeze(2))  # noqa: E731
+    go(world, Called(call), tmp_path, batch_norm="recompute")
+
+
+def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
+    """In the first step, and not when everything is trained."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float() / 3)  # noqa: E731
+    with pytest.raises(
+        UsageError, match=r"cannot see how what it is called with \(a tensor of shape \(4, 5\)\)"
+    ):
+        go("simulated", Called(call), tmp_path, batch_norm="recompute")
+
+
+def test_recompute_before_it_has_seen_a_call(tmp_path: Path) -> None:
+    """A model that takes the first part of a batch is shown as ever; for another there is a warning."""
+    call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float())  # noqa: E731
+    with pytest.warns(UserWarning, match="has taken no step: its BatchNorm statistics are shown as they are"):
+        go("simulated", Called(call, early=True), tmp_path, batch_norm="recompute")
+
+
+def test_an_error_in_a_backward_pass_that_waits() -> None:
+    """It is the script's, as ever; the others' passes are unwound and no thread is left."""
+
+    def main() -> None:
+        session = pr.init()
+        model = normed()
+        model, _, loader = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Examples(8), batch_size=4)
+        )
+
+        def fail(gradient: Tensor) -> None:
+            raise ArithmeticError("no such slope")
+
+        for x, y in loader:
+            out = model(x)
+            if session.rank == 1:
+                out.register_hook(fail)
+            F.cross_entropy(out, y).backward()
+
+    with pytest.raises(pr.PolyrhythmError, match="worker 1 failed: ArithmeticError: no such slope"):
+        pr.simulate(main, workers=3, strategy="allreduce", batch_norm="sync")
+
+
+def slopes() -> None:
+    """Takes a gradient by `torch.autograd.grad`, which no session sees."""
+    session = pr.init()
+    model = normed()
+    model, _, loader = session.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Examples(8), batch_size=4)
+    )
+    for x, y in loader:
+        torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+
+
+def test_what_cannot_be_simulated_says_so() -> None:
+    with pytest.raises(UsageError, match=r"with loss\.backward\(\), and not with torch\.autograd\.grad"):
+        pr.simulate(slopes, strategy="allreduce", batch_norm="sync")
+    pr.run(slopes, strategy="allreduce", batch_norm="sync", runs=None, threads=1)
