@@ -488,6 +488,16 @@ def test_leaves_before_the_run_begins(hosts: Hosts) -> None:
     assert begun.end()["code"] == 0
 
 
+def test_interrupted_while_it_waits(hosts: Hosts) -> None:
+    """Whoever has joined goes too."""
+    begun = hosts.run(train, workers=3, here=1, strategy="allreduce")
+    joined = hosts.join(train)
+    begun.find("(waiting for 1 of 3)")
+    hosts.note()
+    os.killpg(begun.pid, signal.SIGINT)
+    assert begun.end(SOON)["code"] == joined.end(SOON)["code"] == 130
+
+
 def test_a_mistake_in_the_script_of_another_host(hosts: Hosts) -> None:
     """The traceback is shown where it happened, the error on both hosts."""
     program = partial(train, do="raise", rank=2, step=4, folder=hosts.folder)
