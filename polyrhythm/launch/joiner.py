@@ -160,9 +160,9 @@ def _greet(sock: socket.socket, key: bytes, where: str) -> Channel:
     try:
         channel = open_channel(sock, me, key, dialed=True, where=where)
     except WireError as error:
-        if "key" not in str(error):
-            raise UsageError(f"{error}; are both hosts of one version of polyrhythm?") from None
-        raise UsageError(f"the run at {where} has another key; copy its file from that host") from None
+        if "does not have the key" in str(error):
+            raise UsageError(f"the run at {where} has another key; copy its file from that host") from None
+        raise UsageError(f"{error}; are both hosts of one version of polyrhythm?") from None
     except OSError:
         raise UsageError(f"{where} does not answer as a run of polyrhythm does") from None
     if channel.peer != COORDINATOR:

@@ -424,6 +424,15 @@ def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
         assert outcome["summary"]["batches_undone"] == 0
 
 
+def test_a_killed_remote_zygote(hosts: Hosts) -> None:
+    """Its launcher says so, takes its workers out of the run and leaves nothing."""
+    begun, joined = begin(hosts, "allreduce")
+    psutil.Process(joined.pid).children()[0].kill()
+    why = "the process that forks the nodes is gone; was it killed?"
+    assert joined.end(SOON) == {"error": why, "code": 1}
+    assert begun.end(SOON)["error"].startswith(f"worker 1 ended ({why}) on 127.0.0.1 (workers 1 and 2); ")
+
+
 def test_the_last_workers_go_with_their_host(hosts: Hosts) -> None:
     """What servers hold is brought home by one more worker, where the servers are."""
     begun, joined = begin(hosts, "async", here=0, workers=2)
@@ -477,6 +486,16 @@ def test_leaves_before_the_run_begins(hosts: Hosts) -> None:
     begun.find("(127.0.0.1 has left before the run began)")
     assert hosts.join(train, workers=2).end()["code"] == 0
     assert begun.end()["code"] == 0
+
+
+def test_interrupted_while_it_waits(hosts: Hosts) -> None:
+    """Whoever has joined goes too."""
+    begun = hosts.run(train, workers=3, here=1, strategy="allreduce")
+    joined = hosts.join(train)
+    begun.find("(waiting for 1 of 3)")
+    hosts.note()
+    os.killpg(begun.pid, signal.SIGINT)
+    assert begun.end(SOON)["code"] == joined.end(SOON)["code"] == 130
 
 
 def test_a_mistake_in_the_script_of_another_host(hosts: Hosts) -> None:
