@@ -49,7 +49,8 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
         ]  # fmt: skip
         beyond = {each: 1 - ratio(times["alone"], times[each]) for each in ("ours", "ddp")}
         notes.append(
-            f"{name}, beyond a step without exchange: ours {beyond['ours']:.0%}, DDP {beyond['ddp']:.0%}"
+            f"{name}: of a step of ours {beyond['ours']:.0%} is beyond one without exchange, of DDP's "
+            f"{beyond['ddp']:.0%}"
         )
     return rows, notes
 

@@ -55,7 +55,8 @@ def _rank(place: Together, arenas: Any, sizes: tuple[int, ...], rounds: int) -> 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = f"file://{place.folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.count)
-    node = between_hosts.node(place, "unix:", arenas)
+    crowd = between_hosts.Crowd(["here"] * place.count, {"here": arenas})
+    node = between_hosts.node(place, "unix:", crowd)
     numbers = iter(range(1, 1 << 30))
     systems: dict[str, Callable[[Any], None]] = {
         "gloo": distributed.all_reduce,

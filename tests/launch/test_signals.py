@@ -92,7 +92,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_polite(start: Callable[..., Run], stage: str, number: signal.Signals) -> None:
     """Ctrl-C and SIGTERM end everything soon, at any time, in one line and with exit code 130."""
     strategy = "async" if stage == "training" else "sync"
-    run = start("-s", strategy, "--", "--do", "hang" if stage == "hanging" else "")
+    run = start("-q", "-s", strategy, "--", "--do", "hang" if stage == "hanging" else "")
     # Two processes: the launcher, and the one that imports torch.
     wait_until(run.trains if stage != "starting" else lambda: len(run.processes()) == 2)
     sockets = run.sockets()
@@ -128,7 +128,7 @@ def test_killed_while_starting(start: Callable[..., Run]) -> None:
 
 def test_second_signal(start: Callable[..., Run]) -> None:
     """The second Ctrl-C of the impatient does not stop the cleaning up."""
-    run = start("-s", "sync", "--", "--do", "hang")
+    run = start("-q", "-s", "sync", "--", "--do", "hang")
     wait_until(run.trains)
     for _ in range(5):
         os.killpg(run.launcher.pid, signal.SIGINT)
