@@ -356,6 +356,17 @@ def test_who_has_no_momentum_yet_takes_that_of_others(world: str, tmp_path: Path
     assert torch.equal(first["exp_avg"], second["exp_avg"]) and first["exp_avg"].abs().min() > 0
 
 
+class Counting(Replacing):
+    """Keeps a count of its own, under a name that PyTorch's optimizers do not use."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            seen = self.state[parameter].get("seen", torch.tensor(0.0, dtype=torch.float64))
+            self.state[parameter]["seen"] = seen + parameter.grad.sum()
+
+
 class Scale(nn.Module):
     """A layer, and a number without dimensions, as in CLIP; or only that."""
 
@@ -376,9 +387,7 @@ class Scale(nn.Module):
     ],
     ids=["nadam", "asgd", "adam"],
 )
-def test_what_is_kept_once_is_not_averaged(
-    simulate: Any, optimizer: Any, kept: list[str], alone: bool
-) -> None:
+def test_what_is_kept_once_is_its_own(simulate: Any, optimizer: Any, kept: list[str], alone: bool) -> None:
     """Beside a parameter that is one number it looks like a moment, and stays what it is for all others."""
 
     def main() -> None:
@@ -399,6 +408,24 @@ def test_what_is_kept_once_is_not_averaged(
             assert ours.keys() == law.keys()
             assert all(ours[name].shape == law[name].shape for name in law)
             assert all(torch.equal(ours[name], law[name]) for name in law if name not in kept)
+
+    simulate(main, "local:2,momentum=average", 2)
+
+
+def test_other_parameters_tell_what_is_kept_once(simulate: Any) -> None:
+    """By their shapes, whatever its name is."""
+
+    def main() -> None:
+        here = pr.init()
+        model = Scale(alone=False)
+        model, mine = here.prepare(model, Counting(model.parameters(), (0.1, 0.5)))
+        for _ in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + here.rank)
+            mine.step()
+        assert here._replica.notes["moments"] == ["momentum_buffer"]
+        seen = [mine.state[each]["seen"].item() for each in model.parameters()]
+        assert seen == [4.0 * (1 + here.rank), 12.0 * (1 + here.rank)]
 
     simulate(main, "local:2,momentum=average", 2)
 

@@ -208,12 +208,13 @@ def test_without_steps_the_factor_is_there_at_once() -> None:
 
 
 def test_one_can_wrap_another() -> None:
-    """Factors multiply."""
+    """Factors multiply, each by its own warm-up, and every step counts once."""
     each = optimizer()
     scheduler = pr.LinearScaling(each, 3, 2, after=pr.LinearScaling(each, 2, 4))
-    for number in range(5):
+    for number in range(6):
+        inner, outer = 1 + min(number / 4, 1), 1 + 2 * min(number / 2, 1)
+        assert rates(each) == [rate * inner * outer for rate in RATES]
         step(each, scheduler, number)
-    assert rates(each) == [rate * 2 * 3 for rate in RATES]
 
 
 @pytest.mark.parametrize(
