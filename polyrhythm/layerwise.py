@@ -11,6 +11,7 @@ Both look at whole tensors, so servers share out the model without cutting any.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,14 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 class _Layerwise(torch.optim.Optimizer):
     """What both share: who is adapted, and the loop over groups."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises UsageError if a setting of this group makes no sense."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -35,6 +44,11 @@ class _Layerwise(torch.optim.Optimizer):
             kinds: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    if parameter.grad.is_sparse:
+                        raise UsageError(
+                            f"{type(self).__name__} takes no sparse gradients, for it needs a layer's norms; "
+                            "leave out sparse=True, or give the embedding another optimizer"
+                        )
                     adapted = group["adapt"] and parameter.dim() > 1
                     kind = (adapted, parameter.dtype, parameter.device)
                     kinds.setdefault(kind, []).append(parameter)
@@ -73,7 +87,9 @@ class LARS(_Layerwise):
 
     r = trust ‖w‖ / (‖g‖ + decay ‖w‖), v <- momentum v + r (g + decay w), w <- w - lr v. Without decay the
     step does not depend on the scale of the gradient. No rate is in the buffer v: when lr changes, nothing
-    has to be corrected. You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks.
+    has to be corrected. You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. As in
+    practice, what is not adapted (biases, norm layers, groups with `adapt=False`) is not decayed either,
+    whatever `weight_decay` says.
 
     >>> import torch, polyrhythm as pr
     >>> layer = torch.nn.Linear(3, 2)
@@ -89,12 +105,14 @@ class LARS(_Layerwise):
         trust: float = 0.001,
         adapt: bool = True,
     ) -> None:
-        _check("LARS", lr=lr, weight_decay=weight_decay, trust=trust)
-        _check_below_1("LARS", momentum=momentum)
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": adapt,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check("LARS", lr=group["lr"], weight_decay=group["weight_decay"], trust=group["trust"])
+        _check_below_1("LARS", momentum=group["momentum"])
 
     def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], adapted: bool
@@ -119,7 +137,9 @@ class LAMB(_Layerwise):
     m and v are the moving means of g and g^2, as in Adam, divided by 1 - beta^t;
     r = m / (sqrt(v) + eps) + decay w, w <- w - lr ‖w‖ / ‖r‖ r. Without decay, and with an eps that is small
     beside the gradient, the step does not depend on the gradient's scale. The function phi of the paper is
-    the identity. You et al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes.
+    the identity. You et al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes. As
+    in practice, what is not adapted (biases, norm layers, groups with `adapt=False`) is not decayed either,
+    whatever `weight_decay` says.
 
     >>> import torch, polyrhythm as pr
     >>> layer = torch.nn.Linear(3, 2)
@@ -135,14 +155,20 @@ class LAMB(_Layerwise):
         weight_decay: float = 0.0,
         adapt: bool = True,
     ) -> None:
-        _check("LAMB", lr=lr, weight_decay=weight_decay)
-        _check_below_1("LAMB", **{"betas[0]": betas[0], "betas[1]": betas[1]})
-        if not eps > 0:
-            raise UsageError(
-                f"LAMB: eps is {eps}; it must be above 0, or elements without gradient become NaN"
-            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check("LAMB", lr=group["lr"], weight_decay=group["weight_decay"])
+        betas, eps = group["betas"], group["eps"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise UsageError(f"LAMB: betas is {betas!r}; it must be two numbers, such as (0.9, 0.999)")
+        _check_below_1("LAMB", **{"betas[0]": betas[0], "betas[1]": betas[1]})
+        if not _number(eps) or not 0 < eps < float("inf"):
+            raise UsageError(
+                f"LAMB: eps is {eps!r}; it must be a finite number above 0, or elements without gradient "
+                "become NaN"
+            )
 
     def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], adapted: bool
@@ -170,11 +196,15 @@ class LAMB(_Layerwise):
 
 def _check(name: str, **values: float | Tensor) -> None:
     for what, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"{name}: {what} is {value}; it must be 0 or more")
+        if not _number(value) or not 0 <= value < float("inf"):
+            raise UsageError(f"{name}: {what} is {value!r}; it must be a finite number, 0 or more")
 
 
 def _check_below_1(name: str, **values: float) -> None:
     for what, value in values.items():
-        if not 0 <= value < 1:
-            raise UsageError(f"{name}: {what} is {value}; it must be 0 or more, and below 1")
+        if not _number(value) or not 0 <= value < 1:
+            raise UsageError(f"{name}: {what} is {value!r}; it must be a number of 0 or more, and below 1")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)

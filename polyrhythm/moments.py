@@ -13,6 +13,9 @@ from torch import Tensor
 
 from polyrhythm.layout import Empty, Layout
 
+# What PyTorch's optimizers keep once for each parameter, as a tensor of no dimensions.
+ONCE = ("step", "mu_product", "eta", "mu")
+
 
 class Moments:
     """What a worker's optimizer keeps for each element: momentum_buffer, exp_avg and the like.
@@ -31,13 +34,17 @@ class Moments:
         self._held: Tensor | None = None
 
     def names(self) -> list[str]:
-        """What the optimizer keeps for each element, by name, such as exp_avg; nothing before it steps."""
+        """What the optimizer keeps for each element, by name, such as exp_avg; nothing before it steps.
+
+        Beside a parameter that is one number, what it keeps once looks alike: the others tell which is which.
+        """
+        parameters = [each for each in self._layout.parameters if each.dim()] or self._layout.parameters
         return sorted(
             {
                 name
-                for parameter in self._layout.parameters
+                for parameter in parameters
                 for name, value in self._optimizer.state.get(parameter, {}).items()
-                if _along(value, parameter) and name != "step"  # which looks alike if that is one number
+                if _along(value, parameter) and (parameter.dim() or name not in ONCE)
             }
         )
 
@@ -91,7 +98,7 @@ class Moments:
             if present > 0:
                 state = states[parameter] = states.get(parameter) or copy.deepcopy(rest)
                 for name in names:
-                    if not _along(state.get(name), parameter):
+                    if state.get(name) is None:
                         state[name] = self._layout.view(self._buffers[_of_optimizer(name)], piece)
 
     def forget(self) -> None:

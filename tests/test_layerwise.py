@@ -143,6 +143,15 @@ def test_vectors_are_neither_adapted_nor_decayed(optimizer: Any) -> None:
 
 
 @both
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
+    """Alone; in a run they have become dense by then."""
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(UsageError, match=r"takes no sparse gradients.*leave out sparse=True"):
+        optimizer(embedding.parameters()).step()
+
+
+@both
 def test_a_norm_of_zero_makes_the_ratio_one(optimizer: Any) -> None:
     """Weights of zero can begin to move; where the gradient is zero, decay goes on at the plain rate."""
     weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
@@ -218,11 +227,18 @@ def test_parameters_without_gradient_stay(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: pr.LARS(p, lr=-1), "LARS: lr is -1; it must be 0 or more"),
-        (lambda p: pr.LARS(p, lr=1, momentum=1), "momentum is 1; it must be 0 or more, and below 1"),
+        (lambda p: pr.LARS(p, lr=-1), "LARS: lr is -1; it must be a finite number, 0 or more"),
+        (
+            lambda p: pr.LARS(p, lr=1, momentum=1),
+            "momentum is 1; it must be a number of 0 or more, and below 1",
+        ),
         (lambda p: pr.LARS(p, lr=1, trust=float("inf")), "trust is inf"),
         (lambda p: pr.LAMB(p, betas=(0.9, 1.0)), r"betas\[1\] is 1\.0"),
-        (lambda p: pr.LAMB(p, eps=0), "eps is 0; it must be above 0"),
+        (lambda p: pr.LAMB(p, eps=0), "eps is 0; it must be a finite number above 0"),
+        (lambda p: pr.LAMB(p, betas=(0.9,)), r"betas is \(0\.9,\); it must be two numbers"),
+        (lambda p: pr.LAMB(p, lr="0.1"), r"lr is '0\.1'; it must be a finite number"),
+        (lambda p: pr.LARS([{"params": p, "lr": -0.5}], lr=1), r"LARS: lr is -0\.5"),
+        (lambda p: pr.LAMB([{"params": p, "lr": -0.5}]), r"LAMB: lr is -0\.5"),
         (lambda p: pr.LAMB(p, weight_decay=-0.1), r"weight_decay is -0\.1"),
     ],
 )

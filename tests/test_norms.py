@@ -40,7 +40,7 @@ import polyrhythm as pr
 from polyrhythm import norms
 from polyrhythm.cli import main as command
 from polyrhythm.errors import UsageError
-from polyrhythm.norms import pooling
+from polyrhythm.norms import policies, pooling
 from polyrhythm.norms.pooling import pooled
 from polyrhythm.session import session
 
@@ -206,7 +206,7 @@ def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: 
         mean = (share * m).sum(0)
         variance = (share * (v + m.square())).sum(0) - mean.square()
         batches = sum(each["own"][f"{name}.num_batches_tracked"] for each in seen)
-        assert isinstance(batches, Tensor) and batches.dtype == torch.int64 and batches == 3 * 10
+        assert isinstance(batches, Tensor) and batches.dtype == torch.int64 and batches == 2 * 13
         for each in [*(each["shown"] for each in seen), trained(summary)]:
             torch.testing.assert_close(each[f"{name}.running_mean"], mean, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(each[f"{name}.running_var"], variance, rtol=1e-10, atol=1e-14)
@@ -214,6 +214,90 @@ def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: 
             if name == "first":  # behind others the means hardly differ
                 assert (each[f"{name}.running_var"] > 1.001 * (share * v).sum(0)).any()
     assert all(torch.equal(each["own"]["calls"], each["shown"]["calls"]) for each in seen)
+
+
+@dataclass
+class Plainly:
+    """A model that came with statistics, loaded before or after `prepare`; looks before it trains and after.
+
+    Of 10 examples for two workers the last two are worker 0's, far from all others; worker 1 borrows them.
+    """
+
+    folder: Path
+    late: bool = False
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = nn.Sequential(nn.BatchNorm1d(1, momentum=None), nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+        state = {**model.state_dict(), "1.running_mean": torch.full((1,), 5.0)}
+        state |= {"1.running_var": torch.full((1,), 9.0), "1.num_batches_tracked": torch.tensor(100)}
+        x = torch.arange(10.0, dtype=torch.float64).unsqueeze(1)
+        x[8:] = 1000.0
+        if not self.late:
+            model.load_state_dict(state)
+        model, optimizer, loader = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader(TensorDataset(x), batch_size=2)
+        )
+        if self.late:
+            model.load_state_dict(state)
+        model[1].eval()
+        before = statistics(session.consensus())
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        model[1].train()
+        pickle.loads(pickle.dumps(copy.deepcopy(model)))(x)
+        seen = {"before": before, "after": statistics(session.consensus()), "own": statistics(model)}
+        torch.save(seen, self.folder / f"{session.rank}.pt")
+
+
+@both_worlds
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_model_came_with_is_shown_before_the_first_batch(
+    world: str, late: bool, tmp_path: Path
+) -> None:
+    """Nobody has trained on anything: all weigh alike. The batches it came with count once, later too."""
+    go(world, Plainly(tmp_path, late), tmp_path, batch_norm="mean", workers=2)
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"{rank}.pt")
+        for when in ("before", "after"):
+            found = [seen[when][f"1.{name}"].item() for name in policies.NAMES]
+            assert found == [5.0, 9.0, 100], when
+
+
+@both_worlds
+@pytest.mark.parametrize("policy", ["local", "rank0", "mean", "recompute"])
+def test_borrowed_batches_leave_no_trace(world: str, policy: str, tmp_path: Path) -> None:
+    """Neither the examples nor the batch that is borrowed count; `mean` is then of all examples once."""
+    go(world, Plainly(tmp_path), tmp_path, batch_norm=policy, workers=2)
+    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    own = [
+        [each["own"][f"0.{name}"].item() for name in ("running_mean", "num_batches_tracked")] for each in seen
+    ]
+    assert own == [[pytest.approx((1 + 5 + 1000) / 3), 3], [pytest.approx((2 + 6) / 2), 2]]
+    if policy == "mean":
+        assert [each["after"]["0.num_batches_tracked"].item() for each in seen] == [5, 5]
+        mean = (sum(range(8)) + 2000) / 10
+        assert [each["after"]["0.running_mean"].item() for each in seen] == [pytest.approx(mean)] * 2
+
+
+def test_the_mean_takes_one_exchange(tmp_path: Path) -> None:
+    """However many modules there are: as long as worker 0's statistics take, where latency is all."""
+    cluster, took = tmp_path / "cluster.toml", {}
+    cluster.write_text('[[hosts]]\nlatency = "5 ms"\n')
+
+    def main() -> None:
+        here = pr.init()
+        model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(7)))
+        model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        begun = here._node.now()  # type: ignore[attr-defined]
+        here.consensus()
+        took[here.batch_norm, here.rank] = here._node.now() - begun  # type: ignore[attr-defined]
+
+    for policy in ("rank0", "mean"):
+        pr.simulate(main, workers=3, strategy="allreduce", batch_norm=policy, cluster=cluster)
+    assert max(took["mean", rank] for rank in range(3)) == pytest.approx(4 * 0.005)
 
 
 @both_worlds
@@ -633,6 +717,83 @@ def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
         UsageError, match=r"cannot see how what it is called with \(a tensor of shape \(4, 5\)\)"
     ):
         go("simulated", Called(call), tmp_path, batch_norm="recompute")
+
+
+class Lengths(TensorDataset):
+    """Rows of numbers, how many of them count, and what is the same for all."""
+
+    @staticmethod
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """Lengths stay a list, as pack_padded_sequence takes them, and each batch has its largest."""
+        lengths = [int(length) for _, length in rows]
+        return {"lengths": lengths, "most": max(lengths), "x": torch.stack([row for row, _ in rows])}
+
+
+class Sums(nn.Module):
+    """The sum of the first numbers of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor, lengths: list[int], most: int, factor: float = 1.0) -> Tensor:
+        rows = zip(x[:, :most], lengths, strict=True)
+        return self.norm(factor * torch.stack([row[:length].sum().view(1) for row, length in rows]))
+
+
+@dataclass
+class Summed:
+    """Calls its model with a list and a number from the batch, and with a factor."""
+
+    factor: Callable[[int], float] = lambda step: 2.0
+    lengths: Callable[[list[int]], Any] = lambda lengths: lengths
+
+    def __call__(self) -> None:
+        session, model = pr.init(), Sums()
+        x, lengths = torch.arange(150.0).view(50, 3), torch.arange(50) % 3 + 1
+        loader = DataLoader(Lengths(x, lengths), batch_size=4, shuffle=True, collate_fn=Lengths.collate)
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for step, batch in enumerate(loader):
+            optimizer.zero_grad()
+            taken = self.lengths(batch["lengths"])
+            model(batch["x"], taken, most=batch["most"], factor=self.factor(step)).sum().backward()
+            optimizer.step()
+        truth = 2 * torch.stack([row[:length].sum() for row, length in zip(x, lengths, strict=True)])
+        shown = session.consensus()
+        torch.testing.assert_close(shown.norm.running_mean, truth.mean().view(1))
+        torch.testing.assert_close(shown.norm.running_var, truth.var().view(1))
+
+
+@both_worlds
+def test_recompute_takes_lists_and_numbers_out_of_the_batch(world: str, tmp_path: Path) -> None:
+    """Those of each batch, and not those of the first; a last batch of two has a shorter list."""
+    go(world, Summed(), tmp_path, batch_norm="recompute")
+
+
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [
+        (Summed(factor=lambda step: 2.0 + (step == 3)), r"2\.0 at first and 3\.0 now"),
+        (Summed(lengths=lambda lengths: [min(each, 2) for each in lengths]), r"\[[12, ]*\] at first and \["),
+    ],
+)
+def test_recompute_refuses_what_changes_without_the_batch(script: Summed, what: str, tmp_path: Path) -> None:
+    """As soon as it does: the first value would be wrong for the others."""
+    with pytest.raises(UsageError, match=f"an argument that changes, {what}"):
+        go("simulated", script, tmp_path, batch_norm="recompute")
+
+
+def test_recompute_refuses_other_arguments(tmp_path: Path) -> None:
+    """A call that has more or fewer of them is another call."""
+    seen: list[int] = []
+
+    def call(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(1)
+        more = {} if len(seen) < 7 else {"factor": 1.0}
+        return model(*([] if more else [1.0]), y=batch["target"], x=batch["input"].float(), **more)
+
+    with pytest.raises(UsageError, match="the script has called it with other arguments before"):
+        go("simulated", Called(call), tmp_path, batch_norm="recompute", workers=2)
 
 
 def test_recompute_before_it_has_seen_a_call(tmp_path: Path) -> None:

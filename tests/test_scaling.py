@@ -111,6 +111,35 @@ def test_the_rate_is_that_of_the_scheduler_times_the_factor(kind: str, tensors: 
 
 
 @every_scheduler
+def test_the_scheduler_may_go_by_epochs(kind: str) -> None:
+    """Warm-up is of the optimizer's steps, whenever the scheduler steps: here after each third."""
+    plain, scaled = optimizer(), optimizer()
+    reference = made(kind, plain)
+    scheduler = pr.LinearScaling(scaled, FACTOR, STEPS, after=made(kind, scaled))
+    for number in range(LENGTH):
+        assert rates(scaled) == [rate * ramp(number) for rate in rates(plain)] == scheduler.get_last_lr()
+        if number % 3 == 2:
+            step(plain, reference, number)
+            step(scaled, scheduler, number)
+        else:
+            plain.step()
+            scaled.step()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_it_does_not_matter_who_came_first(first: bool) -> None:
+    """Schedulers that are made before or after it, and a step with a closure, are as ever."""
+    each = optimizer()
+    early = lr.StepLR(each, 100) if first else None
+    scheduler = pr.LinearScaling(each, FACTOR, STEPS, after=early)
+    later = lr.StepLR(each, 100)
+    assert each.step(lambda: torch.tensor(3.0)) == 3.0
+    later.step()
+    scheduler.step()
+    assert rates(each) == pytest.approx([rate * ramp(1) for rate in RATES]) and scheduler.count == 1
+
+
+@every_scheduler
 @pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "scheduler only"])
 @pytest.mark.parametrize("moment", [0, 3, STEPS, 11])
 def test_it_resumes_exactly(kind: str, order: str, moment: int) -> None:
@@ -179,18 +208,21 @@ def test_without_steps_the_factor_is_there_at_once() -> None:
 
 
 def test_one_can_wrap_another() -> None:
-    """Factors multiply."""
+    """Factors multiply, each by its own warm-up, and every step counts once."""
     each = optimizer()
     scheduler = pr.LinearScaling(each, 3, 2, after=pr.LinearScaling(each, 2, 4))
-    for number in range(5):
+    for number in range(6):
+        inner, outer = 1 + min(number / 4, 1), 1 + 2 * min(number / 2, 1)
+        assert rates(each) == [rate * inner * outer for rate in RATES]
         step(each, scheduler, number)
-    assert rates(each) == [rate * 2 * 3 for rate in RATES]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"factor": 0}, "factor is 0; it must be a number above 0"),
+        ({"factor": 0}, "factor is 0; it must be a finite number above 0"),
+        ({"factor": "4"}, "factor is '4'; it must be a finite number above 0"),
+        ({"factor": 2, "steps": "x"}, "steps is 'x'; it must be a whole number"),
         ({"factor": float("nan")}, "factor is nan"),
         ({"factor": 2, "steps": -1}, "steps is -1; it must be a whole number, 0 or more"),
         ({"factor": 2, "steps": 1.5}, r"steps is 1\.5"),
@@ -219,6 +251,37 @@ def test_the_example() -> None:
 # --- in a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_it_is_made_after_prepare(prepared: bool) -> None:
+    """Before, it would know neither the workers nor the steps."""
+
+    def main() -> None:
+        each = optimizer()
+        if prepared:
+            pr.init()
+        pr.LinearScaling(each, steps=3)
+
+    with pytest.raises(UsageError, match=r"make it after pr\.init\(\) and session\.prepare\(\)"):
+        pr.simulate(main, workers=2, strategy="allreduce")
+
+
+@pytest.mark.parametrize("world", ["simulated", "real"])
+@pytest.mark.parametrize(
+    ("strategy", "factor"), [("async", 1), ("ssp:3", 1), ("backup:1", 1), ("ssp:0", 3), ("local:2", 3)]
+)
+def test_who_goes_at_its_own_pace_has_its_own_batch(
+    world: str, strategy: str, factor: int, tmp_path: Path
+) -> None:
+    """So the default factor there is 1; one that is given is reached, though a worker's optimizer rests."""
+    how = pr.simulate if world == "simulated" else pr.run
+    for given in (None, 2.0):
+        how(Scaled(tmp_path, given), workers=3, strategy=strategy, runs=None, threads=1)
+        for rank in range(3):
+            found, _, scale, steps = json.loads((tmp_path / f"{rank}.json").read_text())
+            assert found == (given or factor)
+            assert scale == 1 + (found - 1) * min(steps / 8, 1)
+
+
 @dataclass
 class Scaled:
     """Trains with linear scaling by the number of workers; the file gets the last rate of each worker."""
@@ -242,7 +305,7 @@ class Scaled:
                 scheduler.step()
         if self.folder is not None:
             (self.folder / f"{session.rank}.json").write_text(
-                json.dumps([scheduler.factor, rates(optimizer)])
+                json.dumps([scheduler.factor, rates(optimizer), scheduler.scale, session._replica.steps])
             )
         return model
 
@@ -260,5 +323,5 @@ def test_a_run_is_one_machine_with_the_union_batch(
     assert distance(trained(summary), union) < 1e-12
     steps = 3 * 48 // 12
     for rank in range(3):
-        factor, (rate,) = json.loads((tmp_path / f"{rank}.json").read_text())
+        factor, (rate,), *_ = json.loads((tmp_path / f"{rank}.json").read_text())
         assert factor == 3 and rate == pytest.approx(0.05 * 3 * 0.9**steps)

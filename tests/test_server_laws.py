@@ -494,7 +494,7 @@ def test_whoever_dies_whenever_the_others_go_on(simulate: Any, strategy: str, se
         ("dc-asgd:1,adaptive=yes,decay=1", "decay must be at least 0 and below 1"),
         ("ormo:wait_for=2", "wait_for cannot be set here"),
         ("delayed-nesterov:0", "period must be 1 or more"),
-        ("delayed-nesterov:lr=0", "lr must be above 0"),
+        ("delayed-nesterov:lr=0", "lr must be a finite number above 0"),
         ("easgd:0", "period must be 1 or more"),
         ("easgd:alpha=-1", "alpha must be 0 or more"),
         ("easgd:weight=1/tau", "weight cannot be set here; easgd has: max_staleness, period, alpha"),

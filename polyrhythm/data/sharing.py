@@ -127,6 +127,11 @@ class SharedLoader:
         return iter(DataLoader(self.loader.dataset, batch_sampler=chosen, collate_fn=self.loader.collate_fn))
 
     @property
+    def lends(self) -> bool:
+        """Whether a worker may get examples that are not its own, and do not count."""
+        return self._leases is None and self._workers > 1
+
+    @property
     def _splits(self) -> bool:
         """Whether examples may be regrouped; a sampler of the user's own made its batches for a reason."""
         return type(self.loader.batch_sampler) is BatchSampler

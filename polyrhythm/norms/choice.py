@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.data.sharing import SharedLoader
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Node
+from polyrhythm.norms.borrowed import leave_no_trace
 from polyrhythm.norms.policies import Mean, Policy, Rank0, Recompute, tracking
 from polyrhythm.norms.pooling import Total
 from polyrhythm.norms.sync import Sync
@@ -21,6 +22,8 @@ def choose(
 ) -> Policy | None:  # fmt: skip
     """Made by all workers at the same place, once they have started; None if there is nothing to do."""
     model = replica.model
+    if name != "sync" and any(loader.lends for loader in loaders):
+        leave_no_trace(replica)
     if name == "local":
         return None
     if name == "sync":

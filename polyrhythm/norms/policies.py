@@ -21,9 +21,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.node import Node
 from polyrhythm.norms.calls import Call
+from polyrhythm.norms.hooks import Hook
 from polyrhythm.norms.pooling import pool, pooled
 
 BATCHES = 100  # that `recompute` looks at, at most
+
+NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's statistics
 
 State = dict[str, tuple[Tensor, ...]]  # by the name of the module: mean, variance, batches tracked
 
@@ -73,27 +76,41 @@ class Rank0(Policy):
 
 
 class Mean(Policy):
-    """Those of all workers, each weighted by the examples it has trained on.
+    """Those of all workers, each weighted by the examples it has trained on; all alike before the first.
 
-    The batches tracked are added up, for the merged statistics are of all of them.
+    The batches tracked are added up, for the merged statistics are of all of them. Those that the model came
+    with are of no worker in particular, and count once.
     """
 
     def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
         super().__init__(model, node)
         self._samples = samples
+        self._came_with()
+        model.register_load_state_dict_post_hook(Hook(self._came_with))  # type: ignore[no-untyped-call]
+
+    def _came_with(self, *_: Any) -> None:
+        self._before = self._tracked()
+
+    def _tracked(self) -> Tensor:
+        return torch.stack([statistics(module)[2].cpu() for module in tracking(self.model).values()])
 
     def agree(self) -> None:
-        node, weight = self.node, self._samples()
-        modules = tracking(self.model)
-        counts = torch.stack([statistics(module)[2].cpu() for module in modules.values()])
-        node.all_reduce(counts)
-        for (name, module), count in zip(modules.items(), counts, strict=True):
-            mean, variance, _ = statistics(module)
-            if len(node.workers) > 1:  # alone, every bit is its own
-                mean, variance, _ = pool(
-                    node.all_reduce, node.rank, len(node.workers), mean, variance, weight
-                )
-            self.agreed[name] = mean, variance, count
+        node, modules = self.node, tracking(self.model)
+        own = [statistics(module) for module in modules.values()]
+        if len(node.workers) == 1:  # every bit is its own
+            self.agreed = dict(zip(modules, own, strict=True))
+            return
+        counts = self._tracked()
+        if node.rank:
+            counts -= self._before
+        means, variances = (torch.cat([each[part].cpu() for each in own]) for part in (0, 1))
+        mean, variance, _ = pool(
+            lambda table: node.all_reduce(table, counts),
+            node.rank, len(node.workers), means, variances, self._samples(),
+        )  # fmt: skip
+        sizes = [each[0].numel() for each in own]
+        merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)
+        self.agreed = dict(zip(modules, merged, strict=True))
 
 
 class Recompute(Policy):

@@ -11,7 +11,9 @@ Total = Callable[[Tensor], None]  # replaces a flat tensor by its sum over all w
 
 
 def pooled(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and variance of the union; one row per set, weighted by its size (all alike, if all are 0).
+    """The mean and variance of the union; one row per set, weighted by its size.
+
+    A set of size 0 is left out, for what it has may not even be a number; if all are, they count alike.
 
     mean = E[m_i], variance = E[v_i] + Var[m_i]. Never as E[v_i + m_i^2] - mean^2: that cancels. The average
     of the variances alone would be too small by what the means differ.
@@ -20,7 +22,10 @@ def pooled(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, T
     >>> mean.item(), variance.item()
     (2.0, 5.0)
     """
-    if not weights.any():
+    some = weights > 0
+    if some.any():
+        means, variances, weights = means[some], variances[some], weights[some]
+    else:
         weights = torch.ones_like(weights)
     share = (weights / weights.sum()).unsqueeze(1)
     mean = (share * means).sum(0)
@@ -38,9 +43,8 @@ def pool(
     size = mean.numel()
     table = torch.zeros(workers, 2 * size + 1, dtype=torch.float64)
     table[rank, 0] = weight
-    if weight:  # otherwise what it has may not even be a number
-        table[rank, 1 : size + 1] = mean.detach().cpu()
-        table[rank, size + 1 :] = variance.detach().cpu()
+    table[rank, 1 : size + 1] = mean.detach().cpu()
+    table[rank, size + 1 :] = variance.detach().cpu()
     total(table.view(-1))
     weights = table[:, 0]
     union = pooled(table[:, 1 : size + 1], table[:, size + 1 :], weights)

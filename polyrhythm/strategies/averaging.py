@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Node
     from polyrhythm.replica import Replica
+
+
+ROUNDS = 5  # from the median of so many a period is chosen, so that one that took long does not decide
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class LocalSGD(Averaging):
 
     w_i <- w_i - lr * g_i, and every H-th step w_i <- mean_j w_j. Between averages nothing is sent.
     `period=auto` chooses H from `shortest` to `longest` after each average, so that averaging takes
-    at most the share `overhead` of the time for steps: H = ceil(averaging / (overhead * step)).
+    at most the share `overhead` of the time for steps: H = ceil(averaging / (overhead * step)). Both are
+    medians of what was measured last, so that a pause between two steps changes nothing.
 
     >>> import polyrhythm as pr
     >>> pr.parse("local:16").period
@@ -131,10 +136,21 @@ class LocalSGD(Averaging):
         if not 1 <= self.shortest <= self.longest:
             raise UsageError("shortest must be 1 or more, and longest no less than it")
         if not 0 < self.overhead < math.inf:
-            raise UsageError("overhead must be above 0: it is the share of time that averaging may take")
+            raise UsageError(
+                "overhead must be a finite number above 0: it is the share of time that averaging may take"
+            )
 
     def start(self, node: Node, replica: Replica) -> None:
         super().start(node, replica)
+        replica.notes["since"] = node.now()
+
+    def step(self, node: Node, replica: Replica) -> None:
+        if self.period != "auto":
+            return super().step(node, replica)
+        replica.apply()
+        replica.notes.setdefault("took", []).append(node.now() - replica.notes["since"])
+        if self.due(replica):
+            self.exchange(node, replica)
         replica.notes["since"] = node.now()
 
     def due(self, replica: Replica) -> bool:
@@ -143,11 +159,18 @@ class LocalSGD(Averaging):
         return self.alone(replica) >= int(replica.notes.get("period", self.shortest))
 
     def exchange(self, node: Node, replica: Replica) -> None:
-        begun, steps = node.now(), self.alone(replica)
+        if self.period == "auto":
+            replica.notes["figures"] = self._figures(node, replica)
         super().exchange(node, replica)
         if self.period == "auto":
-            self._choose(node, replica, node.now() - begun, (begun - replica.notes["since"]) / steps)
-            replica.notes["since"] = node.now()
+            self._choose(node, replica, replica.notes.pop("figures"))
+
+    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
+        if "figures" not in replica.notes:
+            return super().mean(node, replica, vectors, *flags)
+        begun = node.now()
+        super().mean(node, replica, vectors, *flags, replica.notes["figures"])
+        replica.notes["communication"] = node.now() - begun
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         begun = node.now()
@@ -155,10 +178,29 @@ class LocalSGD(Averaging):
         replica.notes["since"] += node.now() - begun  # it is no part of a step
         return shown
 
-    def _choose(self, node: Node, replica: Replica, communication: float, step: float) -> None:
-        # The last to come has waited for nobody: the least time is what the averaging itself takes.
-        communication, step = agree(node, communication, -step, op="min")
-        step = -step
+    def _figures(self, node: Node, replica: Replica) -> Tensor:
+        """What this worker has measured, at its place among all: they travel with the average itself.
+
+        So what the average before took, for this one is not over yet, and what the steps of this round took:
+        their median, for the script may have paused in one of them to evaluate or to save.
+        """
+        figures = numbers(*[0.0] * (2 * len(node.workers)))
+        figures[2 * node.rank] = replica.notes.get("communication", 0.0)
+        figures[2 * node.rank + 1] = statistics.median(replica.notes.pop("took"))
+        return figures
+
+    def _choose(self, node: Node, replica: Replica, figures: Tensor) -> None:
+        """From what all have measured, in the mean of which each has an N-th of its own."""
+        told = (figures * len(node.workers)).tolist()
+        averages, steps = (replica.notes.setdefault(name, []) for name in ("averages", "rounds"))
+        if steps:  # at the first average nobody has measured one yet
+            # The last to come has waited for nobody: the least time is what the averaging itself takes.
+            averages.append(min(told[::2]))
+        steps.append(max(told[1::2]))
+        del averages[:-ROUNDS], steps[:-ROUNDS]
+        if not averages:
+            return
+        communication, step = statistics.median_low(averages), statistics.median_low(steps)
         wanted = communication / (self.overhead * step) if step > 0 else math.inf
         # A difference of two clock readings is a little off, and ceil would make a whole step of it.
         period = math.ceil(min(max(wanted - 1e-6, self.shortest), self.longest))

@@ -53,7 +53,7 @@ class DelayedNesterov(ParameterServer):
         if self.period < 1:
             raise UsageError("period must be 1 or more")
         if not 0 < self.lr < float("inf") or not 0 <= self.beta < 1:
-            raise UsageError("lr must be above 0, and beta at least 0 and below 1")
+            raise UsageError("lr must be a finite number above 0, and beta at least 0 and below 1")
         if self.max_staleness == 0:
             raise UsageError("each push is a step of its own here; use a max_staleness of 1 or more")
 

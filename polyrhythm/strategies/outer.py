@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
-from polyrhythm.strategies.allreduce import begin_mean, check_summable, mean
+from polyrhythm.strategies.allreduce import begin_mean, check_summable, mean, numbers
 from polyrhythm.strategies.averaging import Averaging, Rounds
 from polyrhythm.strategies.desk import copied
 
@@ -29,7 +29,7 @@ class SlowMo(Averaging):
     """Local SGD, with a slow momentum over the averages: each round goes on where the last ones went.
 
     u <- beta u + (w_prev - w_mean) / lr, w <- w_prev - alpha lr u, with the learning rate of each parameter
-    group. alpha = 1, beta = 0 is `local`.
+    group, in the mean over the workers if theirs differ. alpha = 1, beta = 0 is `local`.
 
     >>> import polyrhythm as pr
     >>> pr.parse("slowmo:12,beta=0.7").beta
@@ -49,7 +49,7 @@ class SlowMo(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.alpha < math.inf:
-            raise UsageError("alpha must be above 0")
+            raise UsageError("alpha must be a finite number above 0")
         if not 0 <= self.beta < 1:
             raise UsageError("beta must be 0 or more, and below 1")
 
@@ -72,11 +72,17 @@ class SlowMo(Averaging):
             self._move(replica, shown, [part.clone() for part in replica.buffer("slow momentum")])
         return shown
 
+    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
+        # All take the same slow step, or they would part for good: so they take it by the same rates.
+        rates = numbers(*(float(group["lr"]) for group in replica.optimizer.param_groups))
+        super().mean(node, replica, vectors, *flags, rates)
+        replica.notes["rates"] = rates.tolist()
+
     def _move(self, replica: Replica, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
         """The slow step from the mean, in place, written so that what has no weight changes no bit."""
         w_prev = replica.buffer("w_prev")
         for span in replica.spans(whole=True):
-            lr = float(span.settings["lr"])
+            lr = replica.notes["rates"][span.group]
             w, u = span.of(w_mean), span.of(momentum)
             difference = span.of(w_prev) - w
             if self.alpha != 1:
@@ -114,7 +120,7 @@ class DiLoCo(Rounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.lr < math.inf:
-            raise UsageError("lr must be above 0")
+            raise UsageError("lr must be a finite number above 0")
         if not 0 <= self.beta < 1:
             raise UsageError("beta must be 0 or more, and below 1")
 
