@@ -39,7 +39,7 @@ class Rounds(Strategy):
 
     def step(self, node: Node, replica: Replica) -> None:
         replica.apply()
-        if self.due(replica):
+        if self.due(node, replica):
             self.exchange(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:
@@ -50,7 +50,8 @@ class Rounds(Strategy):
         """How many steps this worker has taken since all were together."""
         return replica.steps - int(replica.notes.get("together", 0))
 
-    def due(self, replica: Replica) -> bool:
+    def due(self, node: Node, replica: Replica) -> bool:
+        """Whether the step that has just been taken is the last of its round."""
         assert self.period != "auto"
         return self.alone(replica) >= self.period
 
@@ -144,18 +145,12 @@ class LocalSGD(Averaging):
         super().start(node, replica)
         replica.notes["since"] = node.now()
 
-    def step(self, node: Node, replica: Replica) -> None:
+    def due(self, node: Node, replica: Replica) -> bool:
         if self.period != "auto":
-            return super().step(node, replica)
-        replica.apply()
-        replica.notes.setdefault("took", []).append(node.now() - replica.notes["since"])
-        if self.due(replica):
-            self.exchange(node, replica)
-        replica.notes["since"] = node.now()
-
-    def due(self, replica: Replica) -> bool:
-        if self.period != "auto":
-            return super().due(replica)
+            return super().due(node, replica)
+        now, since = node.now(), replica.notes["since"]  # a step has ended here
+        replica.notes.setdefault("took", []).append(now - since)
+        replica.notes["since"] = now
         return self.alone(replica) >= int(replica.notes.get("period", self.shortest))
 
     def exchange(self, node: Node, replica: Replica) -> None:
@@ -164,6 +159,7 @@ class LocalSGD(Averaging):
         super().exchange(node, replica)
         if self.period == "auto":
             self._choose(node, replica, replica.notes.pop("figures"))
+            replica.notes["since"] = node.now()
 
     def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
         if "figures" not in replica.notes:
