@@ -123,6 +123,10 @@ class Replica:
         """A backward pass has failed. If others have got parts of its gradient, they get the rest too, for
         they wait for it, and are told by NaN in `present` what it is worth. False if they have not."""
         begun = self.begun
+        if begun == len(self.buckets):
+            raise PolyrhythmError(
+                "a backward pass failed when its gradient had been exchanged: the others take this step"
+            )
         if begun:
             self.present.fill_(math.nan)
             while self.begun < len(self.buckets):

@@ -188,6 +188,8 @@ class Unusual:
                 parameter.register_post_accumulate_grad_hook(self._halve)
         for number in range(self.steps):
             x = torch.full((3, 4), 0.1 * (number + 1) * (session.rank + 1), dtype=torch.float64)
+            if self.what == "fails late" and session.rank and number == 3:
+                x.requires_grad_().register_hook(self._raise)  # its gradient is the last of all
             if self.what == "half" and session.rank:
                 x = model[0](x).detach()  # the first layer is used by worker 0 only
                 loss = model[1:](x).square().sum()
@@ -235,11 +237,17 @@ def test_unusual_scripts_give_the_same_in_both_worlds(
     assert same(trained(results[0]), trained(results[1]))
 
 
-def test_a_pass_that_fails_on_one_worker_only_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("one fails", "failed on another worker"), ("fails late", "the others take this step")],
+)
+def test_a_pass_that_fails_on_one_worker_only_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
     """Its script went on, and the others have parts of its gradient: they do not take the rest for it."""
     small(monkeypatch, 1)
-    with pytest.raises(pr.PolyrhythmError, match="failed on another worker"):
-        pr.run(Unusual("one fails"), workers=2, strategy="allreduce", runs=None, threads=1)
+    with pytest.raises(pr.PolyrhythmError, match=message):
+        pr.run(Unusual(what), workers=2, strategy="allreduce", runs=None, threads=1)
 
 
 @both_worlds

@@ -225,6 +225,11 @@ class Transport:
         self._reply(to, _REFUSED, {"error": error})
 
     @property
+    def closed(self) -> bool:
+        """Whether this node has said goodbye."""
+        return self._links.closing.is_set()
+
+    @property
     def arrived(self) -> int:
         """How many messages have arrived so far."""
         return self._inbox.arrived

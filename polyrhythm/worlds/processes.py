@@ -169,7 +169,7 @@ class ProcessNode(Node):
         if gone is not None:
             why = "it is gone" if gone in died else "it has finished: all must take the same steps"
             raise PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
-        if missing and waited > self.transport.wait:
+        if missing and (waited > self.transport.wait or self.transport.closed):
             names = ", ".join(map(str, missing))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
 
