@@ -189,7 +189,10 @@ class Unusual:
         for number in range(self.steps):
             x = torch.full((3, 4), 0.1 * (number + 1) * (session.rank + 1), dtype=torch.float64)
             if self.what == "fails late" and session.rank and number == 3:
-                x.requires_grad_().register_hook(self._raise)  # its gradient is the last of all
+                replica = session._replica  # type: ignore[attr-defined]
+                last = list(model.parameters())[replica.buckets[-1].indexes[-1]]
+                node = last.view_as(last).grad_fn.next_functions[0][0]
+                node.register_hook(self._raise)  # when this one is done, all are
             if self.what == "half" and session.rank:
                 x = model[0](x).detach()  # the first layer is used by worker 0 only
                 loss = model[1:](x).square().sum()
@@ -217,7 +220,7 @@ class Unusual:
         parameter.grad.mul_(0.5)
 
     @staticmethod
-    def _raise(gradient: Tensor) -> None:
+    def _raise(*_: Any) -> None:
         raise ValueError("in the midst of backward")
 
 
