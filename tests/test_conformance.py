@@ -106,7 +106,7 @@ def go(
     )
 
 
-# With one worker these are another algorithm; tests/test_server_laws.py and test_averaging_laws.py say which.
+# With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
 }  # fmt: skip

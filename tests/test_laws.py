@@ -1,4 +1,4 @@
-"""The laws of ALGORITHMS.md: what the strategies promise, exactly where they promise it exactly."""
+"""What the strategies promise, exactly where they promise it exactly."""
 
 from __future__ import annotations
 
