@@ -232,7 +232,7 @@ class Replica:
         self.present.copy_(self.present > 0)  # whole again, for the next mean
         self.begun, self._begin, self._early = 0, None, False
 
-    def check_finite(self, worker: object, step: int) -> None:
+    def check_finite(self, worker: object, step: int | None = None) -> None:
         """Raises `NotFinite` if this worker's gradient was not finite; the step must not be taken."""
         if not all(math.isfinite(float(total)) for total in self._sums):
             # The sum of large finite numbers may overflow too: look at each before saying so.
@@ -242,8 +242,9 @@ class Replica:
                 return
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             raise NotFinite(
-                f"{worker}: the gradient of {layers[0]}{more} at step {step} is not finite (the loss is NaN "
-                "or infinite): lower the learning rate, clip gradients, or look at the data of that step"
+                f"{worker}: the gradient of {layers[0]}{more} at step {step or self.steps} is not finite "
+                "(the loss is NaN or infinite): lower the learning rate, clip gradients, or look at the data of "
+                "that step"
             )
 
     @property
