@@ -243,8 +243,8 @@ class Replica:
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             raise NotFinite(
                 f"{worker}: the gradient of {layers[0]}{more} at step {step or self.steps} is not finite "
-                "(the loss is NaN or infinite): lower the learning rate, clip gradients, or look at the data of "
-                "that step"
+                "(the loss is NaN or infinite): lower the learning rate, clip gradients, or look at the data "
+                "of that step"
             )
 
     @property
