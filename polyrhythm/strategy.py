@@ -156,6 +156,7 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
+    remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
