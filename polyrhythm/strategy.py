@@ -104,6 +104,7 @@ class Codec(Configured):
     registry: ClassVar[dict[str, type[Codec]]] = {}
     summable: ClassVar[bool] = False  # codes are floats, and their mean is the code of the mean
     hops: ClassVar[bool] = False  # it bears to be decoded, added to and coded again, hop by hop
+    stateless: ClassVar[bool] = False  # each number is coded by itself, and nothing is remembered
     shared: ClassVar[bool] = False  # the mean is taken by all workers together, in `mean`
 
     feedback: bool = field(default=False, kw_only=True)
@@ -155,7 +156,6 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
-    overlaps: ClassVar[bool] = False  # whether it wants the gradient in parts while `backward()` goes on
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -173,6 +173,11 @@ class Strategy(Configured):
     def lockstep(self) -> bool:
         """Whether all workers take the same number of steps, together."""
         return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it wants the gradient in parts while `backward()` goes on."""
+        return False
 
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
