@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.codecs import selection
+from polyrhythm.codecs.entropy import LARGEST_TAU
 from polyrhythm.codecs.warmup import tau_now
 from polyrhythm.errors import UsageError
 from polyrhythm.strategy import Codec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.memory import Memory
 
-SMALLEST, LARGEST = 2.0**-100, 2.0**100
+SMALLEST, LARGEST = 1 / LARGEST_TAU, LARGEST_TAU
 DECAY = 0.5 ** (1 / 20)  # so that tau moves by a factor of two in twenty steps at most
 
 
@@ -56,7 +57,7 @@ class Threshold(Codec):
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.tau <= LARGEST:
-            raise UsageError("tau must be more than 0 (at least 2^-100), as in 0.001")
+            raise UsageError("tau must be more than 0, as in 0.001 (and from 2^-100 to 2^100)")
         if not 0 <= self.low < self.high <= 1:
             raise UsageError("low and high are shares of the entries, and low must be less than high")
         if self.warmup < 0:
