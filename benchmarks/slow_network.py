@@ -32,7 +32,7 @@ from benchmarks.report import Row, ratio
 from benchmarks.straggler import inside
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 HOSTS, BATCH = 4, 25
 TRAINING = 12_000  # the first of the images
@@ -75,7 +75,12 @@ OURS = (
     System("diloco:50+bf16", optimizer="AdamW", rate=0.001, period=50, warmup=50),
     System("async", lockstep=False),
 )
-DENSE = {DDP.name, HALF.name, "allreduce+bf16", "async"}  # few steps of theirs are enough, and all can wait for
+DENSE = {
+    DDP.name,
+    HALF.name,
+    "allreduce+bf16",
+    "async",
+}  # few steps of theirs are enough, and all can wait for
 CHOSEN = "local:8"  # what the bars are for
 
 BARS = {FAST: 5.0, SLOW: 30.0}  # times DDP's samples/s,
@@ -111,28 +116,37 @@ def plan(system: System, rate: str, quick: bool) -> Plan:
 def measure(
     quick: bool, ours: Sequence[System] = OURS, rates: Sequence[str] = (FAST, SLOW), accuracy: bool = True
 ) -> tuple[list[Row], list[str]]:
-    if missing := hosts.why_not() or apart(_missing):
-        return [], [f"not measured: {missing}"]
+    with tempfile.TemporaryDirectory() as folder:
+        if missing := hosts.why_not() or apart(_store, folder):
+            return [], [f"not measured: {missing}"]
+        return _measure(Path(folder), quick, ours, rates, accuracy)
+
+
+def _measure(
+    folder: Path, quick: bool, ours: Sequence[System], rates: Sequence[str], accuracy: bool
+) -> tuple[list[Row], list[str]]:
     found: dict[tuple[str, str], list[Outcome]] = {}
     for rate in rates:
         with hosts.hosts(HOSTS, rate) as places:
             for number in range(1 if quick or rate == SLOW else 2):
                 for system in THEIRS + tuple(ours) if number % 2 == 0 else reversed(THEIRS + tuple(ours)):
-                    outcome = run(places, system, plan(system, rate, quick))
+                    outcome = run(folder, places, system, plan(system, rate, quick))
                     found.setdefault((rate, system.name), []).append(outcome)
                     print(NAMES[rate], system.name, outcome, file=sys.stderr, flush=True)
     good: dict[str, float] = {}
     if accuracy:
-        good = accuracies([DDP, *ours] if quick else [DDP, HALF, POWER, *ours], 1 if quick else EPOCHS)
+        systems = [DDP, *ours] if quick else [DDP, HALF, POWER, *ours]
+        good = accuracies(folder, systems, 1 if quick else EPOCHS)
     return _rows(found, ours, rates, good), _notes(quick)
 
 
-def accuracies(systems: Iterable[System], epochs: int) -> dict[str, float]:
+def accuracies(folder: Path, systems: Iterable[System], epochs: int) -> dict[str, float]:
     """The accuracy of each after so many epochs; on free links, where those are enough to know it."""
     good = {}
     for system in systems:
         with hosts.hosts(HOSTS, "" if system.lockstep else FAST) as places:
-            outcome = run(places, system, Plan(epochs * TRAINING // BATCH // HOSTS - system.warmup, True))
+            steps = epochs * TRAINING // BATCH // HOSTS - system.warmup
+            outcome = run(folder, places, system, Plan(steps, accuracy=True))
         assert outcome.accuracy is not None
         good[system.name] = outcome.accuracy
         print("accuracy", system.name, outcome, file=sys.stderr, flush=True)
@@ -181,37 +195,52 @@ def _rows(
 
 
 def _notes(quick: bool) -> list[str]:
+    times = 1 if quick else EPOCHS
     return [
         f"{HOSTS} hosts share {os.cpu_count()} cores, so `no exchange` is the most that any system can reach",
         "theirs and the ratio: DDP in the same round; medians over rounds",
-        f"accuracy on the 10,000 test images after {1 if quick else EPOCHS} times {TRAINING:,} images; lockstep "
-        "strategies and DDP train it on links without a limit, since it does not depend on them, the others "
-        f"on those of {NAMES[FAST]}",
+        f"accuracy on the 10,000 test images after {times} times {TRAINING:,} images, with a rate that falls "
+        "to 0; DDP and lockstep strategies train it on links without a limit, since it does not depend on "
+        f"them, the others on those of {NAMES[FAST]}",
     ]
 
 
 # --- on the hosts -----------------------------------------------------------------------------------
 
 
-def _missing() -> str:
-    """What to tell if the data are not here."""
+def _store(folder: str) -> str:
+    """Puts the images where workers read them faster; what to tell if they are not here."""
+    import torch
+
     from polyrhythm.data.mnist import mnist
     from polyrhythm.errors import UsageError
 
     try:
-        mnist()
+        training, testing = mnist()
     except UsageError as error:
         return str(error)
+    for name, (images, labels) in ((_TRAIN, training[:TRAINING]), (_TEST, testing[:])):
+        torch.save(((images * 255).byte(), labels), Path(folder) / name)
     return ""
 
 
-def run(places: Sequence[hosts.Host], system: System, plan: Plan) -> Outcome:
+_TRAIN, _TEST = "train.pt", "test.pt"
+
+
+def _images(file: Path) -> tuple[Tensor, Tensor]:
+    import torch
+
+    images, labels = torch.load(file)
+    return images.float().div_(255), labels
+
+
+def run(data: Path, places: Sequence[hosts.Host], system: System, plan: Plan) -> Outcome:
     """Trains on the hosts."""
     with tempfile.TemporaryDirectory() as name:
         if system.hook is None:
-            hosts.launch(places, functools.partial(_ours, system, plan, Path(name)), system.name, SEED)
+            hosts.launch(places, functools.partial(_ours, system, plan, data, Path(name)), system.name, SEED)
         else:
-            hosts.on_hosts(places, _theirs, system, plan, Path(name))
+            hosts.on_hosts(places, _theirs, system, plan, data, Path(name))
         told = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(len(places))]
     # All have the same clock. What counts is when all are past the warm-up and nobody has ended yet.
     warmup = system.warmup - 1
@@ -222,20 +251,20 @@ def run(places: Sequence[hosts.Host], system: System, plan: Plan) -> Outcome:
     return Outcome(steps * BATCH / (stop - start), sent / taken / 1e6, told[0]["accuracy"])
 
 
-def _ours(system: System, plan: Plan, folder: Path) -> None:
+def _ours(system: System, plan: Plan, data: Path, folder: Path) -> None:
     import polyrhythm as pr
 
     session = pr.init()
-    model, optimizer, loader = session.prepare(*_made(system))
+    model, optimizer, loader = session.prepare(*_made(system, data))
     told = _train(model, optimizer, loader, system, plan)
-    told["accuracy"] = _accuracy(session.consensus()) if plan.accuracy else None
+    told["accuracy"] = _accuracy(session.consensus(), data) if plan.accuracy else None
     (folder / f"{session.rank}.json").write_text(json.dumps(told))
 
 
 _kept: list[Any] = []  # Gloo now and then hangs when it is taken down; what is in here never is
 
 
-def _theirs(place: Together, host: hosts.Host, system: System, plan: Plan, folder: Path) -> None:
+def _theirs(place: Together, host: hosts.Host, system: System, plan: Plan, data: Path, folder: Path) -> None:
     import torch
     from torch import distributed
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -246,7 +275,7 @@ def _theirs(place: Together, host: hosts.Host, system: System, plan: Plan, folde
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     store = f"file://{place.folder / 'store'}"
-    model, optimizer, loader = _made(system)
+    model, optimizer, loader = _made(system, data)
     if system.hook != "alone":
         distributed.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.count)
         # All begin with the same seed, and need not be told the parameters first. PowerSGD wants one bucket.
@@ -262,22 +291,19 @@ def _theirs(place: Together, host: hosts.Host, system: System, plan: Plan, folde
     mine = DataLoader(loader.dataset, batch_size=BATCH, sampler=sampler)
     place.barrier()
     told = _train(model, optimizer, mine, system, plan, sampler)
-    told["accuracy"] = _accuracy(model) if plan.accuracy and place.rank == 0 else None
+    told["accuracy"] = _accuracy(model, data) if plan.accuracy and place.rank == 0 else None
     (folder / f"{place.rank}.json").write_text(json.dumps(told))
     place.barrier()  # nobody leaves while another may still be in an exchange
 
 
-def _made(system: System) -> tuple[nn.Module, Any, Any]:
+def _made(system: System, data: Path) -> tuple[nn.Module, Any, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from polyrhythm.data.mnist import mnist
-
-    images, labels = mnist()[0].tensors
-    data = TensorDataset(images[:TRAINING], labels[:TRAINING])
     torch.manual_seed(SEED)
     model = network()
-    return model, system.optimize(model), DataLoader(data, batch_size=BATCH, shuffle=True)
+    training = TensorDataset(*_images(data / _TRAIN))
+    return model, system.optimize(model), DataLoader(training, batch_size=BATCH, shuffle=True)
 
 
 def _train(
@@ -306,12 +332,10 @@ def _train(
     raise AssertionError
 
 
-def _accuracy(model: nn.Module) -> float:
+def _accuracy(model: nn.Module, data: Path) -> float:
     import torch
 
-    from polyrhythm.data.mnist import mnist
-
-    images, labels = mnist()[1].tensors
+    images, labels = _images(data / _TEST)
     with torch.no_grad():
         right = torch.cat([model(part).argmax(1) for part in images.split(500)]) == labels
     return right.float().mean().item()
