@@ -236,7 +236,7 @@ class Member(Session):
                 self._agree(replica)
         self._charged = False
         replica.steps += 1
-        replica.check_finite(node.me)
+        replica.check_finite(node.me, replica.steps)
         before = node.now()
         with torch.no_grad(), self._seat.away():
             self.strategy.step(node, replica)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from polyrhythm.memory import Memory
     from polyrhythm.node import Node
     from polyrhythm.replica import Replica
     from polyrhythm.shard import Shard
@@ -88,19 +89,62 @@ class Configured(ABC):
 
 @dataclass(frozen=True)
 class Codec(Configured):
-    """How a tensor travels: fewer bytes out, nearly the same numbers back."""
+    """How numbers travel: fewer bytes out, nearly the same numbers back.
+
+    It sees one flat stretch of 32 or 64-bit floats at a time, and with it the memory of whoever sends. Every
+    codec has these fields:
+
+    - `feedback`: is what was not sent kept, and sent later? Yes, as a rule, where a codec is biased
+    - `per`: is a code about a whole vector, or about one layer?
+    - `dense`: what travels as it is: tensors of one dimension (1d) and layers by name, as in `1d/head`
+    - `pull`: does a server answer in this code too, or in full?
+    """
 
     kind = "codec"
     registry: ClassVar[dict[str, type[Codec]]] = {}
-    summable: ClassVar[bool] = False
+    summable: ClassVar[bool] = False  # codes are floats, and their mean is the code of the mean
+    hops: ClassVar[bool] = False  # it bears to be decoded, added to and coded again, hop by hop
+    stateless: ClassVar[bool] = False  # each number is coded by itself, and nothing is remembered
+    shared: ClassVar[bool] = False  # the mean is taken by all workers together, in `mean`
+
+    feedback: bool = field(default=False, kw_only=True)
+    per: Literal["vector", "layer"] = field(default="vector", kw_only=True)
+    dense: str = field(default="", kw_only=True)
+    pull: Literal["coded", "dense"] = field(default="coded", kw_only=True)
 
     @abstractmethod
-    def encode(self, tensor: Tensor) -> Tensor:
-        """The flat tensor to send in place of this one."""
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        """The flat tensor to send in place of these values, which may not be changed."""
 
     @abstractmethod
-    def decode(self, encoded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """The flat tensor of `count` numbers that `encoded` stands for."""
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """Adds what a code stands for, times `scale`. The code may be anybody's: WireError if it is none."""
+
+    def send(self, values: Tensor, memory: Memory) -> Tensor:
+        """The code of the values and of what was not sent before: with `feedback` the rest is kept."""
+        if memory.residual is None:
+            return self.encode(values, memory)
+        memory.residual.add_(values)
+        code = self.encode(memory.residual, memory)
+        self.decode(code, memory.residual, -1.0)  # what the others get, not what was meant
+        return code
+
+    def agree(self, mean: Tensor) -> None:
+        """Makes of the mean of what all have sent, in place, what all go on with."""
+
+    def mean(self, node: Node, stretches: Sequence[tuple[Tensor, Memory]]) -> None:
+        """Replaces each stretch by its mean over all workers; for those that are `shared`."""
+        raise NotImplementedError
+
+    def reply(self) -> Codec:
+        """The codec for a server's answers: changes of parameters, of which what was not sent is known."""
+        return self
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises UsageError if it cannot work with the optimizer's parameter groups."""
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Whatever takes long, before the first step: compiling, for numbers of this kind."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +156,6 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
-    overlaps: ClassVar[bool] = False  # whether it wants the gradient in parts while `backward()` goes on
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -130,6 +173,11 @@ class Strategy(Configured):
     def lockstep(self) -> bool:
         """Whether all workers take the same number of steps, together."""
         return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it wants the gradient in parts while `backward()` goes on."""
+        return False
 
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
@@ -188,6 +236,15 @@ def parse(text: str) -> Strategy:
     except UsageError as error:
         asked = text if text.isprintable() else repr(text)
         raise UsageError(f"{asked}: {error}") from None
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec that `text` names, such as "topk:0.01"; UsageError says what is wrong with it."""
+    _load_builtins()
+    try:
+        return _make(_find("codec", Codec.registry, text.strip(" ")), text.strip(" "))
+    except UsageError as error:
+        raise UsageError(f"{text if text.isprintable() else repr(text)}: {error}") from None
 
 
 class Option(NamedTuple):

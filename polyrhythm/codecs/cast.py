@@ -1,52 +1,62 @@
-"""Codecs that only shorten each number: half the bytes, no state, and sums that still make sense."""
+"""Codecs that only shorten each number: half the bytes, and sums that still make sense."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from polyrhythm.errors import WireError
 from polyrhythm.strategy import Codec
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from polyrhythm.memory import Memory
 
 
 @dataclass(frozen=True)
 class Half(Codec):
     """16-bit floats with 11 bits of precision; what is beyond their range becomes the largest of them.
 
-    >>> import torch
-    >>> Half().encode(torch.tensor([0.5, 1e9]))
-    tensor([5.0000e-01, 6.5504e+04], dtype=torch.float16)
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("allreduce+fp16").codec)
+    fp16
     """
 
     name: ClassVar[str] = "fp16"
     paper: ClassVar[str] = "Micikevicius et al. 2018, Mixed Precision Training"
     summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        return tensor.clamp(-65504.0, 65504.0).half()
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return values.clamp(-65504.0, 65504.0).half()
 
-    def decode(self, encoded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return encoded.to(dtype)
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        _add(code, into, scale, "float16")
 
 
 @dataclass(frozen=True)
 class BFloat(Codec):
     """16-bit floats with the range of 32-bit ones and 8 bits of precision.
 
-    >>> import torch
-    >>> BFloat().encode(torch.tensor([0.5, 1e9])).dtype
-    torch.bfloat16
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("diloco:100+bf16").codec)
+    bf16
     """
 
     name: ClassVar[str] = "bf16"
     paper: ClassVar[str] = "Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training"
     summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        return tensor.bfloat16()
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return values.bfloat16()
 
-    def decode(self, encoded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return encoded.to(dtype)
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        _add(code, into, scale, "bfloat16")
+
+
+def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
+    if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
+        raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
+    into.add_(code.to(into.device), alpha=scale)

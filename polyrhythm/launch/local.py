@@ -85,7 +85,8 @@ class Launcher:
                 clock=lambda: time.monotonic() - self._began,
                 start_servers=self._start_servers, tell=self._tell, replace=self._replace,
                 rescue=self._rescue, restarts=restarts,
-                released=self._released, batch_norm=batch_norm,
+                released=self._released, batch_norm=batch_norm, collective=collective,
+                say=self._screen.line,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
             self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)

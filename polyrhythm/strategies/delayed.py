@@ -71,6 +71,7 @@ class DelayedNesterov(ParameterServer):
     def finish(self, node: Node, replica: Replica) -> None:
         if replica.notes["alone"]:
             self._exchange(node, replica)
+        super().finish(node, replica)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         before = node.now()
@@ -104,7 +105,7 @@ class DelayedNesterov(ParameterServer):
         speeds = shard.notes.setdefault("speeds", {})
         if message.kind == "pull":  # it begins, or begins anew
             speeds.pop(message.sender.rank, None)
-        elif self.dynamic:
+        elif "speed" in message.fields:
             speeds[message.sender.rank] = message["speed"]
 
     def tell(self, shard: Shard, reader: Message) -> dict[str, Field]:
