@@ -76,6 +76,13 @@ MORE = [
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("allreduce+fp16"),
     Row("async+bf16"),
+    Row("allreduce+topk:0.1,warmup=3"),
+    Row("async+topk:0.1,values=fp32,pick=exact,per=layer", 2),
+    Row("local:3+topk:0.1,dense=1d"),
+    Row("allreduce+randomk:0.2"),
+    Row("ssp:2+randomk:0.5,feedback=no"),
+    Row("allreduce+threshold:0.1,adaptive=yes,high=0.5"),
+    Row("async+threshold:0.01,pulses=many", 2),
 ]
 ROWS = [*(Row(each.name) for each in describe()), *MORE]
 KEYS = {

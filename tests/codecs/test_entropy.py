@@ -329,5 +329,5 @@ def test_packages_that_are_missing_are_named():
         except UsageError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, stdout=-1, text=True, timeout=60)
     assert "numba" in done.stdout and "pip install 'polyrhythm[codecs]'" in done.stdout, done
