@@ -135,12 +135,18 @@ def test_tau_stays_within_the_band():
     assert steps(Threshold(1e-3, adaptive=True), [gradient])[-1] > 1e-3
 
 
-def test_tau_finds_the_band():
-    """From far above and far below, on gradients that stay as they are."""
-    for start in (1e-6, 100.0):
-        codec, memory = Threshold(start, adaptive=True, low=1e-3, exact=False), Memory.alone(count=10_000)
-        shares = [(sent(codec, noise(10_000, step), memory) != 0).float().mean() for step in range(600)]
-        assert 5e-4 < sum(shares[-50:]) / 50 < 2e-2
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("start", [1e-6, 10.0, 100.0])
+def test_tau_finds_the_band(start, exact):
+    """From far above and far below, on gradients that stay as they are; and then it rests."""
+    codec = Threshold(start, adaptive=True, low=1e-3, exact=exact)
+    memory, shares, used = Memory.alone(count=10_000), [], set()
+    for step in range(800):
+        if step >= 700:
+            used.add(codec.tau_for(memory))
+        shares.append(float((sent(codec, noise(10_000, step), memory) != 0).float().mean()))
+    assert 1e-3 <= sum(shares[-100:]) / 100 <= 1e-2
+    assert len(used) == 1 or not exact
 
 
 def test_tau_stays_in_range_however_long_nothing_comes():
