@@ -76,7 +76,6 @@ MORE = [
     Row("dana-zero:weight=exp", 2),
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
-    Row("allreduce+fp16"),
     Row("async+bf16"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
@@ -87,10 +86,14 @@ SMALL = {
 }  # fmt: skip
 CODED = [
     *(Row(f"allreduce+{SMALL.get(each.name, each.name)}") for each in describe("codec")),
+    Row("allreduce+topk:0.1,warmup=3"),
+    Row("async+topk:0.1,values=fp32,pick=exact,per=layer", 2),
+    Row("local:3+topk:0.1,dense=1d"),
+    Row("ssp:2+randomk:0.5,feedback=no"),
+    Row("allreduce+threshold:0.1,adaptive=yes,high=0.5"),
+    Row("async+threshold:0.01,pulses=many", 2),
     Row("allreduce+sign:vote=yes"),
-    Row("allreduce+topk:0.3,per=layer,dense=1d"),
     Row("async+topk:0.4,pull=dense", 2),
-    Row("async+threshold:0.004,pulses=many", 3),
     Row("async+powersgd", 2),
     Row("sync+int8", 2),
     Row("ssp:1+qsgd"),
