@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from programs import (
     ADAM,
     MOMENTUM,
     NESTEROV,
-    SGD,
     Examples,
     Half,
     Mixed,
@@ -125,12 +124,17 @@ both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 UNEVEN = Script(optimizer=MOMENTUM, size=50, epochs=4, shuffle=True, schedule=True, set_to_none=False)
 
 
+def fitting(row: Row, optimizer: Any = MOMENTUM) -> Any:
+    """An optimizer that goes with a row: DGC keeps the momentum itself."""
+    return partial(torch.optim.SGD, lr=0.05) if "+dgc" in row.strategy else optimizer
+
+
 def go(
     row: Row, script: Any, workers: int, world: str = "simulated", runs: Path | None = None, seed: int = 0
 ):
     how = pr.simulate if world == "simulated" else pr.run
-    if isinstance(script, Script) and "+dgc" in row.strategy:  # it keeps the momentum itself
-        script = replace(script, optimizer=SGD)
+    if isinstance(script, Script):
+        script = replace(script, optimizer=fitting(row, script.optimizer))
     # One thread: after this process has computed with several, those it forks would wait for them forever.
     return how(
         script, workers=workers, strategy=row.strategy, servers=row.servers, runs=runs, seed=seed, threads=1
@@ -318,7 +322,7 @@ def test_unused_and_frozen_parameters_stay(row: Row, tmp_path: Path) -> None:
 @lockstep
 def test_buffers_are_those_of_worker_0(row: Row, tmp_path: Path) -> None:
     """In lockstep the BatchNorm statistics that a run brings home are worker 0's, the same in both worlds."""
-    script = Script(model=normed, optimizer=MOMENTUM, size=50)
+    script = Script(model=normed, optimizer=fitting(row), size=50)
 
     def main() -> None:
         model = script()
@@ -342,7 +346,7 @@ def test_state_dicts_can_be_saved(row: Row, world: str, tmp_path: Path) -> None:
     def main() -> None:
         here = pr.init()
         model = mlp()
-        model, optimizer = here.prepare(model, MOMENTUM(model.parameters()))
+        model, optimizer = here.prepare(model, fitting(row)(model.parameters()))
         model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
         optimizer.step()
         for state in (model.state_dict(), optimizer.state_dict(), here.consensus().state_dict()):
@@ -374,7 +378,7 @@ def test_state_dicts_are_plain(row: Row, world: str) -> None:
     def main() -> None:
         session = pr.init()
         model, plain = mlp(), mlp()
-        optimizer, reference = MOMENTUM(model.parameters()), MOMENTUM(plain.parameters())
+        optimizer, reference = (fitting(row)(each.parameters()) for each in (model, plain))
         model, optimizer = session.prepare(model, optimizer)
         model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
         optimizer.step()
@@ -398,7 +402,7 @@ def test_a_scheduler_may_be_made_before(row: Row) -> None:
     def main() -> None:
         session = pr.init()
         model = mlp()
-        optimizer = MOMENTUM(model.parameters())
+        optimizer = fitting(row)(model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model, optimizer = session.prepare(model, optimizer)
         for _ in range(3):
