@@ -114,10 +114,10 @@ class Layout:
         text = repr([(p.name, tuple(p.shape), p.group, str(self.kinds[p.part][0])) for p in self.pieces])
         self.hash = hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def vectors(self, empty: Empty = private) -> tuple[Tensor, ...]:
-        """New flat vectors of this layout, one per dtype and device, uninitialised."""
+    def vectors(self, empty: Empty = private, exact: bool = False) -> tuple[Tensor, ...]:
+        """New flat vectors of this layout, one per dtype and device; `exact`: in at least 32 bits."""
         return tuple(
-            empty(count, dtype, device)
+            empty(count, torch.float32 if exact and dtype.itemsize < 4 else dtype, device)
             for (dtype, device), count in zip(self.kinds, self.counts, strict=True)
         )
 

@@ -65,6 +65,20 @@ class Memory:
             worker=worker, workers=workers,
         )  # fmt: skip
 
+    def part(self, low: int, high: int) -> Memory:
+        """The memory of a part of the stretch that is coded by itself."""
+        seed, place, worker = self._origin
+        return Memory(
+            lambda name: self.buffer(name)[low:high],
+            self._notes.setdefault(f"from {low}", {}),
+            shapes=[(high - low,)],
+            feedback=self.residual is not None,
+            seed=seed,
+            worker=worker,
+            workers=self.workers,
+            place=f"{place} from {low}",
+        )
+
     @property
     def count(self) -> int:
         """How often something was sent before."""

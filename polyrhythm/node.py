@@ -18,11 +18,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from polyrhythm.memory import Memory
+    from polyrhythm.strategy import Codec
 
 Scalar = int | float | str | bool | None
 Field = Scalar | list[Any] | dict[str, Any]
@@ -78,6 +81,22 @@ class Task(ABC):
     @abstractmethod
     def join(self) -> None:
         """Blocks until it is done; raises what went wrong there."""
+
+
+class Coding(Protocol):
+    """What a world needs to know of a codec in use (see `coder.Sender`)."""
+
+    codec: Codec
+
+    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+
+    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, Memory]]: ...
+
+    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+
+    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
 
 
 class Node(ABC):
@@ -158,6 +177,14 @@ class Node(ABC):
         """The same, begun and not waited for. The tensors are lent until `join()` of what it returns.
 
         All workers begin the same collectives in the same order; they may be joined in any.
+        """
+
+    @abstractmethod
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+        """Begins to replace what is coded of the vectors by its mean over all workers, in codes.
+
+        Each gets the codes of all others and combines them; or, round a ring, they are decoded, added to and
+        coded again at each hop. The vectors are lent until `join()`.
         """
 
     @abstractmethod

@@ -104,6 +104,7 @@ class Codec(Configured):
     registry: ClassVar[dict[str, type[Codec]]] = {}
     summable: ClassVar[bool] = False  # codes are floats, and their mean is the code of the mean
     hops: ClassVar[bool] = False  # it bears to be decoded, added to and coded again, hop by hop
+    stateless: ClassVar[bool] = False  # each number is coded by itself, and nothing is remembered
     shared: ClassVar[bool] = False  # the mean is taken by all workers together, in `mean`
 
     feedback: bool = field(default=False, kw_only=True)
@@ -127,6 +128,11 @@ class Codec(Configured):
         code = self.encode(memory.residual, memory)
         self.decode(code, memory.residual, -1.0)  # what the others get, not what was meant
         return code
+
+    @property
+    def gradients_only(self) -> bool:
+        """Whether what it makes of a vector means nothing unless that is a gradient."""
+        return False
 
     def agree(self, mean: Tensor) -> None:
         """Makes of the mean of what all have sent, in place, what all go on with."""
@@ -155,7 +161,8 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
-    overlaps: ClassVar[bool] = False  # whether it wants the gradient in parts while `backward()` goes on
+    sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
+    remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -164,6 +171,8 @@ class Strategy(Configured):
         # Not in __post_init__: subclasses check their ranges there, and would silently replace this.
         if codec is not None and not cls.codecs:
             raise UsageError(f"{cls.name} takes no codec")
+        if codec is not None and codec.gradients_only and cls.sends != "gradients":
+            raise UsageError(f"{codec} is for gradients, and {cls.name} sends how far each worker has come")
         return super().__new__(cls)
 
     def __str__(self) -> str:
@@ -173,6 +182,11 @@ class Strategy(Configured):
     def lockstep(self) -> bool:
         """Whether all workers take the same number of steps, together."""
         return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it wants the gradient in parts while `backward()` goes on."""
+        return False
 
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from polyrhythm.errors import WireError
 from polyrhythm.strategy import Codec
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ class Half(Codec):
     name: ClassVar[str] = "fp16"
     paper: ClassVar[str] = "Micikevicius et al. 2018, Mixed Precision Training"
     summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         return values.clamp(-65504.0, 65504.0).half()
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        into.add_(code, alpha=scale)
+        _add(code, into, scale, "float16")
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,16 @@ class BFloat(Codec):
     name: ClassVar[str] = "bf16"
     paper: ClassVar[str] = "Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training"
     summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         return values.bfloat16()
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        into.add_(code, alpha=scale)
+        _add(code, into, scale, "bfloat16")
+
+
+def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
+    if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
+        raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
+    into.add_(code.to(into.device), alpha=scale)

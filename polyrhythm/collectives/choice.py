@@ -9,8 +9,12 @@ always. With more to send it is the ring: each talks to one neighbour, and where
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from polyrhythm.errors import UsageError
+
+if TYPE_CHECKING:
+    from polyrhythm.strategy import Strategy
 
 WAYS = {
     "auto": "whichever is the fastest by what was measured",
@@ -29,6 +33,19 @@ def check(way: str) -> None:
     """Refuses what nobody knows."""
     if way not in WAYS:
         raise UsageError(f"there is no collective {way!r}; there are {', '.join(WAYS)}")
+
+
+def check_codec(way: str, strategy: Strategy) -> None:
+    """Refuses to have what cannot be added up added up on its way."""
+    codec = strategy.codec
+    if codec is None or strategy.servers or codec.summable or codec.shared:
+        return
+    if way == "hierarchical" or (way == "ring" and not codec.hops):
+        raise UsageError(
+            f"{strategy}: what {codec.name} sends cannot be added up on its way round a ring; leave out "
+            f"--collective {way}, and every worker gathers what all send, or use a strategy with a server, "
+            f"such as async+{codec} or sync+{codec}"
+        )
 
 
 def choose(way: str, hosts: Sequence[str], nbytes: int) -> str:

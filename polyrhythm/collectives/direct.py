@@ -50,6 +50,24 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
         reply.wait()
 
 
+def all_gather(
+    node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], number: int
+) -> list[Sequence[Tensor]]:
+    """What each of these workers gives, in their order: tensors of whatever lengths."""
+    mine, kind = workers.index(node.me), f"gather {number}"
+    replies = [
+        node.ask(workers[(mine + distance) % len(workers)], kind, *tensors)
+        for distance in range(1, len(workers))
+    ]
+    given: dict[Peer, Sequence[Tensor]] = {node.me: tensors}
+    for request in _gather(node, kind, workers):
+        given[request.sender] = [tensor.clone() for tensor in request.tensors]
+        node.answer(request)
+    for reply in replies:
+        reply.wait()
+    return [given[worker] for worker in workers]
+
+
 def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:
     """Overwrites each tensor with that of worker `root`."""
     if node.rank == root:

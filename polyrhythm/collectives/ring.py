@@ -26,7 +26,7 @@ from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Node, Peer, Reply
+    from polyrhythm.node import Message, Node, Peer, Reply
 
 SEGMENT = 1 << 22  # bytes of a segment at most: with smaller ones Python takes longer than the wire
 AHEAD = 4  # segments that a worker may have sent more than it has received; twice as many may be unanswered
@@ -180,6 +180,24 @@ def sent_elements(count: int, workers: int, rank: int) -> int:
     return 2 * count - sum(stop - start for start, stop in skipped)
 
 
+def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
+    """A message of this kind from the left neighbour; PeerLost if it, or one before it, is gone."""
+    while True:
+        try:
+            message = node.receive(kind, lost)
+        except WaitError as error:
+            raise WaitError(f"{error}; {left} did not, or somebody before it in the ring") from None
+        if message is None:
+            # One that finished its part may be gone: but the left neighbour goes after its last segment.
+            for peer in (*node.lost, left):
+                if peer not in node.workers:
+                    raise PeerLost(f"{node.me} waited in {kind!r} for {peer}, which is gone")
+        elif message.kind == lost:
+            raise PeerLost(message["why"])
+        else:
+            return message
+
+
 def _turn(vectors: Sequence[Tensor], n: int, p: int, turn: int) -> Turn:
     phase, step = divmod(turn, n - 1)
     sent = (p - turn) % n
@@ -223,21 +241,7 @@ class _NodePort(Port):
         self._replies[number] = self._node.ask(self._right, f"{self._name} {number}", *out)
 
     def arrived(self, number: int) -> Sequence[Tensor]:
-        kind, lost = f"{self._name} {number}", f"{self._name} lost"
-        while True:
-            try:
-                message = self._node.receive(kind, lost)
-            except WaitError as error:
-                raise WaitError(f"{error}; {self._left} did not, or somebody before it in the ring") from None
-            if message is None:
-                # One that finished its part may be gone: but the left neighbour goes after its last segment.
-                for peer in (*self._node.lost, self._left):
-                    if peer not in self._node.workers:
-                        raise PeerLost(f"{self._node.me} waited in {kind!r} for {peer}, which is gone")
-            elif message.kind == lost:
-                raise PeerLost(message["why"])
-            else:
-                break
+        message = arrival(self._node, self._left, f"{self._name} {number}", f"{self._name} lost")
         if number in self._kept:
             self._kept.pop(number)()
         expected = [(place.dtype, place.numel()) for place in self._places.pop(number)]

@@ -72,6 +72,8 @@ def run(
         where = listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
     choice.check(collective)
+    if chosen is not None:
+        choice.check_codec(collective, chosen)
     if here != workers:
         _check_hosts(workers, here, servers, listen, key, collective)
     elif collective in ("shared", "hierarchical") and listen != "unix:":
@@ -174,6 +176,8 @@ def simulate(
     count, colocated = _count(servers, workers), servers == "colocated"
     chosen = _check(strategy, workers, count, seed, threads, batch_norm)
     choice.check(collective)
+    if chosen is not None:
+        choice.check_codec(collective, chosen)
     if collective in ("shared", "hierarchical"):
         raise UsageError(f"{collective} needs workers that share a host; simulated ones have one each")
     from polyrhythm.worlds.cluster import Cluster

@@ -7,12 +7,20 @@ import statistics
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.strategies.allreduce import agree, begin_part, join_parts, mean, numbers
 from polyrhythm.strategies.desk import copied
+from polyrhythm.strategies.means import (
+    agree,
+    begin_part,
+    in_buckets,
+    join_parts,
+    mean,
+    mean_gradient,
+    numbers,
+    sender_of,
+)
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ class Rounds(Strategy):
     """Workers step alone for a round of `period` steps, then exchange. What they exchange is up to each."""
 
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
 
     period: Literal["auto"] | int = 8
 
@@ -44,7 +53,7 @@ class Rounds(Strategy):
 
     def finish(self, node: Node, replica: Replica) -> None:
         if self.alone(replica) > 0:
-            self.exchange(node, replica)
+            self.exchange(node, replica, full=True)
 
     def alone(self, replica: Replica) -> int:
         """How many steps this worker has taken since all were together."""
@@ -55,8 +64,8 @@ class Rounds(Strategy):
         assert self.period != "auto"
         return self.alone(replica) >= self.period
 
-    def exchange(self, node: Node, replica: Replica) -> None:
-        """Brings all workers together."""
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
+        """Brings all workers together; `full`: for good, so that no codec may leave anything out."""
         replica.notes["together"] = replica.steps
 
 
@@ -66,32 +75,69 @@ class Averaging(Rounds):
 
     `momentum` stands for all that the optimizer keeps for each element, Adam's two moments too. Each worker
     keeps its own, or all take the average, or it is reset: each optimizer goes on as a new one.
+
+    Through a codec goes how far each has come since all were together. What it leaves out is not lost: it is
+    sent with the next round, and all of it with the last.
     """
+
+    codecs: ClassVar[bool] = True
 
     momentum: Literal["keep", "average", "reset"] = "keep"
 
-    def exchange(self, node: Node, replica: Replica) -> None:
+    def ready(self, node: Node, replica: Replica) -> None:
+        if (self.codec is not None or self.weighs) and self.alone(replica) == 0:  # a round begins
+            copied(replica.parameters, replica.buffer("base"))
+
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
         names = self._moment_names(node, replica) if self.momentum == "average" else []
         if names:
             moments, held = replica.moments.flat(names)
-            self.mean(node, replica, [*replica.parameters, *moments], held)
+            self.mean(node, replica, [*replica.parameters, *moments], held, full=full)
             replica.moments.adopt(names)
         else:
-            self.mean(node, replica, replica.parameters)
+            self.mean(node, replica, replica.parameters, full=full)
         if self.momentum == "reset":
             replica.moments.forget()
-        super().exchange(node, replica)
+        super().exchange(node, replica, full)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         if self.alone(replica) <= 0:
             return replica.parameters
         average = copied(replica.parameters, replica.buffer("average"))
-        self.mean(node, replica, average)
+        self.mean(node, replica, average, full=True, keep=True)
         return average
 
-    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
-        """Replaces each vector by its mean over all workers."""
-        mean(node, None, vectors, *flags)
+    def mean(
+        self,
+        node: Node,
+        replica: Replica,
+        vectors: Sequence[Tensor],
+        *flags: Tensor,
+        full: bool = False,
+        keep: bool = False,
+    ) -> None:
+        """Replaces each vector, the parameters and whatever follows, by its mean over all workers.
+
+        `full`: with all that a codec has left out; `keep`: only to look at it.
+        """
+        weight, base = self.weight(node, replica), replica.buffer("base")
+        if weight == 1 and self.codec is None:
+            return mean(node, replica, None, vectors, *flags)
+        # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
+        own, others = vectors[: len(base)], vectors[len(base) :]
+        for part, common in zip(own, base, strict=True):
+            part.sub_(common).mul_(weight)
+        for part in others:
+            part.mul_(weight)
+        if full and self.codec is not None:
+            sender_of(node, replica, self.codec).settle(own, keep)
+        mean(node, replica, None if full else self.codec, own, *others, *flags)
+        for part, common in zip(own, base, strict=True):
+            part.add_(common)
+
+    def weight(self, node: Node, replica: Replica) -> float:
+        """How much this worker counts in the mean."""
+        return 1.0
 
     def _moment_names(self, node: Node, replica: Replica) -> list[str]:
         """What all optimizers keep. They agree on it once, for some may not have taken a step yet."""
@@ -153,19 +199,27 @@ class LocalSGD(Averaging):
         replica.notes["since"] = now
         return self.alone(replica) >= int(replica.notes.get("period", self.shortest))
 
-    def exchange(self, node: Node, replica: Replica) -> None:
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
         if self.period == "auto":
             replica.notes["figures"] = self._figures(node, replica)
-        super().exchange(node, replica)
+        super().exchange(node, replica, full)
         if self.period == "auto":
             self._choose(node, replica, replica.notes.pop("figures"))
             replica.notes["since"] = node.now()
 
-    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
+    def mean(
+        self,
+        node: Node,
+        replica: Replica,
+        vectors: Sequence[Tensor],
+        *flags: Tensor,
+        full: bool = False,
+        keep: bool = False,
+    ) -> None:
         if "figures" not in replica.notes:
-            return super().mean(node, replica, vectors, *flags)
+            return super().mean(node, replica, vectors, *flags, full=full, keep=keep)
         begun = node.now()
-        super().mean(node, replica, vectors, *flags, replica.notes["figures"])
+        super().mean(node, replica, vectors, *flags, replica.notes["figures"], full=full, keep=keep)
         replica.notes["communication"] = node.now() - begun
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -224,28 +278,15 @@ class Average(Averaging):
 
     period: int = 8
 
-    def start(self, node: Node, replica: Replica) -> None:
-        super().start(node, replica)
-        copied(replica.parameters, replica.buffer("base"))
-
-    def exchange(self, node: Node, replica: Replica) -> None:
-        super().exchange(node, replica)
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
+        super().exchange(node, replica, full)
         replica.notes["averaged"] = replica.samples
-        copied(replica.parameters, replica.buffer("base"))
 
-    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
+    def weight(self, node: Node, replica: Replica) -> float:
         mine = replica.samples - replica.notes.get("averaged", 0)
         workers = range(len(node.workers))
         counts = agree(node, *(mine if rank == node.rank else 0.0 for rank in workers), op="sum")
-        if min(counts) == max(counts):
-            return super().mean(node, replica, vectors, *flags)
-        # Weighed is how far each came, so that what nobody has moved stays where it is, to the last bit.
-        weight, base = mine * len(counts) / sum(counts), replica.buffer("base")
-        for vector, common in zip_longest(vectors, base):
-            vector.mul_(weight) if common is None else vector.sub_(common).mul_(weight)
-        super().mean(node, replica, vectors, *flags)
-        for vector, common in zip(vectors, base, strict=False):
-            vector.add_(common)
+        return 1.0 if min(counts) == max(counts) else mine * len(counts) / sum(counts)
 
 
 @dataclass(frozen=True)
@@ -264,8 +305,6 @@ class PostLocal(Averaging):
     name: ClassVar[str] = "postlocal"
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 
-    overlaps: ClassVar[bool] = True
-
     period: int = 8
     after: int = 0
 
@@ -278,17 +317,37 @@ class PostLocal(Averaging):
         if not self.after and not all("lr" in group for group in groups):
             raise UsageError(f"{self} waits until lr falls, and this optimizer has none; say after=STEPS")
 
+    @property
+    def overlaps(self) -> bool:
+        return in_buckets(self.codec)
+
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
-        if replica.steps < (self.after or replica.notes.get("fell", math.inf)):
+        if self._together(replica):
             flags = (replica.present, self._falls(replica)) if last else ()
-            begin_part(node, replica, None, gradient, *flags)
+            begin_part(node, replica, self.codec, gradient, *flags)
 
     def ready(self, node: Node, replica: Replica) -> None:
-        if join_parts(replica):
+        if not self._together(replica):
+            self._turn(replica)
+            super().ready(node, replica)
+        else:
+            if not join_parts(replica):
+                mean_gradient(node, replica, self.codec, replica.present, self._falls(replica))
             step = replica.steps + 1  # for which this gradient is; another batch may still be added to it
             replica.notes["together"] = step
             if replica.notes["falls"].item():
                 replica.notes["fell"] = step
+
+    def _turn(self, replica: Replica) -> None:
+        """What was not sent of gradients is from here on a way that was not told."""
+        if self.codec is not None and self.codec.feedback and not replica.notes.get("turned"):
+            replica.notes["turned"] = True
+            residual = replica.buffer("sent: residual", exact=True)
+            for span in replica.spans(whole=True):
+                span.of(residual).mul_(-float(span.settings.get("lr", 0.0)))
+
+    def _together(self, replica: Replica) -> bool:
+        return replica.steps < (self.after or replica.notes.get("fell", math.inf))
 
     def _falls(self, replica: Replica) -> Tensor:
         """A flag: whether the learning rate is lower than before."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.errors import UsageError
-from polyrhythm.strategies.desk import copied
+from polyrhythm.strategies.desk import copied, known_to
 from polyrhythm.strategies.server import ParameterServer
 
 if TYPE_CHECKING:
@@ -30,15 +30,16 @@ class _Remembering(ParameterServer):
     )  # fmt: skip
 
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        copied(shard.parameters, shard.buffer(_pulled(reader.sender.rank)))
+        if not self.answers_in_code:
+            copied(shard.parameters, self.pulled(shard, reader.sender.rank))
         return shard.parameters
 
+    def pulled(self, shard: Shard, worker: int) -> Sequence[Tensor]:
+        """What a worker computes its gradient on."""
+        return shard.buffer(known_to(worker) if self.answers_in_code else f"pulled by {worker}")
+
     def forget(self, shard: Shard, worker: int) -> None:
-        shard.buffers.pop(_pulled(worker), None)
-
-
-def _pulled(worker: int) -> str:
-    return f"pulled by {worker}"
+        shard.buffers.pop(f"pulled by {worker}", None)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class DelayCompensated(_Remembering):
                 mean.mul_(self.decay).add_(gradient.to(mean.dtype).square(), alpha=1 - self.decay)
         if not push.staleness:
             return push.update
-        pulled, update = shard.buffer(_pulled(push.worker)), tuple(part.clone() for part in push.update)
+        pulled, update = self.pulled(shard, push.worker), tuple(part.clone() for part in push.update)
         for span in shard.spans(push["groups"]):
             gradient = span.of(update)
             missed = gradient.square().mul_(span.of(shard.parameters) - span.of(pulled))
@@ -116,7 +117,7 @@ class GapAware(_Remembering):
             highest[group] = max(highest.get(group, 0.0), settings["lr"])
         if not push.staleness:
             return push.update
-        pulled, update = shard.buffer(_pulled(push.worker)), tuple(part.clone() for part in push.update)
+        pulled, update = self.pulled(shard, push.worker), tuple(part.clone() for part in push.update)
         for span in shard.spans(push["groups"], push["absent"]):
             now, gradient = span.of(shard.parameters), span.of(update)
             usual = (span.of(means) / (1 - 0.999**counts)).sqrt_().add_(1e-8).mul_(highest[span.group])

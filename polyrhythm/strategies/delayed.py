@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import copied
@@ -39,6 +39,7 @@ class DelayedNesterov(ParameterServer):
 
     name: ClassVar[str] = "delayed-nesterov"
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
     paper: ClassVar[str] = "Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard")
@@ -71,6 +72,7 @@ class DelayedNesterov(ParameterServer):
     def finish(self, node: Node, replica: Replica) -> None:
         if replica.notes["alone"]:
             self._exchange(node, replica)
+        super().finish(node, replica)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         before = node.now()
@@ -104,7 +106,7 @@ class DelayedNesterov(ParameterServer):
         speeds = shard.notes.setdefault("speeds", {})
         if message.kind == "pull":  # it begins, or begins anew
             speeds.pop(message.sender.rank, None)
-        elif self.dynamic:
+        elif "speed" in message.fields:
             speeds[message.sender.rank] = message["speed"]
 
     def tell(self, shard: Shard, reader: Message) -> dict[str, Field]:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyrhythm.collectives.arithmetic import reduce
+from polyrhythm.errors import WireError
 from polyrhythm.node import LIFE, Message, Peer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.coder import Sender
     from polyrhythm.node import Node
     from polyrhythm.shard import Shard
     from polyrhythm.strategies.server import ParameterServer
@@ -71,6 +73,11 @@ class Desk:
         self.verdicts: dict[int, Message] = {}  # not carried out yet, by number
         self.finals = 0  # how many may take the final parameters home
         self.pending: dict[tuple[int, int, int], Push] = {}  # not decided upon yet, by name
+        # The worker pushes in code, and is answered in code: what each has is known here.
+        from polyrhythm.coder import Coder
+
+        self.coder = Coder(strategy.codec, shard.layout, shard.start, shard.stop) if strategy.codec else None
+        self.senders: dict[int, Sender] = {}
         shard.clocks.update((worker.rank, 0) for worker in node.workers)
 
     def work(self) -> None:
@@ -230,6 +237,8 @@ class Desk:
                     reduce(parts, strategy.reduce, [place])
             self.readers += [push.message for push in turned(group, self.node.rank)]
         self.added = False
+        if self.coder is not None:
+            self.coder.agree(update)
         update = self._clipped(update)
         absent = group[0]["absent"]
         for push in group[1:]:
@@ -266,8 +275,47 @@ class Desk:
                 if reader.kind == "pull":
                     node.log("pull", worker=worker, version=shard.version)
                 more = self.strategy.tell(shard, reader)
-                node.answer(reader, *self.strategy.view(shard, reader), version=shard.version, **more)
+                view = self.strategy.view(shard, reader)
+                if self.strategy.answers_in_code:
+                    version, view = self._in_code(reader, view)
+                    node.answer(reader, *view, version=version, **more)
+                else:
+                    node.answer(reader, *view, version=shard.version, **more)
         self.readers = waiting
+
+    def _in_code(self, reader: Message, view: Sequence[Tensor]) -> tuple[int, Sequence[Tensor]]:
+        """What changes what this worker has into what it shall see, nearly; and which version that is.
+
+        The worker adds what the code stands for to what it has, as is done here: so both always know it, bit
+        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again.
+        """
+        shard, worker = self.shard, reader.sender.rank
+        known, answers = shard.buffer(known_to(worker)), shard.notes.setdefault("answers", {})
+        if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
+            copied(view, known)
+            self.senders.pop(worker, None)
+            return shard.version, view
+        if worker in answers and answers[worker][0] == reader.sequence:
+            return answers[worker][1:]  # type: ignore[no-any-return]
+        change = shard.buffer("change")
+        for place, now, then in zip(change, view, known, strict=True):
+            place.copy_(now).sub_(then)
+        codes = self._sender(worker).everything(change)
+        self._sender(worker).add(codes, known)
+        answers[worker] = reader.sequence, shard.version, codes
+        return shard.version, codes
+
+    def _sender(self, worker: int) -> Sender:
+        codec, shard = self.strategy.codec, self.shard
+        assert codec is not None
+        from polyrhythm.coder import Sender
+
+        if worker not in self.senders:
+            self.senders[worker] = Sender(
+                codec.reply(), shard.layout, shard, f"to {worker}", start=shard.start, stop=shard.stop,
+                feedback=False, seed=self.node.seed, worker=worker, workers=len(self.node.workers),
+            )  # fmt: skip
+        return self.senders[worker]
 
     def _let_go(self) -> None:
         """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
@@ -275,6 +323,9 @@ class Desk:
         for worker in [worker for worker in self.shard.clocks if worker not in present]:
             del self.shard.clocks[worker]
             self.strategy.forget(self.shard, worker)
+            self.shard.buffers.pop(known_to(worker), None)
+            self.shard.notes.get("answers", {}).pop(worker, None)
+            self.senders.pop(worker, None)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if self.node.alive(reader)]
         for push in (*self.group, *self.pending.values()):
@@ -314,11 +365,19 @@ class Desk:
         return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
 
     def _decoded(self, push: Message) -> tuple[Tensor, ...]:
-        parts = zip(push.tensors, self.shard.parameters, strict=True)
-        codec = self.strategy.codec
-        if codec is None:
+        if self.coder is None or not push.fields.get("coded", True):
+            parts = zip(push.tensors, self.shard.parameters, strict=True)
             return tuple(part.to(like.device) for part, like in parts)
-        return tuple(codec.decode(part.to(like.device), like.numel(), like.dtype) for part, like in parts)
+        import torch
+
+        update = tuple(torch.zeros_like(part) for part in self.shard.parameters)
+        try:
+            self.coder.add(push.tensors, update)
+        except WireError as error:  # it counts as nothing, and this server lives on
+            worker, why = push.sender.rank, f"{push.sender} sent a push that cannot be read: {error}"
+            self.node.log("refused", worker=worker, sequence=push.sequence, why=why)
+            return tuple(part.zero_() for part in update)
+        return update
 
 
 def copied(source: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -326,6 +385,11 @@ def copied(source: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tenso
     for place, part in zip(target, source, strict=True):
         place.copy_(part)
     return target
+
+
+def known_to(worker: int) -> str:
+    """The buffer with what a worker has, where it is answered in code."""
+    return f"known to {worker}"
 
 
 def turned(items: list[T], rank: int) -> list[T]:

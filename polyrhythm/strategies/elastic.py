@@ -24,7 +24,8 @@ class Elastic(ParameterServer):
 
     d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: what one loses the other gains. In between x_i takes
     steps of the script's own optimizer. alpha is 0.9/N if not given. With `max_staleness=0` all exchange
-    together, with the same c: synchronous EASGD. The result is c.
+    together, with the same c: synchronous EASGD. The result is c. With a codec the worker pulls c first, and
+    d, which it computes, goes through the codec: both take what its code stands for.
 
     >>> import polyrhythm as pr
     >>> pr.parse("easgd:10,alpha=0.1").period
@@ -33,7 +34,7 @@ class Elastic(ParameterServer):
 
     name: ClassVar[str] = "easgd"
     main: ClassVar[str | None] = "period"
-    codecs: ClassVar[bool] = False
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
     paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness",)
@@ -58,16 +59,33 @@ class Elastic(ParameterServer):
         """The optimizer works here."""
 
     def _exchange(self, node: Node, replica: Replica) -> None:
+        if self.codec is not None:
+            return self._exchange_in_code(node, replica)
         difference = replica.buffer("difference")
         self._push(node, replica, replica.parameters, into=difference)
         for part, change in zip(replica.parameters, difference, strict=True):
             part.sub_(change)
 
+    def _exchange_in_code(self, node: Node, replica: Replica) -> None:
+        centre, difference = replica.buffer("centre"), replica.buffer("difference")
+        self._pull(node, replica, into=centre)
+        for place, mine, theirs in zip(difference, replica.parameters, centre, strict=True):
+            place.copy_(mine).sub_(theirs).mul_(self._alpha(node))
+        told = replica.buffer("told", exact=True)
+        self._push(node, replica, difference, fetch=False, seen=told)
+        for part, change in zip(replica.parameters, told, strict=True):
+            part.sub_(change)
+
+    def _alpha(self, node: Node) -> float:
+        return 0.9 / len(node.workers) if self.alpha is None else self.alpha
+
     def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["alpha"] = 0.9 / len(node.workers) if self.alpha is None else self.alpha
+        shard.notes["alpha"] = self._alpha(node)
         super().serve(node, shard)
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
+        if self.codec is not None:
+            return push.update
         # Computed once, here, and sent back: what the worker subtracts is bit for bit what the centre adds.
         difference = shard.buffer(f"difference of {push.worker}")
         for place, theirs, centre in zip(difference, push.update, shard.parameters, strict=True):
@@ -78,9 +96,9 @@ class Elastic(ParameterServer):
         shard.shift(update)
 
     def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        return (
-            shard.parameters if reader.kind == "pull" else shard.buffer(f"difference of {reader.sender.rank}")
-        )
+        if reader.kind == "pull" or self.codec is not None:
+            return shard.parameters
+        return shard.buffer(f"difference of {reader.sender.rank}")
 
     def forget(self, shard: Shard, worker: int) -> None:
         shard.buffers.pop(f"difference of {worker}", None)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
-from polyrhythm.strategies.allreduce import begin_mean, check_summable, mean, numbers
 from polyrhythm.strategies.averaging import Averaging, Rounds
 from polyrhythm.strategies.desk import copied
+from polyrhythm.strategies.means import begin_mean, mean, numbers, sender_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,7 @@ class SlowMo(Averaging):
     """
 
     name: ClassVar[str] = "slowmo"
+    remembers: ClassVar[tuple[str, ...]] = ("slow momentum",)
     paper: ClassVar[str] = (
         "Wang, Tantia, Ballas, Rabbat 2020, SlowMo: Improving Communication-Efficient Distributed SGD with "
         "Slow Momentum"
@@ -62,8 +63,8 @@ class SlowMo(Averaging):
             copied(replica.parameters, replica.buffer("w_prev"))
         super().step(node, replica)
 
-    def exchange(self, node: Node, replica: Replica) -> None:
-        super().exchange(node, replica)
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
+        super().exchange(node, replica, full)
         self._move(replica, replica.parameters, replica.buffer("slow momentum"))
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -72,10 +73,18 @@ class SlowMo(Averaging):
             self._move(replica, shown, [part.clone() for part in replica.buffer("slow momentum")])
         return shown
 
-    def mean(self, node: Node, replica: Replica, vectors: Sequence[Tensor], *flags: Tensor) -> None:
+    def mean(
+        self,
+        node: Node,
+        replica: Replica,
+        vectors: Sequence[Tensor],
+        *flags: Tensor,
+        full: bool = False,
+        keep: bool = False,
+    ) -> None:
         # All take the same slow step, or they would part for good: so they take it by the same rates.
         rates = numbers(*(float(group["lr"]) for group in replica.optimizer.param_groups))
-        super().mean(node, replica, vectors, *flags, rates)
+        super().mean(node, replica, vectors, *flags, rates, full=full, keep=keep)
         replica.notes["rates"] = rates.tolist()
 
     def _move(self, replica: Replica, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
@@ -108,6 +117,7 @@ class DiLoCo(Rounds):
     """
 
     name: ClassVar[str] = "diloco"
+    remembers: ClassVar[tuple[str, ...]] = ("m",)
     codecs: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models"
@@ -124,28 +134,30 @@ class DiLoCo(Rounds):
         if not 0 <= self.beta < 1:
             raise UsageError("beta must be 0 or more, and below 1")
 
-    def check(self, workers: int, servers: int) -> None:
-        check_summable(self)
-
     def step(self, node: Node, replica: Replica) -> None:
         if self.alone(replica) == 1:
             copied(replica.parameters, replica.buffer("theta"))
         super().step(node, replica)
 
-    def exchange(self, node: Node, replica: Replica) -> None:
-        delta = self._delta(node, replica)  # if this fails, theta and m are as they were
+    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
+        delta = self._delta(node, replica, full)  # if this fails, theta and m are as they were
         self._move(replica.buffer("theta"), replica.buffer("m"), delta, replica.parameters)
-        super().exchange(node, replica)
+        super().exchange(node, replica, full)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         if self.alone(replica) <= 0:
             return replica.parameters
-        delta, m = self._delta(node, replica), [part.clone() for part in replica.buffer("m")]
+        delta, m = (
+            self._delta(node, replica, full=True, keep=True),
+            [part.clone() for part in replica.buffer("m")],
+        )
         return self._move(replica.buffer("theta"), m, delta, replica.buffer("consensus"))
 
-    def _delta(self, node: Node, replica: Replica) -> Sequence[Tensor]:
+    def _delta(self, node: Node, replica: Replica, full: bool, keep: bool = False) -> Sequence[Tensor]:
         delta = _difference(replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
-        mean(node, self.codec, delta)
+        if full and self.codec is not None:
+            sender_of(node, replica, self.codec).settle(delta, keep)
+        mean(node, replica, None if full else self.codec, delta)
         return delta
 
     def _move(
@@ -214,7 +226,7 @@ class StreamingDiLoCo(DiLoCo):
     def finish(self, node: Node, replica: Replica) -> None:
         if replica.steps:
             theta = replica.buffer("theta")
-            self._settle(node, replica, replica.parameters, theta, replica.buffer("m"))
+            self._settle(node, replica, replica.parameters, theta, replica.buffer("m"), keep=False)
             replica.notes.pop("under way", None)
             copied(theta, replica.parameters)
 
@@ -223,7 +235,7 @@ class StreamingDiLoCo(DiLoCo):
             return replica.parameters
         theta = copied(replica.buffer("theta"), replica.buffer("consensus"))
         copies = [[part.clone() for part in each] for each in (replica.parameters, replica.buffer("m"))]
-        self._settle(node, replica, copies[0], theta, copies[1])
+        self._settle(node, replica, copies[0], theta, copies[1], keep=True)
         return theta
 
     def _begin(self, node: Node, replica: Replica) -> None:
@@ -234,8 +246,9 @@ class StreamingDiLoCo(DiLoCo):
             cut(each, start, stop)
             for each in (replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
         )
-        sent = [part for part in _difference(theta, w, delta) if part.numel()]
-        replica.notes["under way"] = (start, stop, _once(begin_mean(node, self.codec, sent)))
+        sent = _difference(theta, w, delta)
+        begun = begin_mean(node, replica, self.codec, sent, start=start, stop=stop)
+        replica.notes["under way"] = (start, stop, _once(begun))
 
     def _join(
         self, replica: Replica, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]
@@ -254,7 +267,13 @@ class StreamingDiLoCo(DiLoCo):
                 mine.copy_(agreed)
 
     def _settle(
-        self, node: Node, replica: Replica, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]
+        self,
+        node: Node,
+        replica: Replica,
+        w: Sequence[Tensor],
+        theta: Sequence[Tensor],
+        m: Sequence[Tensor],
+        keep: bool,
     ) -> None:
         """Joins what is under way, and makes one more outer step of all fragments with steps left over."""
         if "under way" in replica.notes:
@@ -265,7 +284,9 @@ class StreamingDiLoCo(DiLoCo):
                 continue  # it has just been exchanged
             outer, own, momentum = (cut(each, start, stop) for each in (theta, w, m))
             delta = _difference(outer, own, [part.clone() for part in own])
-            mean(node, self.codec, [part for part in delta if part.numel()])
+            if self.codec is not None:
+                sender_of(node, replica, self.codec, start=start, stop=stop).settle(delta, keep)
+            mean(node, replica, None, [part for part in delta if part.numel()])
             self._move(outer, momentum, delta, outer)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.errors import UsageError
+from polyrhythm.strategies.means import rescale
 from polyrhythm.strategies.server import ParameterServer
 
 if TYPE_CHECKING:
@@ -140,12 +141,14 @@ class Async(ParameterServer):
             self._pull(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:
-        super().finish(node, replica)
         if "absent" in replica.notes:
             self._push_accrued(node, replica, fetch=False)
+        super().finish(node, replica)
 
     def _push_accrued(self, node: Node, replica: Replica, fetch: bool) -> None:
         accrued, absent = replica.buffer("accrued"), replica.notes.pop("absent")
+        if self.codec is not None:
+            rescale(replica, self.codec)
         self._push(
             node, replica, accrued, replica.hyper_parameters(), fetch=fetch, absent=sorted(absent),
             versions=replica.notes.pop("versions"),

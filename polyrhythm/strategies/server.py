@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
+from polyrhythm.strategies.means import rescale, sender_of
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.coder import Coder, Sender
     from polyrhythm.node import Field, Message, Node, Peer, Reply
     from polyrhythm.replica import Replica
     from polyrhythm.shard import Shard
@@ -117,13 +119,20 @@ class ParameterServer(Strategy):
 
     # --- a worker -----------------------------------------------------------------------------------
 
+    @property
+    def answers_in_code(self) -> bool:
+        """Whether the servers answer with the code of what has changed, and not with parameters."""
+        return self.codec is not None and self.codec.pull == "coded"
+
     def start(self, node: Node, replica: Replica) -> None:
         if node.rank == 0:
             for server, start, stop in self._ranges(node, replica):
                 node.ask(server, "initialize", *cut(replica.parameters, start, stop)).wait()
-        self._pull(node, replica)
+        self._pull(node, replica, anew=True)
 
     def step(self, node: Node, replica: Replica) -> None:
+        if self.codec is not None:
+            rescale(replica, self.codec)
         self._push(node, replica, *self.outgoing(replica))
 
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
@@ -131,7 +140,16 @@ class ParameterServer(Strategy):
         return replica.gradient, replica.hyper_parameters()
 
     def finish(self, node: Node, replica: Replica) -> None:
-        self._take_ahead(replica)
+        self._take_ahead(node, replica)
+        if self.codec is not None and self.codec.feedback and not self.lockstep and replica.steps:
+            self._flush(node, replica)
+
+    def _flush(self, node: Node, replica: Replica) -> None:
+        """A worker that leaves, while others may go on, pushes all that was not sent yet, as it is."""
+        rest = replica.buffer("rest")
+        for _, start, stop in self._ranges(node, replica):
+            self._sender(node, replica, start, stop).settle(cut(rest, start, stop))
+        self._push(node, replica, rest, replica.hyper_parameters(), fetch=False, coded=False)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         return self._look(node, replica)
@@ -155,58 +173,124 @@ class ParameterServer(Strategy):
         fetch: bool = True,
         absent: Sequence[int] | None = None,
         versions: dict[int, int] | None = None,
+        coded: bool = True,
+        seen: Sequence[Tensor] = (),
         **more: Field,
     ) -> list[Message]:
         """Pushes an update, and unless it is told not to, fetches the parameters that result.
 
-        `versions` are those of the parameters that it was computed on, if not of the present ones. `more`
-        goes with it. Returns the answers, as far as they were waited for.
+        `versions` are those of the parameters that it was computed on, if not of the present ones. `seen` is
+        overwritten with what the servers get to see of it; `more` goes with it. Returns the answers, as far
+        as they were waited for.
         """
         versions = dict(replica.version) if versions is None else versions
         into = replica.parameters if into is None else into
         if self.prefetch:
-            self._take_ahead(replica)
+            self._take_ahead(node, replica)
             update, into = copied(update, replica.buffer("pushed")), replica.buffer("ahead")
+        ranges = self._ranges(node, replica)
+        if self.codec is None or not coded:
+            pieces: list[Sequence[Tensor]] = [cut(update, start, stop) for _, start, stop in ranges]
+        else:
+            pieces = self._coded(node, replica, update)
+            if self.clip < math.inf:
+                seen = replica.buffer("seen", exact=True)
+            if seen:
+                self._decoded(node, replica, pieces, seen)
         fields: dict[str, Field] = {
             "step": replica.steps, "fetch": fetch, "groups": list(settings),
             "absent": replica.absent if absent is None else list(absent),
-            "norm": norm(update) if self.clip < math.inf else 0.0, **more,
+            "norm": norm(seen or update) if self.clip < math.inf else 0.0, **more,
         }  # fmt: skip
+        if not coded:
+            fields["coded"] = False
         replies = []
-        for server, start, stop in self._ranges(node, replica):
-            parts = cut(update, start, stop)
-            if self.codec is not None:
-                parts = tuple(self.codec.encode(part) for part in parts)
-            places = cut(into, start, stop) if fetch else ()
+        for (server, start, stop), parts in zip(ranges, pieces, strict=True):
+            places = cut(into, start, stop) if fetch and not self.answers_in_code else ()
             reply = node.ask(server, "push", *parts, into=places, version=versions[server.rank], **fields)
             replies.append((server, reply))
         if self.prefetch and fetch:
             replica.outstanding = replies
             return []
+        if fetch:
+            return self._take(node, replica, replies, into)
+        return [reply.wait() for _, reply in replies]
+
+    def _coded(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """An update in codes, for each server the tensors that it gets."""
+        return [
+            self._sender(node, replica, start, stop).everything(cut(update, start, stop))
+            for _, start, stop in self._ranges(node, replica)
+        ]
+
+    def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Sender:
+        assert self.codec is not None
+        return sender_of(node, replica, self.codec, start=start, stop=stop)
+
+    def _decoded(
+        self, node: Node, replica: Replica, pieces: Sequence[Sequence[Tensor]], seen: Sequence[Tensor]
+    ) -> None:
+        """What the servers will see of an update in codes."""
+        for part in seen:
+            part.zero_()
+        for (_, start, stop), given in zip(self._ranges(node, replica), pieces, strict=True):
+            self._sender(node, replica, start, stop).add(given, cut(seen, start, stop))
+
+    def _take(
+        self,
+        node: Node,
+        replica: Replica,
+        replies: Sequence[tuple[Peer, Reply]],
+        into: Sequence[Tensor],
+    ) -> list[Message]:
+        """Waits for the servers' answers; those in code change what they know that this worker has."""
         answers = []
         for server, reply in replies:
             answer = reply.wait()
             answers.append(answer)
-            if fetch:
-                replica.version[server.rank] = answer["version"]
+            replica.version[server.rank] = answer["version"]
+            if self.answers_in_code:
+                start, stop = replica.layout.ranges(len(node.servers))[server.rank]
+                coder = self._reader(replica, start, stop)
+                coder.add(answer.tensors, cut(replica.buffer("known"), start, stop))
+        if self.answers_in_code:
+            copied(replica.buffer("known"), into)
         return answers
 
-    def _take_ahead(self, replica: Replica) -> None:
+    def _reader(self, replica: Replica, start: int, stop: int) -> Coder:
+        from polyrhythm.coder import Coder
+
+        assert self.codec is not None
+        readers = replica.readers
+        if (start, stop) not in readers:
+            readers[start, stop] = Coder(self.codec.reply(), replica.layout, start, stop)
+        return readers[start, stop]
+
+    def _take_ahead(self, node: Node, replica: Replica) -> None:
         """Moves the parameters that came while the last batch was computed into their place."""
-        for server, reply in replica.outstanding:
-            replica.version[server.rank] = reply.wait()["version"]
         if replica.outstanding:
-            replica.outstanding = []
+            replies, replica.outstanding = replica.outstanding, []
+            self._take(node, replica, replies, replica.buffer("ahead"))
             copied(replica.buffer("ahead"), replica.parameters)
 
-    def _pull(self, node: Node, replica: Replica) -> None:
-        """Takes the servers' parameters, to train from them."""
-        replies = [
-            (server, node.ask(server, "pull", into=cut(replica.parameters, start, stop)))
-            for server, start, stop in self._ranges(node, replica)
-        ]
+    def _pull(
+        self, node: Node, replica: Replica, anew: bool = False, into: Sequence[Tensor] | None = None
+    ) -> None:
+        """Takes the servers' parameters, to train from them; `anew`: whatever it had before."""
+        into = replica.parameters if into is None else into
+        coded = self.answers_in_code and not anew
+        fields: dict[str, Field] = {"coded": True} if coded else {}
+        replies = []
+        for server, start, stop in self._ranges(node, replica):
+            places = () if coded else cut(into, start, stop)
+            replies.append((server, node.ask(server, "pull", into=places, **fields)))
+        if coded:
+            self._take(node, replica, replies, into)
+            return
         for server, reply in replies:
             replica.version[server.rank] = reply.wait()["version"]
+        if self.answers_in_code:
+            copied(into, replica.buffer("known"))
 
     def _look(self, node: Node, replica: Replica, final: bool = False) -> Sequence[Tensor]:
         """The servers' parameters, only to look at them."""

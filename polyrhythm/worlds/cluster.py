@@ -256,6 +256,17 @@ class Costs:
         narrowest = min(self._bandwidth[rank] for rank in ranks)
         return 2 * self._slowest_pair(ranks) + 2 * (n - 1) / n * nbytes / narrowest
 
+    def all_gather(self, ranks: Sequence[int], sizes: Sequence[int]) -> float:
+        """How long these workers take until each has what every other sends, of so many bytes.
+
+        There is one hop, on which each link carries its own to all others, and all others' to it.
+        """
+        out = max((len(ranks) - 1) * size / self._bandwidth[r] for r, size in zip(ranks, sizes, strict=True))
+        come = max(
+            (sum(sizes) - size) / self._bandwidth[rank] for rank, size in zip(ranks, sizes, strict=True)
+        )
+        return self._slowest_pair(ranks) + max(out, come)
+
     def broadcast(self, ranks: Sequence[int], root: int, nbytes: int) -> float:
         """How long it takes until all have asked the root, and it has sent `nbytes` to each of them."""
         narrowest = min(self._bandwidth[rank] for rank in ranks)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polyrhythm import norms
+from polyrhythm.collectives import choice
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.record import RunFolder, spread
@@ -77,6 +78,8 @@ class Coordinator:
         restarts: int = 0,
         folder: RunFolder | None = None,
         batch_norm: str | None = None,
+        collective: str = "auto",
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.workers = workers
         self.servers = servers
@@ -104,6 +107,7 @@ class Coordinator:
         self._tell, self._replace, self._rescue, self._released = tell, replace, rescue, released
         self._restarts = restarts
         self._folder = folder
+        self._collective, self._say = collective, say
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
@@ -389,6 +393,10 @@ class Coordinator:
         if strategy.lockstep and self._restarts:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
+        choice.check_codec(self._collective, strategy)
+        if self._collective == "ring" and strategy.codec is not None and strategy.codec.hops:
+            name = strategy.codec.name
+            self._say(f"{strategy}: round the ring {name} is decoded, added to and coded again at each hop")
         if self.servers:
             self._start_servers(self.servers)
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from polyrhythm.collectives import direct, hierarchical, ring
+from polyrhythm.collectives import direct, hierarchical, hops, ring
 from polyrhythm.collectives.arithmetic import checked, sent
 from polyrhythm.collectives.choice import choose
 from polyrhythm.collectives.shared_memory import SharedMemory
-from polyrhythm.node import Peer, Task
+from polyrhythm.node import Coding, Peer, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,20 @@ class Crew:
             return self.begin_all_reduce(vectors, op).join()
         number = self._next()
         self._line.do(lambda: self._reduce(way, vectors, op, number))
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+        number = self._next()
+        if self._way == "ring" and len(self._workers) > 1:
+            return self._line.put(lambda: hops.mean(self._node, self._workers, coding, vectors, number))
+        codes = coding.send(vectors)
+        if len(self._workers) < 2:
+            coding.combine([codes], vectors)
+            return _Done()
+
+        def work() -> None:
+            coding.combine(direct.all_gather(self._node, self._workers, codes, number), vectors)
+
+        return self._line.put(work)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
         number = self._next()

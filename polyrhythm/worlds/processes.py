@@ -18,7 +18,7 @@ import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.errors import PeerLost, PolyrhythmError, WaitError
-from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import Coding, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
@@ -284,6 +284,10 @@ class ProcessNode(Node):
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         assert self._crew is not None
         self._crew.all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+        assert self._crew is not None
+        return self._crew.begin_coded_mean(coding, vectors)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         assert self._crew is not None

@@ -27,11 +27,11 @@ import torch
 from greenlet import GreenletExit
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from polyrhythm.collectives import ring
+from polyrhythm.collectives import hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.errors import PolyrhythmError, UsageError
 from polyrhythm.member import Member
-from polyrhythm.node import LIFE, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import LIFE, Coding, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, seat, session
 from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
@@ -113,6 +113,8 @@ class _Collective(Task):
     ) -> None:
         self.node, self.kind, self.tensors, self.detail = node, kind, tensors, detail
         self._number = number
+        self.coding: Coding | None = None  # of a gather,
+        self.vectors: Sequence[Tensor] = ()  # and where what all sent is combined
         self._done = False
         self._waiter: Fiber | None = None
 
@@ -289,13 +291,26 @@ class SimulatedNode(Node):
         self._rounds += 1
         return self.spawn(ring.all_reduce, self, self._workers, tensors, op, self._rounds)
 
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+        if self.world.ring and len(self._workers) > 1:
+            self._rounds += 1
+            return self.spawn(hops.mean, self, self._workers, coding, vectors, self._rounds)
+        mine = self._entered("gather", coding.send(vectors), str(coding.codec))
+        mine.coding, mine.vectors = coding, vectors
+        return self._enter(mine)
+
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._collect("broadcast", tensors, str(root)).join()
 
     def _collect(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
-        """Enters the next collective; the last to come does the arithmetic for all."""
+        return self._enter(self._entered(kind, tensors, detail))
+
+    def _entered(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
         self._rounds += 1
-        mine = _Collective(self, kind, tensors, detail, self._rounds)
+        return _Collective(self, kind, tensors, detail, self._rounds)
+
+    def _enter(self, mine: _Collective) -> _Collective:
+        """Enters the next collective; the last to come does the arithmetic for all."""
         here = self.world.collectives.setdefault(self._rounds, {})
         here[self.rank] = mine
         if len(here) == self.world.workers:
@@ -320,6 +335,8 @@ class SimulatedNode(Node):
                     reduce(vectors, first.detail, vectors)
                 self._count(vectors, ranks)
             cost = world.costs.all_reduce(ranks, nbytes)
+        elif first.kind == "gather":
+            cost = self._gathered(here, ranks)
         else:
             self._spread(here, ranks, int(first.detail))
             cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
@@ -327,6 +344,18 @@ class SimulatedNode(Node):
         world.collectives_free = max(world.loop.now, world.collectives_free) + (cost if len(ranks) > 1 else 0)
         for rank in ranks:
             world.loop.at(world.collectives_free, here[rank].finish, None)
+
+    def _gathered(self, here: dict[int, _Collective], ranks: Sequence[int]) -> float:
+        """All get the codes of all, and make the same of them: it is done once. Returns what it costs."""
+        first = here[ranks[0]]
+        assert first.coding is not None
+        first.coding.combine([here[rank].tensors for rank in ranks], first.vectors)
+        sizes = [sum(code.nbytes for code in here[rank].tensors) for rank in ranks]
+        for rank, size in zip(ranks, sizes, strict=True):
+            if rank != ranks[0]:
+                first.coding.adopt(first.vectors, here[rank].vectors)
+            self.world.nodes[Peer("worker", rank)].bytes_sent += (len(ranks) - 1) * size
+        return self.world.costs.all_gather(ranks, sizes)
 
     def _spread(self, here: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
         for rank in ranks:
@@ -492,6 +521,8 @@ class Simulated:
             replace=lambda peer: self._comes_back,
             folder=folder,
             batch_norm=batch_norm,
+            collective=collective,
+            say=say,
         )
         for rank in range(workers):
             self._start(Peer("worker", rank))

@@ -1,0 +1,176 @@
+"""What strategies without servers exchange: means over all workers, through a codec if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.coder import Sender
+    from polyrhythm.node import Node
+    from polyrhythm.replica import Replica
+    from polyrhythm.strategy import Codec
+
+
+def mean(
+    node: Node, replica: Replica, codec: Codec | None, vectors: Sequence[Tensor], *flags: Tensor
+) -> None:
+    """Replaces the vectors by their mean over all workers, sent through the codec if there is one.
+
+    The flags are told as they are; above 0 is one that any worker has raised.
+    """
+    if codec is None:
+        return node.all_reduce(*vectors, *flags, op="mean")
+    begin_mean(node, replica, codec, vectors, *flags)()
+
+
+def begin_mean(
+    node: Node,
+    replica: Replica,
+    codec: Codec | None,
+    vectors: Sequence[Tensor],
+    *flags: Tensor,
+    start: int = 0,
+    stop: int | None = None,
+) -> Callable[[], None]:
+    """The same, begun and not waited for: whoever calls what it returns waits, and may do so once.
+
+    The vectors are a range of the layout, from `start` to `stop` of it.
+    """
+    if codec is None:
+        return node.begin_all_reduce(*_filled(vectors), *flags, op="mean").join
+    sender = sender_of(node, replica, codec, start=start, stop=stop)
+    dense = [*sender.plain(vectors), *flags]
+    rest = node.begin_all_reduce(*dense, op="mean") if dense else None
+    if codec.shared:
+        pairs = sender.pairs(vectors)
+
+        def shared() -> None:
+            codec.mean(node, pairs)
+            sender.sent(pairs, vectors)
+            if rest is not None:
+                rest.join()
+
+        return shared
+    if not codec.summable:
+        task = node.begin_coded_mean(sender, vectors)
+
+        def gathered() -> None:
+            task.join()
+            if rest is not None:
+                rest.join()
+
+        return gathered
+    codes = sender.send(vectors)
+    task = node.begin_all_reduce(*codes, op="mean")
+
+    def summed() -> None:
+        task.join()
+        sender.combine([codes], vectors)
+        if rest is not None:
+            rest.join()
+
+    return summed
+
+
+def in_buckets(codec: Codec | None) -> bool:
+    """Whether parts of a gradient can be sent by themselves.
+
+    A codec with a memory sees the gradient whole: its codes are short, and one message is better than many.
+    """
+    return codec is None or (codec.stateless and not codec.feedback and not codec.dense)
+
+
+def begin_part(
+    node: Node, replica: Replica, codec: Codec | None, gradient: Sequence[Tensor], *flags: Tensor
+) -> None:
+    """Begins the mean of a part of the gradient, which `join_parts` waits for."""
+    parts = replica.notes.setdefault("parts", [])
+    if codec is None:
+        parts.append(node.begin_all_reduce(*gradient, *flags, op="mean").join)
+        return
+    from polyrhythm.memory import Memory
+
+    memory = Memory.alone(0, feedback=False)
+    codes = [codec.encode(part, memory) for part in gradient]
+    task = node.begin_all_reduce(*codes, *flags, op="mean")
+
+    def join() -> None:
+        task.join()
+        for part, code in zip(gradient, codes, strict=True):
+            codec.decode(code, part.zero_())
+
+    parts.append(join)
+
+
+def join_parts(replica: Replica) -> bool:
+    """Waits for all parts of the gradient; False if there are none."""
+    parts = replica.notes.pop("parts", [])
+    for join in parts:
+        join()
+    return bool(parts)
+
+
+def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Tensor) -> None:
+    """Replaces the whole gradient by its mean over all workers."""
+    if codec is not None:
+        replica.check_finite(node.me, replica.steps + 1)  # what a codec keeps of one that is not would stay
+        rescale(replica, codec)
+    mean(node, replica, codec, replica.gradient, *flags)
+
+
+def sender_of(
+    node: Node, replica: Replica, codec: Codec, *, start: int = 0, stop: int | None = None
+) -> Sender:
+    """What this worker sends a range of the layout with."""
+    from polyrhythm.coder import Sender
+
+    if (start, stop) not in replica.senders:
+        replica.senders[start, stop] = Sender(
+            codec, replica.layout, replica, "sent", start=start, stop=stop, seed=node.seed,
+            worker=node.rank, workers=len(node.workers),
+        )  # fmt: skip
+    return replica.senders[start, stop]
+
+
+def rescale(replica: Replica, codec: Codec) -> None:
+    """Gradients that were not sent yet are worth what they were when they were computed.
+
+    They are kept without the learning rate, so if SGD's has changed they change with it: the step that they
+    are part of later is as long as it would have been.
+    """
+    import torch
+
+    if not isinstance(replica.optimizer, torch.optim.SGD) or not codec.feedback:
+        return
+    rates = [float(group["lr"]) for group in replica.optimizer.param_groups]
+    before, replica.notes["rates of residuals"] = replica.notes.get("rates of residuals", rates), rates
+    if rates == before:
+        return
+    residual = replica.buffer("sent: residual", exact=True)
+    for span in replica.spans(whole=True):
+        now, then = rates[span.group], before[span.group]
+        if now > 0 and then > 0:
+            span.of(residual).mul_(then / now)
+        elif then > 0:
+            rates[span.group] = then  # a rate of 0 is a pause
+
+
+def numbers(*values: float) -> Tensor:
+    """A few numbers in 64 bits, to send."""
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def agree(node: Node, *values: float, op: str) -> list[float]:
+    """The sum, max or min of each of a few numbers over all workers."""
+    mine = numbers(*values)
+    node.all_reduce(mine, op=op)
+    return mine.tolist()
+
+
+def _filled(vectors: Sequence[Tensor]) -> list[Tensor]:
+    return [vector for vector in vectors if vector.numel()]
