@@ -1,8 +1,8 @@
 """A little linear algebra that gives the same bits on every machine.
 
-What all workers make of the same numbers must be the same, or replicas part by a bit here and there. A product
-of matrices may round otherwise on another machine, with other threads, or elsewhere in memory. So here are only
-operations on elements, each of which rounds once, and sums in an order of their own.
+What all workers make of the same numbers must be the same, or replicas part by a bit here and there. A
+product of matrices may round otherwise on another machine, with other threads, or elsewhere in memory. So
+here are only operations on elements, each of which rounds once, and sums in an order of their own.
 """
 
 from __future__ import annotations
