@@ -352,6 +352,8 @@ def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> No
             f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
         )
     strategy.check_groups(optimizer.param_groups)
+    if strategy.codec is not None:
+        strategy.codec.check_groups(optimizer.param_groups)
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from programs import (
     ADAM,
     MOMENTUM,
     NESTEROV,
+    SGD,
     Examples,
     Half,
     Mixed,
@@ -74,10 +76,37 @@ MORE = [
     Row("dana-zero:weight=exp", 2),
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
-    Row("allreduce+fp16"),
     Row("async+bf16"),
 ]
-ROWS = [*(Row(each.name) for each in describe()), *MORE]
+# Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
+# of a network as small as the one here.
+SMALL = {
+    "topk": "topk:0.3", "randomk": "randomk:0.4", "dgc": "dgc:0.3",
+    "threshold": "threshold:0.004,pulses=many",
+}  # fmt: skip
+CODED = [
+    *(Row(f"allreduce+{SMALL.get(each.name, each.name)}") for each in describe("codec")),
+    Row("allreduce+topk:0.1,warmup=3"),
+    Row("async+topk:0.1,values=fp32,pick=exact,per=layer", 2),
+    Row("local:3+topk:0.1,dense=1d"),
+    Row("ssp:2+randomk:0.5,feedback=no"),
+    Row("allreduce+threshold:0.1,adaptive=yes,high=0.5"),
+    Row("async+threshold:0.01,pulses=many", 2),
+    Row("allreduce+sign:vote=yes"),
+    Row("async+topk:0.4,pull=dense", 2),
+    Row("async+powersgd", 2),
+    Row("sync+int8", 2),
+    Row("ssp:1+qsgd"),
+    Row("dc-asgd+topk:0.4"),
+    Row("easgd+int8"),
+    Row("local:3+int8"),
+    Row("average:3+topk:0.3"),
+    Row("postlocal:3,after=7+sign"),
+    Row("diloco:4+int4"),
+    Row("streaming-diloco:6,fragments=3+topk:0.3"),
+    Row("delayed-nesterov:3+int8"),
+]
+ROWS = [*(Row(each.name) for each in describe()), *MORE, *CODED]
 KEYS = {
     "strategy", "workers", "servers", "wall_s", "samples_per_s", "steps", "samples", "bytes_sent",
     "compute_s", "wait_s", "staleness", "metrics", "lost", "digest",
@@ -100,6 +129,8 @@ def go(
     row: Row, script: Any, workers: int, world: str = "simulated", runs: Path | None = None, seed: int = 0
 ):
     how = pr.simulate if world == "simulated" else pr.run
+    if isinstance(script, Script) and "+dgc" in row.strategy:  # it keeps the momentum itself
+        script = replace(script, optimizer=SGD)
     # One thread: after this process has computed with several, those it forks would wait for them forever.
     return how(
         script, workers=workers, strategy=row.strategy, servers=row.servers, runs=runs, seed=seed, threads=1

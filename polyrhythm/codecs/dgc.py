@@ -58,6 +58,10 @@ class DGC(TopK):
         if not self.feedback:
             raise UsageError("dgc gathers what it has not sent; without feedback use topk")
 
+    @property
+    def gradients_only(self) -> bool:
+        return True
+
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups:
             own = group.get("momentum") or group.get("betas", (0.0,))[0]

@@ -77,6 +77,10 @@ class Sign(Quantizer):
         unit = scale if self.vote else (self.units(body, 1, into.dtype, 1) * scale).item()
         dense.road(into).add_signs(body[wide:], into, unit)
 
+    @property
+    def gradients_only(self) -> bool:
+        return self.vote
+
     def agree(self, mean: Tensor) -> None:
         if self.vote:
             mean.sign_()

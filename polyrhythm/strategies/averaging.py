@@ -38,6 +38,7 @@ class Rounds(Strategy):
     """Workers step alone for a round of `period` steps, then exchange. What they exchange is up to each."""
 
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
 
     period: Literal["auto"] | int = 8
 

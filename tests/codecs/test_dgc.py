@@ -60,7 +60,7 @@ def test_all_sent_and_nothing_masked_is_momentum(dtype: torch.dtype, nesterov: b
 @DTYPES
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_all_sent_and_masked_has_no_momentum(dtype: torch.dtype, nesterov: bool) -> None:
-    """Density 1, masking on: the mask takes all momentum away, and plain SGD is left; Nesterov's is 1 + mu."""
+    """Density 1, masking on: the mask takes all momentum away. Plain SGD is left, or Nesterov's first."""
     given = gradients(10, dtype=dtype)
     codec = DGC(1.0, values="fp32", nesterov=nesterov)
     received = sent(codec, given, Memory.alone(300, dtype=dtype))
