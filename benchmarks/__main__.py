@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.report import Steal, show
 
 NAMES = (
-    "allreduce", "collectives", "communication", "last_executor", "server", "simulator", "staleness",
-    "startup", "straggler",
+    "allreduce", "codecs", "collectives", "communication", "last_executor", "server", "simulator",
+    "staleness", "startup", "straggler",
 )  # fmt: skip
 
 
