@@ -20,6 +20,7 @@ from programs import (
     ADAM,
     MOMENTUM,
     NESTEROV,
+    SGD,
     Examples,
     Half,
     Mixed,
@@ -124,17 +125,17 @@ both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 UNEVEN = Script(optimizer=MOMENTUM, size=50, epochs=4, shuffle=True, schedule=True, set_to_none=False)
 
 
-def fitting(row: Row, optimizer: Any = MOMENTUM) -> Any:
+def fitting(row: Row) -> Any:
     """An optimizer that goes with a row: DGC keeps the momentum itself."""
-    return partial(torch.optim.SGD, lr=0.05) if "+dgc" in row.strategy else optimizer
+    return partial(torch.optim.SGD, lr=0.05) if "+dgc" in row.strategy else MOMENTUM
 
 
 def go(
     row: Row, script: Any, workers: int, world: str = "simulated", runs: Path | None = None, seed: int = 0
 ):
     how = pr.simulate if world == "simulated" else pr.run
-    if isinstance(script, Script):
-        script = replace(script, optimizer=fitting(row, script.optimizer))
+    if isinstance(script, Script) and "+dgc" in row.strategy:
+        script = replace(script, optimizer=SGD)
     # One thread: after this process has computed with several, those it forks would wait for them forever.
     return how(
         script, workers=workers, strategy=row.strategy, servers=row.servers, runs=runs, seed=seed, threads=1

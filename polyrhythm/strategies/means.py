@@ -42,7 +42,19 @@ def begin_mean(
     if codec is None:
         return node.begin_all_reduce(*_filled(vectors), *flags, op="mean").join
     sender = sender_of(node, replica, codec, start=start, stop=stop)
-    dense = [*sender.plain(vectors), *flags]
+    plain = sender.plain(vectors)
+    if not codec.shared and codec.summable:
+        codes = sender.send(vectors)
+        task = node.begin_all_reduce(*codes, *plain, *flags, op="mean")
+
+        def summed() -> None:
+            task.join()
+            sender.combine([codes], vectors)
+
+        return summed
+    if not codec.shared and not plain:
+        return node.begin_coded_mean(sender, vectors, *flags).join
+    dense = [*plain, *flags]
     rest = node.begin_all_reduce(*dense, op="mean") if dense else None
     if codec.shared:
         pairs = sender.pairs(vectors)
@@ -54,25 +66,14 @@ def begin_mean(
                 rest.join()
 
         return shared
-    if not codec.summable:
-        task = node.begin_coded_mean(sender, vectors)
+    gather = node.begin_coded_mean(sender, vectors)
 
-        def gathered() -> None:
-            task.join()
-            if rest is not None:
-                rest.join()
-
-        return gathered
-    codes = sender.send(vectors)
-    task = node.begin_all_reduce(*codes, op="mean")
-
-    def summed() -> None:
-        task.join()
-        sender.combine([codes], vectors)
+    def gathered() -> None:
+        gather.join()
         if rest is not None:
             rest.join()
 
-    return summed
+    return gathered
 
 
 def in_buckets(codec: Codec | None) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import polyrhythm as pr
+from polyrhythm.codecs.algebra import add_product, orthonormal
 from polyrhythm.codecs.lowrank import HEADER, PowerSGD
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.memory import Memory
@@ -93,6 +94,8 @@ def test_all_agree_and_the_mean_of_what_is_left_is_what_the_mean_lacks(
         owed = sum(kept[rank] + given[rank][step] for rank in range(workers)) / workers
         kept = [rounds.residuals[rank][step] for rank in range(workers)]
         torch.testing.assert_close(sum(kept) / workers, owed - update, **near)
+    if not rounds.codec.warm:
+        return
     qs = [
         torch.cat([m.tensors["q"] for m in rounds.memories[rank] if "q" in m.tensors])
         for rank in range(workers)
@@ -191,6 +194,45 @@ def test_a_direction_that_was_lost_comes_back(simulate: Any) -> None:
     steps = [torch.zeros(120, dtype=torch.float64), two.flatten(), two.flatten()]
     rounds = played(simulate, "powersgd:2,feedback=no", [steps], [shape])
     torch.testing.assert_close(rounds.means[0][1], two.flatten(), rtol=0, atol=1e-10)
+
+
+@given(rank=st.integers(1, 6), seed=st.integers(0, 99), shift=st.integers(1, 15), double=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_same_factors_make_the_same_bits_wherever_they_lie(
+    rank: int, seed: int, shift: int, double: bool
+) -> None:
+    """Or replicas would part: a product of matrices may round by how memory is aligned."""
+    dtype = torch.float64 if double else torch.float32
+    p, q = gradient(1, seed, [(37, rank)], dtype).view(37, rank), gradient(2, seed, [(23, rank)], dtype)
+    one, other = torch.zeros(37 * 23, dtype=dtype), torch.zeros(37 * 23 + shift, dtype=dtype)[shift:]
+    moved = torch.cat([torch.zeros(shift, dtype=dtype), p.flatten()])[shift:].view(37, rank)
+    add_product(orthonormal(p), q.view(23, rank), one.view(37, 23))
+    add_product(orthonormal(moved), q.view(23, rank), other.view(37, 23))
+    assert torch.equal(one, other)
+    torch.testing.assert_close(
+        one.view(37, 23),
+        orthonormal(p) @ q.view(23, rank).T,
+        rtol=0,
+        atol=1e-5 if not double else 1e-13,
+    )
+
+
+@given(rank=st.integers(1, 6), rows=st.integers(6, 50), seed=st.integers(0, 99), alike=st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_bases_are_orthonormal_and_span_what_they_should(
+    rank: int, rows: int, seed: int, alike: float
+) -> None:
+    """However long and nearly parallel the columns are: at right angles, of length 1 or 0."""
+    columns = gradient(1, seed, [(rows, rank)]).view(rows, rank)
+    columns = (columns * (1 - alike) ** 4 + columns[:, :1]) * 10.0 ** torch.arange(
+        -150.0, 150.0, 50.0
+    ).double()[:rank]
+    basis = orthonormal(columns)
+    gram = basis.T @ basis
+    assert (gram - gram.diag().diag()).abs().max() < 1e-12
+    assert all(abs(length - 1) < 1e-12 or length == 0 for length in gram.diag().tolist())
+    scaled = columns / columns.abs().amax(0)
+    assert (scaled - basis @ (basis.T @ scaled)).abs().max() < 2e-7 * rows
 
 
 # --- by itself, for servers ----------------------------------------------------------------------------

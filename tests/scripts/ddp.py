@@ -165,7 +165,7 @@ def main() -> None:
     codecs = sys.argv[2:]
     owing = ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
     resumed = ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"]
-    single = ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "fp16", "bf16"]
+    single = ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"]
     results: dict[str, Any] = {
         "float32": {codec: train(rank, codec) for codec in codecs},
         "bfloat16": {codec: train(rank, codec, torch.bfloat16) for codec in codecs},
