@@ -38,6 +38,14 @@ SPEEDS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     ("randomk:0.01", None, None, None),
     ("fp16", None, None, None),
     ("bf16", None, None, None),
+    ("fp8", None, 1.0, 0.5),
+    ("int8", None, 1.0, 0.5),
+    ("int8:rounding=stochastic", None, None, 0.5),
+    ("int4", None, 1.0, 0.5),
+    ("qsgd", None, None, None),
+    ("terngrad", None, None, 0.5),
+    ("sign", None, 0.5, 0.5),
+    ("sign:vote=yes", None, 0.5, 0.5),
 )
 # Those that pick the largest, beside `torch.topk(x.abs(), k)`.
 PICKS = ("topk:0.01", "topk:0.01,pick=exact", "topk:0.001")
