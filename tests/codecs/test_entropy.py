@@ -164,6 +164,22 @@ def test_layers_of_different_density_have_their_own_parameter():
     assert sizes[2] < sizes[0] + 1.5 * sizes[1]
 
 
+def test_blocks_do_not_know_of_each_other():
+    """The bytes of a block are those it has in a message without the others: it can be read by itself."""
+    length = 4 * FINE
+    indexes = np.flatnonzero(generator(5).random(length) < 0.05)
+    ones = np.ones(len(indexes), np.int32)
+    whole = entropy._open(entropy.pack_pulses(length, indexes, ones, 1.0), length)
+    assert whole.shift == 16 and len(whole.sizes) == 4
+    ends = np.cumsum(whole.sizes)
+    for block in range(4):
+        inside = indexes >> 16 == block
+        alone = entropy._open(entropy.pack_pulses(length, indexes[inside], ones[inside], 1.0), length)
+        size = whole.sizes[block]
+        mine = whole.words.view(np.uint8)[ends[block] - size : ends[block]]
+        assert mine.tobytes() == alone.words.view(np.uint8)[:size].tobytes()
+
+
 def test_full_vectors_take_five_signs_to_a_byte():
     code = entropy.pack_pulses(10_000, np.arange(10_000), np.ones(10_000, np.int32), 1.0)
     assert len(code) < 2000 + 20
