@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks.processes import Together, _all, _fork
 
 BURST, QUEUE = "128kb", "50ms"  # of a link with a rate
+PORT, START = 7000, 60.0  # where a run listens, and seconds until it does
 _CLONE_NEWNET = 0x40000000  # os.setns, which has it, came with Python 3.12
 _SIOCETHTOOL = 0x8946
 _SWITCHES = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, _SGSO, _SGRO
@@ -40,6 +42,15 @@ class Host:
         with open(f"/run/netns/{self.name}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+
+
+def sent() -> int:
+    """Bytes that have left the host that this thread is on, headers of all layers included."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "eth0":
+            return int(counters.split()[8])
+    raise RuntimeError("this thread is not on a host")
 
 
 def why_not() -> str:
@@ -135,3 +146,38 @@ def _no_offloads(device: str) -> None:
             value = array.array("I", [command, 0])
             request = struct.pack("16sP", device.encode(), value.buffer_info()[0]).ljust(40, b"\0")
             fcntl.ioctl(sock, _SIOCETHTOOL, request)
+
+
+def launch(
+    places: Sequence[Host], program: Callable[[], Any], strategy: str, seed: int = 0
+) -> dict[str, Any] | None:
+    """Trains a program with one worker on each host, by a launcher on each; the summary of the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "run.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(32))
+        return on_hosts(places, _launch, places, key, program, strategy, seed)[0]  # type: ignore[no-any-return]
+
+
+def _launch(
+    place: Together, host: Host, places: Sequence[Host], key: Path, program: Any, strategy: str, seed: int
+) -> Any:
+    import polyrhythm as pr
+    from polyrhythm.launch.screen import Screen
+
+    address = f"{places[0].address}:{PORT}"
+    with open(os.devnull, "w") as nowhere:
+        screen = Screen(nowhere, quiet=True)
+        if place.rank == 0:
+            return pr.run(
+                program, workers=len(places), here=1, strategy=strategy, listen=f"tcp:{address}", key=key,
+                threads=1, seed=seed, runs=None, screen=screen,
+            )  # fmt: skip
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                return pr.join(address, program, workers=1, key=key, threads=1, screen=screen)
+            except pr.UsageError as error:
+                if "nobody listens" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)

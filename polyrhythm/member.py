@@ -116,6 +116,24 @@ class Member(Session):
             self._norms.show(shown)
         return shown
 
+    def state_dict(self) -> dict[str, Any]:
+        if self._replica is None:
+            return {}
+        return {"strategy": str(self.strategy), **self._replica.memory(self.strategy.remembers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._replica is None:
+            raise UsageError(
+                "session.load_state_dict() comes after session.prepare(model, optimizer, loader)"
+            )
+        if state and state.get("strategy") != str(self.strategy):
+            raise UsageError(
+                f"this state was saved under {state.get('strategy')}, and this run is {self.strategy}"
+            )
+        if state:
+            with torch.no_grad():
+                self._replica.remember(state)
+
     def close(self) -> None:
         """The script is done: the strategy finishes, and the last worker brings the result home."""
         replica, node = self._replica, self._node
@@ -236,7 +254,7 @@ class Member(Session):
                 self._agree(replica)
         self._charged = False
         replica.steps += 1
-        replica.check_finite(node.me, replica.steps)
+        replica.check_finite(node.me)
         before = node.now()
         with torch.no_grad(), self._seat.away():
             self.strategy.step(node, replica)
@@ -334,6 +352,8 @@ def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> No
             f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
         )
     strategy.check_groups(optimizer.param_groups)
+    if strategy.codec is not None:
+        strategy.codec.check_groups(optimizer.param_groups)
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

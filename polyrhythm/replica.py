@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from polyrhythm.node import Peer, Reply
 
 
+SENT = "sent: "  # so begin the names of the buffers in which codecs remember what a worker sends
+
+
 class Replica:
     """A worker's model and optimizer as flat vectors.
 
@@ -232,7 +235,7 @@ class Replica:
         self.present.copy_(self.present > 0)  # whole again, for the next mean
         self.begun, self._begin, self._early = 0, None, False
 
-    def check_finite(self, worker: object, step: int) -> None:
+    def check_finite(self, worker: object, step: int | None = None) -> None:
         """Raises `NotFinite` if this worker's gradient was not finite; the step must not be taken."""
         if not all(math.isfinite(float(total)) for total in self._sums):
             # The sum of large finite numbers may overflow too: look at each before saying so.
@@ -242,8 +245,9 @@ class Replica:
                 return
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             raise NotFinite(
-                f"{worker}: the gradient of {layers[0]}{more} at step {step} is not finite (the loss is NaN "
-                "or infinite): lower the learning rate, clip gradients, or look at the data of that step"
+                f"{worker}: the gradient of {layers[0]}{more} at step {step or self.steps} is not finite "
+                "(the loss is NaN or infinite): lower the learning rate, clip gradients, or look at the data "
+                "of that step"
             )
 
     @property
@@ -302,6 +306,28 @@ class Replica:
             for vector in self.buffers[name]:
                 vector.zero_()
         return self.buffers[name]
+
+    def memory(self, names: Sequence[str]) -> dict[str, Any]:
+        """What is saved of it: these buffers, and all that codecs remember."""
+        kept = [name for name in self.buffers if name in names or name.startswith(SENT)]
+        return {
+            "layout": self.layout.hash,
+            "buffers": {name: [part.clone() for part in self.buffers[name]] for name in kept},
+            "codecs": copy.deepcopy(self.notes.get("codecs", {})),
+            "rates": list(self.notes.get("rates of residuals", ())),
+        }
+
+    def remember(self, saved: dict[str, Any]) -> None:
+        """Takes back what `memory` gave."""
+        if saved["layout"] != self.layout.hash:
+            raise UsageError("this state was saved with another model, or with other parameter groups")
+        for name, parts in saved["buffers"].items():
+            for place, part in zip(self.buffer(name, exact=name.startswith(SENT)), parts, strict=True):
+                place.copy_(part)
+        self.notes["codecs"] = copy.deepcopy(saved["codecs"])
+        self.senders.clear()  # they look at the notes that were there before
+        if saved["rates"]:
+            self.notes["rates of residuals"] = list(saved["rates"])
 
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not touch; reused by later calls."""

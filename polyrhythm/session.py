@@ -129,6 +129,21 @@ class Session:
         """
         return nullcontext()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker remembers besides its model and its optimizer, such as what a codec has not sent.
+
+        Each worker has its own, to save beside the others': `torch.save(session.state_dict(), ...)`.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with what was saved; after `prepare()`, under the same strategy and with the same model."""
+        if state:
+            raise UsageError(
+                f"this state was saved under {state.get('strategy')}, and a process alone has no strategy: "
+                "load it in a run, or leave it"
+            )
+
     def consensus(self) -> nn.Module:
         """The one model the run has agreed on: the server's parameters, or the average of the replicas.
 

@@ -129,6 +129,11 @@ class Codec(Configured):
         self.decode(code, memory.residual, -1.0)  # what the others get, not what was meant
         return code
 
+    @property
+    def gradients_only(self) -> bool:
+        """Whether what it makes of a vector means nothing unless that is a gradient."""
+        return False
+
     def agree(self, mean: Tensor) -> None:
         """Makes of the mean of what all have sent, in place, what all go on with."""
 
@@ -156,6 +161,8 @@ class Strategy(Configured):
     servers: ClassVar[bool] = False
     codecs: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
+    sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
+    remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -164,6 +171,8 @@ class Strategy(Configured):
         # Not in __post_init__: subclasses check their ranges there, and would silently replace this.
         if codec is not None and not cls.codecs:
             raise UsageError(f"{cls.name} takes no codec")
+        if codec is not None and codec.gradients_only and cls.sends != "gradients":
+            raise UsageError(f"{codec} is for gradients, and {cls.name} sends how far each worker has come")
         return super().__new__(cls)
 
     def __str__(self) -> str:

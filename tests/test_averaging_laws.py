@@ -404,7 +404,6 @@ def test_a_step_is_taken_together_to_its_end(simulate: Any) -> None:
         ("diloco:lr=0", "lr must be a finite number above 0"),
         ("diloco:lr=inf", "lr must be a finite number above 0"),
         ("diloco:momentum=keep", "no field 'momentum'"),
-        ("local:8+fp16", "local takes no codec"),
         ("streaming-diloco:10,fragments=4", "fragments must divide period.*4 does not divide 10"),
         (
             "streaming-diloco:8,fragments=4,overlap=2",

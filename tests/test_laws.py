@@ -637,7 +637,7 @@ class Poisoned(Script):
 def test_not_a_number_is_named(strategy: str) -> None:
     """The error says whose gradient it was, and at which step."""
     with pytest.raises(
-        PolyrhythmError, match="worker 1: the gradient of 0.weight and 3 more at step 3 is not finite"
+        PolyrhythmError, match=r"worker 1: the gradient of 0\.weight and 3 more at step 3 is not finite"
     ):
         pr.simulate(Poisoned(), workers=2, strategy=strategy, threads=1)
 
@@ -645,7 +645,7 @@ def test_not_a_number_is_named(strategy: str) -> None:
 def test_not_a_number_is_named_on_real_processes() -> None:
     """The worker with the NaN speaks first, though it drags the others along."""
     with pytest.raises(
-        PolyrhythmError, match="worker 1: the gradient of 0.weight and 3 more at step 3 is not finite"
+        PolyrhythmError, match=r"worker 1: the gradient of 0\.weight and 3 more at step 3 is not finite"
     ):
         pr.run(Poisoned(), workers=2, strategy="allreduce", runs=None, threads=1)
 

@@ -68,10 +68,12 @@ class Launcher:
         secret = key[1] if key else secrets.token_bytes(32)
         # Who wants TCP on one host wants all of it: then tensors travel too, as they would between hosts.
         shared = self._rooms.arenas if listen == "unix:" or here < workers else None
+        codec = str(strategy.codec or "") if strategy is not None else ""
         passport = Passport(
-            secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective
-        )
-        self._terms = {"wait": wait, "collective": collective, "restarts": restarts}
+            secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective,
+            codec,
+        )  # fmt: skip
+        self._terms = {"wait": wait, "collective": collective, "restarts": restarts, "codec": codec}
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(workers)]
         self._wake, self._woken = os.pipe()
         self._lock = threading.RLock()

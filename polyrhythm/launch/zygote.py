@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from polyrhythm.errors import UsageError
 from polyrhythm.launch.program import Program
 from polyrhythm.node import Peer
 from polyrhythm.wire.arena import Arenas
@@ -40,6 +41,7 @@ class Passport:
     listen: str
     arenas: Arenas | None = None
     collective: str = "auto"
+    codec: str = ""  # what has to be compiled
 
 
 class Zygote:
@@ -136,6 +138,13 @@ class _Forker:
                 import_module(name)
         except Exception as error:
             return self._say("failed", f"torch cannot be imported: {error!r}")
+        if self._passport.codec:  # compiled once here too, for numbers of the usual kind
+            import torch
+
+            from polyrhythm.strategy import parse_codec
+
+            with contextlib.suppress(UsageError):  # the nodes will say so
+                parse_codec(self._passport.codec).prepare(torch.float32)
         try:
             self._say("ready")
             while True:

@@ -38,6 +38,7 @@ class Rounds(Strategy):
     """Workers step alone for a round of `period` steps, then exchange. What they exchange is up to each."""
 
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
 
     period: Literal["auto"] | int = 8
 
@@ -83,10 +84,9 @@ class Averaging(Rounds):
 
     momentum: Literal["keep", "average", "reset"] = "keep"
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if (self.codec is not None or self.weighs) and self.alone(replica) == 1:
+    def ready(self, node: Node, replica: Replica) -> None:
+        if (self.codec is not None or self.weighs) and self.alone(replica) == 0:  # a round begins
             copied(replica.parameters, replica.buffer("base"))
-        super().step(node, replica)
 
     def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
         names = self._moment_names(node, replica) if self.momentum == "average" else []
@@ -327,7 +327,10 @@ class PostLocal(Averaging):
             begin_part(node, replica, self.codec, gradient, *flags)
 
     def ready(self, node: Node, replica: Replica) -> None:
-        if self._together(replica):
+        if not self._together(replica):
+            self._turn(replica)
+            super().ready(node, replica)
+        else:
             if not join_parts(replica):
                 mean_gradient(node, replica, self.codec, replica.present, self._falls(replica))
             step = replica.steps + 1  # for which this gradient is; another batch may still be added to it
@@ -335,14 +338,13 @@ class PostLocal(Averaging):
             if replica.notes["falls"].item():
                 replica.notes["fell"] = step
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if self.alone(replica) == 1 and self.codec and self.codec.feedback and "turned" not in replica.notes:
-            # What was not sent of gradients is from here on a way that was not told.
+    def _turn(self, replica: Replica) -> None:
+        """What was not sent of gradients is from here on a way that was not told."""
+        if self.codec is not None and self.codec.feedback and not replica.notes.get("turned"):
             replica.notes["turned"] = True
             residual = replica.buffer("sent: residual", exact=True)
             for span in replica.spans(whole=True):
                 span.of(residual).mul_(-float(span.settings.get("lr", 0.0)))
-        super().step(node, replica)
 
     def _together(self, replica: Replica) -> bool:
         return replica.steps < (self.after or replica.notes.get("fell", math.inf))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import copied
@@ -39,6 +39,7 @@ class DelayedNesterov(ParameterServer):
 
     name: ClassVar[str] = "delayed-nesterov"
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
     paper: ClassVar[str] = "Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard")

@@ -34,6 +34,7 @@ class Elastic(ParameterServer):
 
     name: ClassVar[str] = "easgd"
     main: ClassVar[str | None] = "period"
+    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
     paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness",)

@@ -120,6 +120,7 @@ class DanaSlim(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-slim"
+    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
     paper: ClassVar[str] = DANA
 
     # What the server made of a push the worker's momentum would not know.

@@ -37,6 +37,7 @@ class SlowMo(Averaging):
     """
 
     name: ClassVar[str] = "slowmo"
+    remembers: ClassVar[tuple[str, ...]] = ("slow momentum",)
     paper: ClassVar[str] = (
         "Wang, Tantia, Ballas, Rabbat 2020, SlowMo: Improving Communication-Efficient Distributed SGD with "
         "Slow Momentum"
@@ -116,6 +117,7 @@ class DiLoCo(Rounds):
     """
 
     name: ClassVar[str] = "diloco"
+    remembers: ClassVar[tuple[str, ...]] = ("m",)
     codecs: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models"

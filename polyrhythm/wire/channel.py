@@ -60,6 +60,7 @@ class Channel:
         self.instance = them.instance
         self.bounds = bounds
         self.number = 0  # a higher one is newer
+        self.sent = 0  # bytes that the socket has taken, headers and encryption included
         self.broken = False  # no more can be sent
         self.drained = False  # and no more will be received
         self._sock = sock
@@ -115,6 +116,7 @@ class Channel:
                 if not self.until_writable(self, self.wait):
                     raise
                 continue
+            self.sent += sent
             while first < len(chunks) and sent >= chunks[first].nbytes:
                 sent -= chunks[first].nbytes
                 first += 1

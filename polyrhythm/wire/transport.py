@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
@@ -120,6 +121,7 @@ class Transport:
         self._on_error = on_error or logging.getLogger("polyrhythm.wire").warning
         self._inbox = Inbox(queue, self._send_apart)
         self._lines: dict[Channel, Line] = {}
+        self._ended: Counter[Peer] = Counter()  # bytes sent over connections that have ended
         self.wakes = 0
         self._halves: set[Line] = set()  # with a message of which the rest has not come yet
         self._engine = Engine(self._take, self._overdue, str(me))
@@ -228,6 +230,15 @@ class Transport:
     def closed(self) -> bool:
         """Whether this node has said goodbye."""
         return self._links.closing.is_set()
+
+    def traffic(self) -> dict[Peer, int]:
+        """The bytes that went to each peer, as its sockets took them: headers and encryption included, what
+        the network adds to them is not."""
+        with self._lock:
+            total = Counter(self._ended)
+            for channel in tuple(self._lines):
+                total[channel.peer] += channel.sent
+        return dict(total)
 
     @property
     def arrived(self) -> int:
@@ -452,7 +463,8 @@ class Transport:
             stranded = [pending for pending in self._pending.values() if pending._channel is channel]
             for pending in stranded:
                 pending._channel = None
-        line = self._lines.pop(channel)
+            line = self._lines.pop(channel)
+            self._ended[channel.peer] += channel.sent
         self._halves.discard(line)
         if line.reading is not None:
             line.reading.close()

@@ -336,6 +336,31 @@ def test_bytes_between_hosts_are_secret(encrypt):
         proxy.close()
 
 
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_traffic_is_what_passes_between_the_sockets(encrypt):
+    """To the byte, and what a connection had sent still counts when it has ended."""
+    with nodes("tcp:127.0.0.1", encrypt=encrypt) as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        worker.send(SERVER, "first")
+        server.receive(timeout=5)
+        begun, seen = sum(worker.traffic().values()), len(proxy.seen)
+        assert set(worker.traffic()) == {SERVER} and server.traffic()[WORKER] == 0
+        for count in (0, 1, 5, 100_000):
+            pending = worker.ask(SERVER, "push", [floats(*range(count))], into=[floats(*range(count))])
+            double(server)
+            pending.wait(5)
+        sent = worker.traffic()[SERVER] - begun + server.traffic()[WORKER]
+        assert sent == len(proxy.seen) - seen > 2 * 4 * 100_000
+        before = worker.traffic()[SERVER]
+        proxy.cut()
+        pending = worker.ask(SERVER, "again")
+        server.answer(server.receive(timeout=5))
+        pending.wait(5)
+        assert before < worker.traffic()[SERVER] < before + 500
+        proxy.close()
+
+
 def test_tampering_is_detected_and_the_node_lives_on():
     errors = []
     with nodes("tcp:127.0.0.1", server={"on_error": errors.append}) as (server, worker):

@@ -1,0 +1,362 @@
+"""Four hosts on slow links: samples/s, bytes and accuracy of our strategies beside DDP and its hooks.
+
+The hosts are network namespaces on this machine, each behind a link of 100 or of 10 Mbit/s both ways. Every
+system trains the Fashion-MNIST network (1,111,946 parameters) with one worker per host, batch 25, one thread:
+DistributedDataParallel over Gloo, plain and with torch's own hooks for 16-bit floats and for PowerSGD, and
+our strategies by our own launcher, encrypted as it always is between hosts. Needs root.
+
+Speed is what the workers do together from the last step of the warm-up to their last one. Bytes are those
+that leave a host by its link in that time, whoever sends them, with all headers and acknowledgements.
+Accuracy is that of the consensus after the same number of samples for all, with a rate that falls to 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import hosts
+from benchmarks.allreduce import network
+from benchmarks.processes import Together, apart
+from benchmarks.report import Row, ratio
+from benchmarks.straggler import inside
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+HOSTS, BATCH = 4, 25
+TRAINING = 12_000  # the first of the images
+EPOCHS = 3
+FAST, SLOW = "100mbit", "10mbit"
+NAMES = {FAST: "100 Mbit/s", SLOW: "10 Mbit/s"}
+SEED = 1
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to train: a strategy, or DDP with a hook."""
+
+    name: str
+    hook: str | None = None  # of DDP: "" for none, "alone" for no exchange at all
+    rate: float = 0.05
+    momentum: float = 0.9
+    optimizer: str = "SGD"
+    period: int = 8  # steps are counted in multiples of this: of averaging strategies, their period
+    warmup: int = 8
+    lockstep: bool = True
+
+    def optimize(self, model: nn.Module) -> Any:
+        import torch
+
+        if self.optimizer == "AdamW":
+            return torch.optim.AdamW(model.parameters(), lr=self.rate)
+        return torch.optim.SGD(model.parameters(), lr=self.rate, momentum=self.momentum)
+
+
+ALONE = System("no exchange", "alone")
+DDP = System("DDP", "", period=1, warmup=1)
+HALF = System("DDP, fp16 hook", "fp16", period=1, warmup=1)
+POWER = System("DDP, PowerSGD rank 1 hook", "powersgd", warmup=4)  # the first two of torch's are dense
+THEIRS = (ALONE, DDP, HALF, POWER)
+OURS = (
+    System("allreduce+bf16", period=1, warmup=1),
+    System("local:8"),
+    System("local:32", period=32, warmup=32),
+    System("diloco:50+bf16", optimizer="AdamW", rate=0.001, period=50, warmup=50),
+    System("async", lockstep=False),
+)
+DENSE = {
+    DDP.name,
+    HALF.name,
+    "allreduce+bf16",
+    "async",
+}  # few steps of theirs are enough, and all can wait for
+CHOSEN = "local:8"  # what the bars are for
+
+BARS = {FAST: 5.0, SLOW: 30.0}  # times DDP's samples/s,
+AGAINST_POWER = 1.4  # on the faster links times PowerSGD's,
+POINTS = 0.5  # and fewer points of accuracy below DDP than this
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a system is run: so many steps after the warm-up, or all of the training."""
+
+    steps: int
+    accuracy: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave."""
+
+    speed: float  # samples/s of all workers
+    megabytes: float  # per step and host
+    accuracy: float | None
+
+
+def plan(system: System, rate: str, quick: bool) -> Plan:
+    """How many steps the speed of a system is measured over."""
+    if system.name in DENSE:
+        return Plan(2 if rate == SLOW else 8)
+    periods = -(-(24 if quick else 48) // system.period)
+    return Plan(periods * system.period)
+
+
+def measure(
+    quick: bool, ours: Sequence[System] = OURS, rates: Sequence[str] = (FAST, SLOW), accuracy: bool = True
+) -> tuple[list[Row], list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        if missing := hosts.why_not() or apart(_store, folder):
+            return [], [f"not measured: {missing}"]
+        return _measure(Path(folder), quick, ours, rates, accuracy)
+
+
+def _measure(
+    folder: Path, quick: bool, ours: Sequence[System], rates: Sequence[str], accuracy: bool
+) -> tuple[list[Row], list[str]]:
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for rate in rates:
+        with hosts.hosts(HOSTS, rate) as places:
+            for number in range(1 if quick or rate == SLOW else 2):
+                for system in THEIRS + tuple(ours) if number % 2 == 0 else reversed(THEIRS + tuple(ours)):
+                    outcome = run(folder, places, system, plan(system, rate, quick))
+                    found.setdefault((rate, system.name), []).append(outcome)
+                    print(NAMES[rate], system.name, outcome, file=sys.stderr, flush=True)
+    good: dict[str, float] = {}
+    if accuracy:
+        systems = [DDP, *ours] if quick else [DDP, HALF, POWER, *ours]
+        good = accuracies(folder, systems, 1 if quick else EPOCHS)
+    return _rows(found, ours, rates, good), _notes(quick)
+
+
+def accuracies(folder: Path, systems: Iterable[System], epochs: int) -> dict[str, float]:
+    """The accuracy of each after so many epochs; on free links, where those are enough to know it."""
+    good = {}
+    for system in systems:
+        with hosts.hosts(HOSTS, "" if system.lockstep else FAST) as places:
+            steps = epochs * TRAINING // BATCH // HOSTS - system.warmup
+            outcome = run(folder, places, system, Plan(steps, accuracy=True))
+        assert outcome.accuracy is not None
+        good[system.name] = outcome.accuracy
+        print("accuracy", system.name, outcome, file=sys.stderr, flush=True)
+    return good
+
+
+def _rows(
+    found: dict[tuple[str, str], list[Outcome]],
+    ours: Sequence[System],
+    rates: Sequence[str],
+    good: dict[str, float],
+) -> list[Row]:
+    rows = []
+    for rate in rates:
+        speed = {
+            name: [each.speed for each in outcomes] for (at, name), outcomes in found.items() if at == rate
+        }
+        for system in (*THEIRS, *ours):
+            mine = speed[system.name]
+            megabytes = statistics.median(each.megabytes for each in found[rate, system.name])
+            rows.append(
+                Row(
+                    f"{NAMES[rate]}: {system.name}", statistics.median(mine), "/s",
+                    None if system is DDP else statistics.median(speed[DDP.name]),
+                    ratio=None if system is DDP else ratio(mine, speed[DDP.name]),
+                    bar=BARS[rate] if system.name == CHOSEN else None,
+                    more={
+                        "beside PowerSGD": f"{ratio(mine, speed[POWER.name]):.2f}×",
+                        "MB per step and host": f"{megabytes:.3f}",
+                        "accuracy": f"{good[system.name]:.2%}" if system.name in good else "–",
+                    },
+                )
+            )  # fmt: skip
+        if rate == FAST:
+            theirs = speed[POWER.name]
+            rows.append(
+                Row(
+                    f"{NAMES[rate]}: {CHOSEN} beside PowerSGD", statistics.median(speed[CHOSEN]), "/s",
+                    statistics.median(theirs), ratio=ratio(speed[CHOSEN], theirs), bar=AGAINST_POWER,
+                )
+            )  # fmt: skip
+    if CHOSEN in good:
+        below = 100 * (good[DDP.name] - good[CHOSEN])
+        rows.append(Row(f"accuracy of {CHOSEN} below DDP's", below, "points", bar=POINTS, wanted="below"))
+    return rows
+
+
+def _notes(quick: bool) -> list[str]:
+    times = 1 if quick else EPOCHS
+    return [
+        f"{HOSTS} hosts share {os.cpu_count()} cores, so `no exchange` is the most that any system can reach",
+        "theirs and the ratio: DDP in the same round; medians over rounds",
+        f"accuracy on the 10,000 test images after {times} times {TRAINING:,} images, with a rate that falls "
+        "to 0; DDP and lockstep strategies train it on links without a limit, since it does not depend on "
+        f"them, the others on those of {NAMES[FAST]}",
+    ]
+
+
+# --- on the hosts -----------------------------------------------------------------------------------
+
+
+def _store(folder: str) -> str:
+    """Puts the images where workers read them faster; what to tell if they are not here."""
+    import torch
+
+    from polyrhythm.data.mnist import mnist
+    from polyrhythm.errors import UsageError
+
+    try:
+        training, testing = mnist()
+    except UsageError as error:
+        return str(error)
+    for name, (images, labels) in ((_TRAIN, training[:TRAINING]), (_TEST, testing[:])):
+        torch.save(((images * 255).byte(), labels), Path(folder) / name)
+    return ""
+
+
+_TRAIN, _TEST = "train.pt", "test.pt"
+
+
+def _images(file: Path) -> tuple[Tensor, Tensor]:
+    import torch
+
+    images, labels = torch.load(file)
+    return images.float().div_(255), labels
+
+
+def run(data: Path, places: Sequence[hosts.Host], system: System, plan: Plan) -> Outcome:
+    """Trains on the hosts."""
+    with tempfile.TemporaryDirectory() as name:
+        if system.hook is None:
+            hosts.launch(places, functools.partial(_ours, system, plan, data, Path(name)), system.name, SEED)
+        else:
+            hosts.on_hosts(places, _theirs, system, plan, data, Path(name))
+        told = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(len(places))]
+    # All have the same clock. What counts is when all are past the warm-up and nobody has ended yet.
+    warmup = system.warmup - 1
+    start, stop = max(each["ends"][warmup] for each in told), min(each["ends"][-1] for each in told)
+    steps = sum(inside(each["ends"], start, stop) for each in told)
+    sent = sum(each["sent"][-1] - each["sent"][warmup] for each in told)
+    taken = sum(len(each["ends"]) - system.warmup for each in told)
+    return Outcome(steps * BATCH / (stop - start), sent / taken / 1e6, told[0]["accuracy"])
+
+
+def _ours(system: System, plan: Plan, data: Path, folder: Path) -> None:
+    import polyrhythm as pr
+
+    session = pr.init()
+    model, optimizer, loader = session.prepare(*_made(system, data))
+    told = _train(model, optimizer, loader, system, plan)
+    told["accuracy"] = _accuracy(session.consensus(), data) if plan.accuracy else None
+    (folder / f"{session.rank}.json").write_text(json.dumps(told))
+
+
+_kept: list[Any] = []  # Gloo now and then hangs when it is taken down; what is in here never is
+
+
+def _theirs(place: Together, host: hosts.Host, system: System, plan: Plan, data: Path, folder: Path) -> None:
+    import torch
+    from torch import distributed
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    store = f"file://{place.folder / 'store'}"
+    model, optimizer, loader = _made(system, data)
+    if system.hook != "alone":
+        distributed.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.count)
+        # All begin with the same seed, and need not be told the parameters first. PowerSGD wants one bucket.
+        cap = 100 if system.hook == "powersgd" else None
+        model = DistributedDataParallel(model, bucket_cap_mb=cap, init_sync=False)
+        if system.hook == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif system.hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        _kept.append(model)
+    sampler = DistributedSampler(loader.dataset, place.count, place.rank, seed=SEED)
+    mine = DataLoader(loader.dataset, batch_size=BATCH, sampler=sampler)
+    place.barrier()
+    told = _train(model, optimizer, mine, system, plan, sampler)
+    told["accuracy"] = _accuracy(model, data) if plan.accuracy and place.rank == 0 else None
+    (folder / f"{place.rank}.json").write_text(json.dumps(told))
+    place.barrier()  # nobody leaves while another may still be in an exchange
+
+
+def _made(system: System, data: Path) -> tuple[nn.Module, Any, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(SEED)
+    model = network()
+    training = TensorDataset(*_images(data / _TRAIN))
+    return model, system.optimize(model), DataLoader(training, batch_size=BATCH, shuffle=True)
+
+
+def _train(
+    model: nn.Module, optimizer: Any, loader: Any, system: System, plan: Plan, sampler: Any = None
+) -> dict[str, Any]:
+    """The loop that all systems run: when each step ended, and what had been sent by then."""
+    from torch.nn import functional as F
+
+    ends: list[float] = []
+    sent: list[int] = []
+    last = system.warmup + plan.steps
+    total = EPOCHS * TRAINING // BATCH // HOSTS
+    for epoch in itertools.count():
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for x, y in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = system.rate * max(0.0, 1 - len(ends) / (last if plan.accuracy else total))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            ends.append(time.monotonic())
+            sent.append(hosts.sent())
+            if len(ends) == last:
+                return {"ends": ends, "sent": sent}
+    raise AssertionError
+
+
+def _accuracy(model: nn.Module, data: Path) -> float:
+    import torch
+
+    images, labels = _images(data / _TEST)
+    with torch.no_grad():
+        right = torch.cat([model(part).argmax(1) for part in images.split(500)]) == labels
+    return right.float().mean().item()
+
+
+if __name__ == "__main__":
+    import argparse
+
+    from benchmarks.report import Steal, show
+
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--quick", action="store_true", help="one round, and one epoch")
+    options.add_argument("--strategies", help="ours, joined by spaces; of those in the list if not given")
+    options.add_argument("--rates", default=f"{FAST},{SLOW}", help="of the links (%(default)s)")
+    options.add_argument("--no-accuracy", action="store_true", help="speed only")
+    asked = options.parse_args()
+    known = {system.name: system for system in OURS}
+    wanted = asked.strategies.split() if asked.strategies else list(known)
+    with Steal() as steal:
+        measured, remarks = measure(
+            asked.quick, [known.get(name, System(name)) for name in wanted], asked.rates.split(","),
+            not asked.no_accuracy,
+        )  # fmt: skip
+    print(show(measured), *remarks, steal, sep="\n")

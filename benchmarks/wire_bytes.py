@@ -1,0 +1,155 @@
+"""Bytes per step that gradients take on the wire: sparse codecs against dense 32-bit floats, at the socket.
+
+Two real processes train the Fashion-MNIST network (1,111,946 parameters) over TCP, encrypted, without shared
+memory. Counted is all that the two workers give to the socket between them, per worker and step, after the
+warm-up: codes, headers of messages, their answers, and what encryption adds. What goes between a worker and
+the launcher (the event log, above all) is counted apart. TCP's own headers are counted by `slow_network`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allreduce import network
+from benchmarks.processes import apart
+from benchmarks.report import Row
+
+WORKERS, BATCH = 2, 50
+TRAINING = 12_000  # the first of the images
+USUAL = "allreduce"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy with a codec, and how many times fewer bytes than dense it must take."""
+
+    strategy: str
+    bar: float | None = None
+
+
+CASES = (Case(USUAL), Case("allreduce+bf16"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Bytes per worker and step."""
+
+    exchanged: float
+    payload: float  # of them codes
+    apart: float  # to the launcher
+    loss: float  # at the end, to see that it trains
+
+
+def measure(quick: bool) -> tuple[list[Row], list[str]]:
+    if missing := apart(_missing):
+        return [], [f"not measured: {missing}"]
+    warmup, steps = (20, 20) if quick else (60, 100)
+    found = {case: _outcome(case, warmup, steps) for case in CASES}
+    dense = found[CASES[0]].exchanged
+    rows = [
+        Row(
+            case.strategy, outcome.exchanged, "B", None if case.strategy == USUAL else dense,
+            ratio=None if case.strategy == USUAL else dense / outcome.exchanged, bar=case.bar,
+            more={
+                "of them codes": f"{outcome.payload:,.0f} B",
+                "to the launcher, apart": f"{outcome.apart:,.0f} B",
+                "loss": f"{outcome.loss:.3f}",
+            },
+        )
+        for case, outcome in found.items()
+    ]  # fmt: skip
+    return rows, [
+        f"bytes per worker and step at the socket between {WORKERS} workers, TCP and encrypted, over {steps} "
+        f"steps after {warmup}; theirs and the ratio: dense float32",
+    ]
+
+
+# --- in processes of their own ----------------------------------------------------------------------
+
+
+def _missing() -> str:
+    """What to tell if the data are not here."""
+    from polyrhythm.data.mnist import mnist
+    from polyrhythm.errors import UsageError
+
+    try:
+        mnist()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _outcome(case: Case, warmup: int, steps: int) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        apart(_launch, case.strategy, warmup, steps, Path(folder))
+        told = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    return Outcome(**{name: statistics.mean(each[name] for each in told) for name in told[0]})
+
+
+def _launch(strategy: str, warmup: int, steps: int, folder: Path) -> None:
+    from polyrhythm.launch import run
+
+    program = functools.partial(_worker, warmup, steps, folder)
+    run(program, workers=WORKERS, strategy=strategy, threads=1, listen="tcp:127.0.0.1:0", runs=None)
+
+
+def _worker(warmup: int, steps: int, folder: Path) -> None:
+    import torch
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import polyrhythm as pr
+    from polyrhythm.data.mnist import mnist
+
+    session = pr.init()
+    images, labels = mnist()[0].tensors
+    data = TensorDataset(images[:TRAINING], labels[:TRAINING])
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    transport: Any = session._seat.node.transport  # type: ignore[union-attr]
+
+    def sent() -> dict[str, int]:
+        traffic = transport.traffic()
+        return {
+            "exchanged": sum(nbytes for peer, nbytes in traffic.items() if peer.role == "worker"),
+            "apart": sum(nbytes for peer, nbytes in traffic.items() if peer.role != "worker"),
+            "payload": transport.bytes_sent,
+        }
+
+    before, losses, step = sent(), [], 0
+    while step < warmup + steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            losses.append(loss.item())
+            if step == warmup:
+                before = sent()
+            if step == warmup + steps:
+                break
+    told = {name: (nbytes - before[name]) / steps for name, nbytes in sent().items()}
+    told["loss"] = statistics.mean(losses[-20:])
+    (folder / f"{session.rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    import argparse
+
+    from benchmarks.report import Steal, show
+
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--quick", action="store_true", help="fewer steps")
+    asked = options.parse_args()
+    with Steal() as steal:
+        measured, remarks = measure(asked.quick)
+    print(show(measured), *remarks, steal, sep="\n")

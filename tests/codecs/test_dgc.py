@@ -1,0 +1,178 @@
+"""The laws of Deep Gradient Compression: exact, where they are exact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polyrhythm.codecs.dgc import DGC
+from polyrhythm.codecs.sparsify import TopK
+from polyrhythm.errors import UsageError
+from polyrhythm.memory import Memory
+from polyrhythm.strategy import parse_codec
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def gradients(steps: int, size: int = 300, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(size, dtype=dtype, generator=generator) for _ in range(steps)]
+
+
+def sent(codec: TopK, given: list[Tensor], memory: Memory) -> list[Tensor]:
+    """What the others get, step by step."""
+    received = []
+    for gradient in given:
+        before, into = gradient.clone(), torch.zeros_like(gradient)
+        codec.decode(codec.send(gradient, memory), into)
+        memory.sent()
+        assert torch.equal(gradient, before)
+        received.append(into)
+    return received
+
+
+def trained(updates: list[Tensor], **settings: Any) -> Tensor:
+    """Where torch.optim.SGD gets with these gradients."""
+    point = torch.zeros_like(updates[0], requires_grad=True)
+    optimizer = torch.optim.SGD([point], lr=0.1, **settings)
+    for update in updates:
+        point.grad = update.clone()
+        optimizer.step()
+    return point.detach()
+
+
+@DTYPES
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_all_sent_and_nothing_masked_is_momentum(dtype: torch.dtype, nesterov: bool) -> None:
+    """Density 1, masking off: bit for bit torch.optim.SGD with that momentum, or Nesterov's."""
+    given = gradients(40, dtype=dtype)
+    codec = DGC(1.0, values="fp32", momentum=0.9, nesterov=nesterov, masking=False)
+    received = sent(codec, given, Memory.alone(300, dtype=dtype))
+    assert torch.equal(trained(received), trained(given, momentum=0.9, nesterov=nesterov))
+
+
+@DTYPES
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_all_sent_and_masked_has_no_momentum(dtype: torch.dtype, nesterov: bool) -> None:
+    """Density 1, masking on: the mask takes all momentum away. Plain SGD is left, or Nesterov's first."""
+    given = gradients(10, dtype=dtype)
+    codec = DGC(1.0, values="fp32", nesterov=nesterov)
+    received = sent(codec, given, Memory.alone(300, dtype=dtype))
+    plain = [g.add(g, alpha=0.9) for g in given] if nesterov else given
+    assert all(torch.equal(one, other) for one, other in zip(received, plain, strict=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("fields", [{}, {"values": "fp32", "pick": "exact"}, {"warmup": 5}])
+def test_without_momentum_it_is_topk(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    """The same bytes."""
+    one, other = (Memory.alone(300, dtype=dtype) for _ in range(2))
+    dgc, topk = DGC(0.05, momentum=0.0, **fields), TopK(0.05, **fields)
+    for gradient in gradients(20, dtype=dtype):
+        assert torch.equal(dgc.send(gradient, one), topk.send(gradient, other))
+        one.sent()
+        other.sent()
+    assert torch.equal(one.residual, other.residual)
+
+
+@given(
+    size=st.integers(1, 60),
+    density=st.floats(0.01, 1.0),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+    masking=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_each_step_is_that_of_the_paper(
+    size: int, density: float, momentum: float, nesterov: bool, masking: bool
+) -> None:
+    """u <- mu u + g, v <- v + u; or u <- mu (u + g), v <- v + u + g. The largest go; u and v are 0 there."""
+    codec = DGC(density, 0, "fp32", "exact", momentum, nesterov, masking)
+    memory = Memory.alone(size, dtype=torch.float64)
+    given = gradients(6, size)
+    u, v = torch.zeros(2, size, dtype=torch.float64)
+    for gradient, received in zip(given, sent(codec, given, memory), strict=True):
+        u = momentum * (u + gradient) if nesterov else momentum * u + gradient
+        v = v + u + gradient if nesterov else v + u
+        largest = v.abs().topk(codec.quota(size, 0)).indices
+        mask = torch.zeros(size, dtype=torch.bool)
+        mask[largest] = True
+        torch.testing.assert_close(received, torch.where(mask, v, 0.0), rtol=0, atol=1e-12)
+        v = torch.where(mask, 0.0, v)
+        u = torch.where(mask, 0.0, u) if masking else u
+    torch.testing.assert_close(memory.residual, v, rtol=0, atol=1e-12)
+
+
+def test_what_is_sent_in_half_is_not_lost() -> None:
+    """Without masking, all that was sent and what is left are all that momentum has gathered."""
+    given, memory = gradients(50), Memory.alone(300, dtype=torch.float64)
+    received = sent(DGC(0.1, masking=False), given, memory)
+    velocity, total = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    for gradient in given:
+        velocity = 0.9 * velocity + gradient
+        total += velocity
+    torch.testing.assert_close(sum(received) + memory.residual, total, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 9])
+def test_gradients_are_clipped_to_their_share(workers: int) -> None:
+    """To clip / sqrt(N); shorter ones stay as they are."""
+    long, short = torch.full((100,), 3.0), torch.full((100,), 0.01)
+    codec = DGC(1.0, values="fp32", momentum=0.0, clip=6.0)
+    received = sent(codec, [long, short], Memory.alone(100, workers=workers))
+    assert received[0].norm().item() == pytest.approx(6 / math.sqrt(workers), rel=1e-6)
+    assert torch.equal(received[1], short)
+
+
+def test_warming_up_sends_more() -> None:
+    given, memory = gradients(8, 10_000), Memory.alone(10_000, dtype=torch.float64)
+    counts = [int((each != 0).sum()) for each in sent(DGC(0.001, warmup=4, pick="exact"), given, memory)]
+    assert counts[0] == 2500 and counts == sorted(counts, reverse=True) and counts[4:] == [10] * 4
+
+
+def test_the_server_answers_in_plain_topk() -> None:
+    codec = parse_codec("dgc:0.01,momentum=0.5,per=layer,dense=1d,values=fp32")
+    reply = codec.reply()
+    assert type(reply) is TopK
+    assert (reply.density, reply.values, reply.per, reply.dense) == (0.01, "fp32", "layer", "1d")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fits"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:], "momentum": 0.5}], lr=0.1), False),
+        (torch.optim.Adam, False),
+        (lambda p: torch.optim.Adam(p, betas=(0.0, 0.999)), True),
+        (torch.optim.Adagrad, True),
+    ],
+)
+def test_the_optimizer_has_no_momentum_of_its_own(optimizer: Any, fits: bool) -> None:
+    groups = optimizer([torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)]).param_groups
+    parse_codec("dgc:0.01,momentum=0").check_groups(groups)
+    if fits:
+        parse_codec("dgc").check_groups(groups)
+    else:
+        with pytest.raises(UsageError, match=r"keeps the momentum itself.*SGD with momentum=0"):
+            parse_codec("dgc").check_groups(groups)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dgc:0", "density must be more than 0"),
+        ("dgc:momentum=1", "momentum must be 0 or more, and below 1"),
+        ("dgc:clip=0", "clip must be above 0"),
+        ("dgc:feedback=no", "without feedback use topk"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_codec(text)
