@@ -287,22 +287,32 @@ class Desk:
         """What changes what this worker has into what it shall see, nearly; and which version that is.
 
         The worker adds what the code stands for to what it has, as is done here: so both always know it, bit
-        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again.
+        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again,
+        and one that a worker has had, if a request comes late and twice, changes nothing.
         """
         shard, worker = self.shard, reader.sender.rank
         known, answers = shard.buffer(known_to(worker)), shard.notes.setdefault("answers", {})
+        last, version, given = answers.get(worker, (-1, 0, ()))
+        if reader.sequence < last:
+            return version, ()  # nobody waits for it
+        if reader.sequence == last:
+            return version, known if given is None else given
         if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
             copied(view, known)
             self.senders.pop(worker, None)
-            return shard.version, view
-        if worker in answers and answers[worker][0] == reader.sequence:
-            return answers[worker][1:]  # type: ignore[no-any-return]
-        change = shard.buffer("change")
+            answers[worker] = reader.sequence, shard.version, None
+            return shard.version, known
+        change, sender = shard.buffer("change"), self._sender(worker)
         for place, now, then in zip(change, view, known, strict=True):
             place.copy_(now).sub_(then)
-        codes = self._sender(worker).everything(change)
-        self._sender(worker).add(codes, known)
-        answers[worker] = reader.sequence, shard.version, codes
+        codes = sender.everything(change)
+        sender.add(codes, known)
+        # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
+        kept = [
+            code if stretch.coded else code.clone()
+            for code, stretch in zip(codes, sender.stretches, strict=True)
+        ]
+        answers[worker] = reader.sequence, shard.version, kept
         return shard.version, codes
 
     def _sender(self, worker: int) -> Sender:
