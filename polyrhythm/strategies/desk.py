@@ -138,13 +138,13 @@ class Desk:
         staleness = shard.version - message["version"]
         push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
         if self.follows:
-            push.update = self._decoded(message)
+            push.update = self._update(message)
             self.pending[push.name] = push
             return
         if staleness >= self.strategy.discard:
             self._drop(push)
             return
-        push.update = self._decoded(message)
+        push.update = self._update(message)
         self.group.append(push)
         if not self.lends and self._quorum() > 1:
             # Added up as they come, for the answer goes out before the group is applied.
@@ -373,6 +373,13 @@ class Desk:
             return tuple(part * factor for part in update)
         places = self.shard.buffer("scaled")
         return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
+
+    def _update(self, push: Message) -> tuple[Tensor, ...]:
+        update, codec = self._decoded(push), self.strategy.codec
+        if codec is not None and codec.feedback and push["absent"]:
+            # What was not sent before comes also when its worker has no gradient for it.
+            push.fields["absent"] = self.shard.silent(update, push["absent"])
+        return update
 
     def _decoded(self, push: Message) -> tuple[Tensor, ...]:
         if self.coder is None or not push.fields.get("coded", True):

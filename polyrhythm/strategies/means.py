@@ -119,6 +119,8 @@ def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Ten
         replica.check_finite(node.me, replica.steps + 1)  # what a codec keeps of one that is not would stay
         rescale(replica, codec)
     mean(node, replica, codec, replica.gradient, *flags)
+    if codec is not None and codec.feedback:
+        replica.revive()
 
 
 def sender_of(
