@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import MOMENTUM, Script, same, trained
 from torch import Tensor, nn
 
 import polyrhythm as pr
@@ -233,6 +234,49 @@ def test_bases_are_orthonormal_and_span_what_they_should(
     assert all(abs(length - 1) < 1e-12 or length == 0 for length in gram.diag().tolist())
     scaled = columns / columns.abs().amax(0)
     assert (scaled - basis @ (basis.T @ scaled)).abs().max() < 2e-7 * rows
+
+
+# --- training ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fit:
+    """Workers that pull a matrix to points of their own: all they can agree on is the mean of these."""
+
+    steps: int
+    seen: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        here = pr.init()
+        layer = nn.Linear(10, 12, bias=False).double()
+        layer, optimizer = here.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        aim, self.seen[here.rank] = point(here.rank), []
+        for _ in range(self.steps):
+            layer.weight.grad = layer.weight.detach() - aim
+            optimizer.step()
+            self.seen[here.rank].append(layer.weight.detach().clone())
+
+
+def point(rank: int) -> Tensor:
+    return gradient(rank, 9, [(12, 10)]).view(12, 10)
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2", "powersgd:2,warm=no"])
+def test_what_is_not_sent_yet_is_sent_later(simulate: Any, codec: str) -> None:
+    """With feedback one direction a step leads to where all of them would; replicas are the same bits."""
+    fit = Fit(800)
+    simulate(fit, f"allreduce+{codec}", 3)
+    assert all(torch.equal(one, other) for one, other in zip(fit.seen[0], fit.seen[2], strict=True))
+    best = (point(0) + point(1) + point(2)) / 3
+    assert (fit.seen[0][0] - best).norm() > 1
+    assert (fit.seen[0][-1] - best).norm() < 1e-6
+
+
+def test_a_run_of_full_rank_is_one_without_a_codec(simulate: Any) -> None:
+    """Bit for bit."""
+    script = Script(optimizer=MOMENTUM, size=50)
+    plain = trained(simulate(script, "allreduce", 3))
+    assert same(trained(simulate(script, "allreduce+powersgd:9", 3)), plain)
 
 
 # --- by itself, for servers ----------------------------------------------------------------------------
