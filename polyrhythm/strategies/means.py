@@ -118,6 +118,8 @@ def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Ten
         replica.check_finite(node.me, replica.steps + 1)  # what a codec keeps of one that is not would stay
         rescale(replica, codec)
     mean(node, replica, codec, replica.gradient, *flags)
+    if codec is not None and codec.feedback:
+        replica.revive()
 
 
 def sender_of(
@@ -151,10 +153,17 @@ def rescale(replica: Replica, codec: Codec) -> None:
     residual = replica.buffer("sent: residual", exact=True)
     for span in replica.spans(whole=True):
         now, then = rates[span.group], before[span.group]
-        if now > 0 and then > 0:
+        if now > 0:
             span.of(residual).mul_(then / now)
-        elif then > 0:
+        else:
             rates[span.group] = then  # a rate of 0 is a pause
+
+
+def rates_of_residuals(replica: Replica) -> list[float]:
+    """The learning rate of each parameter group by which what was not sent yet counts."""
+    groups = replica.optimizer.param_groups
+    known: list[float] = replica.notes.get("rates of residuals", [])
+    return known or [float(group.get("lr", 0.0)) for group in groups]
 
 
 def numbers(*values: float) -> Tensor:
