@@ -220,6 +220,12 @@ class Replica:
             torch._foreach_copy_(places, found)
         return any(self._has)
 
+    def revive(self) -> None:
+        """A parameter that nobody has a gradient for now may still get what was not sent before."""
+        for index in (self.present == 0).nonzero().flatten().tolist():
+            if bool(self._views[index].any()):
+                self.present[index] = 1.0
+
     def bind(self) -> None:
         """Shows the flat gradient in `.grad` again, after others may have added to it."""
         flags = self.present.tolist()

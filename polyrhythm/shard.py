@@ -232,6 +232,16 @@ class Shard:
             self._spans = {missing: spans_of(slices, missing)}  # as a rule the next push has the same
         return [Span(groups[group], group, *rest) for group, *rest in self._spans[missing]]
 
+    def silent(self, update: Sequence[Tensor], absent: Sequence[int]) -> list[int]:
+        """Those of the absent parameters that an update brings nothing for."""
+        named = frozenset(absent)
+        told = {
+            each.index
+            for each in self._slices
+            if each.index in named and bool(update[each.part][each.begin : each.end].any())
+        }
+        return [index for index in absent if index not in told]
+
     def momentum(self) -> tuple[Tensor, ...] | None:
         """The momentum that the user's SGD keeps for this range; None if it has none yet."""
         gathered = self.buffer("momentum of the optimizer")

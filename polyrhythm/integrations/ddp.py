@@ -189,6 +189,10 @@ class State:
     def _name(self, parameter: Tensor) -> str:
         """Its name, or without a model a number, in the order in which the first buckets show them."""
         if self._names:
+            if id(parameter) not in self._names:
+                raise UsageError(
+                    f"{self.codec}: DDP trains a parameter that is not in the model given to hook()"
+                )
             return self._names[id(parameter)]
         return self._seen.setdefault(id(parameter), (str(len(self._seen)), parameter))[0]
 

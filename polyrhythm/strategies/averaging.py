@@ -19,6 +19,7 @@ from polyrhythm.strategies.means import (
     mean,
     mean_gradient,
     numbers,
+    rates_of_residuals,
     sender_of,
 )
 from polyrhythm.strategy import Strategy
@@ -343,8 +344,10 @@ class PostLocal(Averaging):
         if self.codec is not None and self.codec.feedback and not replica.notes.get("turned"):
             replica.notes["turned"] = True
             residual = replica.buffer("sent: residual", exact=True)
+            rates = rates_of_residuals(replica)  # the present ones may have changed since
             for span in replica.spans(whole=True):
-                span.of(residual).mul_(-float(span.settings.get("lr", 0.0)))
+                uphill = span.settings.get("maximize", False)
+                span.of(residual).mul_(rates[span.group] if uphill else -rates[span.group])
 
     def _together(self, replica: Replica) -> bool:
         return replica.steps < (self.after or replica.notes.get("fell", math.inf))

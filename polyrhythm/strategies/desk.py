@@ -138,13 +138,13 @@ class Desk:
         staleness = shard.version - message["version"]
         push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
         if self.follows:
-            push.update = self._decoded(message)
+            push.update = self._update(message)
             self.pending[push.name] = push
             return
         if staleness >= self.strategy.discard:
             self._drop(push)
             return
-        push.update = self._decoded(message)
+        push.update = self._update(message)
         self.group.append(push)
         if not self.lends and self._quorum() > 1:
             # Added up as they come, for the answer goes out before the group is applied.
@@ -287,22 +287,32 @@ class Desk:
         """What changes what this worker has into what it shall see, nearly; and which version that is.
 
         The worker adds what the code stands for to what it has, as is done here: so both always know it, bit
-        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again.
+        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again,
+        and one that a worker has had, if a request comes late and twice, changes nothing.
         """
         shard, worker = self.shard, reader.sender.rank
         known, answers = shard.buffer(known_to(worker)), shard.notes.setdefault("answers", {})
+        last, version, given = answers.get(worker, (-1, 0, ()))
+        if reader.sequence < last:
+            return version, ()  # nobody waits for it
+        if reader.sequence == last:
+            return version, known if given is None else given
         if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
             copied(view, known)
-            self.senders.pop(worker, None)
-            return shard.version, view
-        if worker in answers and answers[worker][0] == reader.sequence:
-            return answers[worker][1:]  # type: ignore[no-any-return]
-        change = shard.buffer("change")
+            self._forget_codes(worker)
+            answers[worker] = reader.sequence, shard.version, None
+            return shard.version, known
+        change, sender = shard.buffer("change"), self._sender(worker)
         for place, now, then in zip(change, view, known, strict=True):
             place.copy_(now).sub_(then)
-        codes = self._sender(worker).everything(change)
-        self._sender(worker).add(codes, known)
-        answers[worker] = reader.sequence, shard.version, codes
+        codes = sender.everything(change)
+        sender.add(codes, known)
+        # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
+        kept = [
+            code if stretch.coded else code.clone()
+            for code, stretch in zip(codes, sender.stretches, strict=True)
+        ]
+        answers[worker] = reader.sequence, shard.version, kept
         return shard.version, codes
 
     def _sender(self, worker: int) -> Sender:
@@ -317,6 +327,14 @@ class Desk:
             )  # fmt: skip
         return self.senders[worker]
 
+    def _forget_codes(self, worker: int) -> None:
+        """What the codec remembers of its answers to a worker."""
+        self.senders.pop(worker, None)
+        mine = f"to {worker} ", f"to {worker}:"
+        for kept in (self.shard.buffers, self.shard.notes.get("codecs", {})):
+            for name in [name for name in kept if name.startswith(mine)]:
+                del kept[name]
+
     def _let_go(self) -> None:
         """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
         present = {worker.rank for worker in self.node.workers}
@@ -325,7 +343,7 @@ class Desk:
             self.strategy.forget(self.shard, worker)
             self.shard.buffers.pop(known_to(worker), None)
             self.shard.notes.get("answers", {}).pop(worker, None)
-            self.senders.pop(worker, None)
+            self._forget_codes(worker)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if self.node.alive(reader)]
         for push in (*self.group, *self.pending.values()):
@@ -363,6 +381,13 @@ class Desk:
             return tuple(part * factor for part in update)
         places = self.shard.buffer("scaled")
         return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
+
+    def _update(self, push: Message) -> tuple[Tensor, ...]:
+        update, codec = self._decoded(push), self.strategy.codec
+        if codec is not None and codec.feedback and push["absent"]:
+            # What was not sent before comes also when its worker has no gradient for it.
+            push.fields["absent"] = self.shard.silent(update, push["absent"])
+        return update
 
     def _decoded(self, push: Message) -> tuple[Tensor, ...]:
         if self.coder is None or not push.fields.get("coded", True):

@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.coder import Sender
-    from polyrhythm.node import Node
+    from polyrhythm.node import Node, Task
     from polyrhythm.replica import Replica
     from polyrhythm.strategy import Codec
+
+
+FEW = 1 << 12  # bytes that may go along with every code
 
 
 def mean(
@@ -43,7 +46,7 @@ def begin_mean(
         return node.begin_all_reduce(*_filled(vectors), *flags, op="mean").join
     sender = sender_of(node, replica, codec, start=start, stop=stop)
     plain = sender.plain(vectors)
-    if not codec.shared and codec.summable:
+    if codec.summable:
         codes = sender.send(vectors)
         task = node.begin_all_reduce(*codes, *plain, *flags, op="mean")
 
@@ -52,28 +55,23 @@ def begin_mean(
             sender.combine([codes], vectors)
 
         return summed
-    if not codec.shared and not plain:
-        return node.begin_coded_mean(sender, vectors, *flags).join
-    dense = [*plain, *flags]
-    rest = node.begin_all_reduce(*dense, op="mean") if dense else None
-    if codec.shared:
-        pairs = sender.pairs(vectors)
+    rest: Task | None = None
+    if plain or codec.shared or sum(flag.nbytes for flag in flags) > FEW:
+        plain, flags = [*plain, *flags], ()
+        rest = node.begin_all_reduce(*plain, op="mean") if plain else None
+    coded = None if codec.shared else node.begin_coded_mean(sender, vectors, *flags)
 
-        def shared() -> None:
+    def join() -> None:
+        if coded is not None:
+            coded.join()
+        else:
+            pairs = sender.pairs(vectors)
             codec.mean(node, pairs)
             sender.sent(pairs, vectors)
-            if rest is not None:
-                rest.join()
-
-        return shared
-    gather = node.begin_coded_mean(sender, vectors)
-
-    def gathered() -> None:
-        gather.join()
         if rest is not None:
             rest.join()
 
-    return gathered
+    return join
 
 
 def in_buckets(codec: Codec | None) -> bool:
@@ -120,6 +118,8 @@ def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Ten
         replica.check_finite(node.me, replica.steps + 1)  # what a codec keeps of one that is not would stay
         rescale(replica, codec)
     mean(node, replica, codec, replica.gradient, *flags)
+    if codec is not None and codec.feedback:
+        replica.revive()
 
 
 def sender_of(
@@ -153,10 +153,17 @@ def rescale(replica: Replica, codec: Codec) -> None:
     residual = replica.buffer("sent: residual", exact=True)
     for span in replica.spans(whole=True):
         now, then = rates[span.group], before[span.group]
-        if now > 0 and then > 0:
+        if now > 0:
             span.of(residual).mul_(then / now)
-        elif then > 0:
+        else:
             rates[span.group] = then  # a rate of 0 is a pause
+
+
+def rates_of_residuals(replica: Replica) -> list[float]:
+    """The learning rate of each parameter group by which what was not sent yet counts."""
+    groups = replica.optimizer.param_groups
+    known: list[float] = replica.notes.get("rates of residuals", [])
+    return known or [float(group.get("lr", 0.0)) for group in groups]
 
 
 def numbers(*values: float) -> Tensor:

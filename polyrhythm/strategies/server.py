@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
-from polyrhythm.strategies.means import rescale, sender_of
+from polyrhythm.strategies.means import rates_of_residuals, rescale, sender_of
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -149,7 +149,11 @@ class ParameterServer(Strategy):
         rest = replica.buffer("rest")
         for _, start, stop in self._ranges(node, replica):
             self._sender(node, replica, start, stop).settle(cut(rest, start, stop))
-        self._push(node, replica, rest, replica.hyper_parameters(), fetch=False, coded=False)
+        settings = replica.hyper_parameters()
+        if "rates of residuals" in replica.notes:  # since the last step a schedule may have changed them
+            for group, rate in zip(settings, rates_of_residuals(replica), strict=True):
+                group["lr"] = rate
+        self._push(node, replica, rest, settings, fetch=False, coded=False)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         return self._look(node, replica)

@@ -163,6 +163,14 @@ def test_all_that_was_sent_is_all_that_came():
     assert torch.allclose(got + memory.residual, given_, rtol=0, atol=1e-4)
 
 
+@given(vectors())
+@PATIENT
+def test_a_density_of_one_sends_all_as_it_is(values):
+    memory = memory_for(values)
+    assert torch.equal(sent(TopK(1.0, values="fp32"), values, memory), values)
+    assert not memory.residual.any()
+
+
 def test_without_feedback_nothing_is_kept():
     values = torch.arange(1.0, 11.0)
     memory = Memory.alone(count=10, feedback=False)

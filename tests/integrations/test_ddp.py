@@ -180,3 +180,11 @@ def test_one_step_is_that_of_allreduce(ranks: Found, simulate: Any, codec: str) 
     ours = OneStep()
     simulate(ours, f"allreduce+{codec}", 2)
     assert torch.equal(ranks[0]["one step"][codec], ours.seen[0])
+
+
+def test_the_example_learns() -> None:
+    done = torchrun("examples/ddp_hook.py", "--codec=topk:0.05", "--epochs=4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"epoch {number}" for number in range(4)]
+    assert float(lines[-1].split()[-1]) > 0.9
