@@ -66,8 +66,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     first, again = apart(_warm), apart(_warm)
     rows.append(Row("loading compiled kernels, in the second process", again, "s", bar=1.0, wanted="below"))
     notes = [
-        f"ms for {COUNT:,} numbers, medians of rounds in which all take turns; copies are {SEND}'s and "
-        f"{DECODE}'s in the same round",
+        f"ms for {COUNT:,} numbers, medians of rounds in which all take turns",
         f"kernels of float32 took {first:.1f} s in the first process, which compiles what is not on the disk",
     ]
     return rows, notes
