@@ -260,7 +260,7 @@ def point(rank: int) -> Tensor:
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2", "powersgd:2,warm=no"])
 def test_what_is_not_sent_yet_is_sent_later(simulate: Any, codec: str) -> None:
     """With feedback one direction a step leads to where all of them would; replicas are the same bits."""
-    fit = Fit(800)
+    fit = Fit(200)
     simulate(fit, f"allreduce+{codec}", 3)
     assert all(torch.equal(one, other) for one, other in zip(fit.seen[0], fit.seen[2], strict=True))
     best = (point(0) + point(1) + point(2)) / 3
