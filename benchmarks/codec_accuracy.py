@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,9 +47,29 @@ class Case:
         return self.strategy.partition("+")[0]
 
 
-# What each codec is run with, where its defaults are not meant for so short a training.
-MORE: tuple[Case, ...] = (Case("async"), Case("async+bf16"), Case("local:8"), Case("local:8+bf16"))
-SPECIAL: dict[str, Case] = {}  # by codec, in place of its defaults under allreduce
+# In place of a codec's defaults, where those are not meant for this.
+SPECIAL = {
+    "dgc": Case("allreduce+dgc:0.01,warmup=60", momentum=0.0),  # keeps the momentum itself
+    "threshold": Case("allreduce+threshold:0.01,pulses=many"),
+}
+MORE = (
+    Case("allreduce+dgc:0.001,warmup=120", momentum=0.0),
+    Case("allreduce+int8:rounding=stochastic"),
+    Case("allreduce+powersgd:1"),
+    Case("allreduce+sign:vote=yes", rate=0.0002),
+    Case("allreduce+threshold:0.01"),
+    Case("allreduce+threshold:0.01,adaptive=yes,low=0.005,high=0.02,pulses=many"),
+    Case("allreduce+topk:0.001"),
+    Case("allreduce+topk:0.001,warmup=120"),
+    Case("async"),
+    Case("async+int8"),
+    Case("async+topk:0.01"),
+    Case("async+threshold:0.01,pulses=many"),
+    Case("local:8"),
+    Case("local:8+int8"),
+    Case("local:8+topk:0.01"),
+    Case("local:8+topk:0.1"),
+)
 
 
 def cases() -> list[Case]:
@@ -128,7 +149,11 @@ def _markdown(rows: Sequence[Row]) -> list[str]:
 
 def _share(here: Together, jobs: list[tuple[Case, int]]) -> list[tuple[Case, Outcome]]:
     """This process's share of the runs."""
-    return [(case, outcome(case, seed)) for case, seed in jobs[here.rank :: here.count]]
+    done = []
+    for case, seed in jobs[here.rank :: here.count]:
+        done.append((case, outcome(case, seed)))
+        print(f"{case.strategy}, seed {seed}: {done[-1][1]}", file=sys.stderr, flush=True)
+    return done
 
 
 def outcome(case: Case, seed: int) -> Outcome:

@@ -1,12 +1,13 @@
 """Buckets: the gradient in the parts in which it is exchanged while `backward()` goes on.
 
 A bucket is complete when all its gradients are; then its exchange can begin. The first is small, so that the
-first exchange begins early. The order is that in which gradients became ready in the first backward pass, the
+first exchange begins early, and so is the last, so that little is left when backward is over. The order is that in which gradients became ready in the first backward pass, the
 same on all workers, for they must begin the same exchanges in the same order.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,10 +33,13 @@ class Bucket:
 def parcel(sizes: Sequence[int], first: int, later: int) -> list[list[int]]:
     """Packs things of these sizes, in this order, into buckets of a capacity; each thing in exactly one.
 
-    What is larger than a bucket has one of its own.
+    What is larger than a bucket has one of its own. The last has no more than the first may have, if that is
+    to be had by cutting it in two.
 
     >>> parcel([4, 4, 2], 6, 6)
     [[0], [1, 2]]
+    >>> parcel([1, 7, 1, 1], 2, 9)
+    [[0], [1], [2, 3]]
     """
     buckets: list[list[int]] = []
     room = 0
@@ -45,6 +49,12 @@ def parcel(sizes: Sequence[int], first: int, later: int) -> list[list[int]]:
             buckets.append([])
         buckets[-1].append(index)
         room -= size
+    if buckets and sum(sizes[index] for index in buckets[-1]) > first:
+        *most, last = buckets
+        left = list(itertools.accumulate(sizes[index] for index in reversed(last)))
+        tail = sum(size <= first for size in left)
+        if tail:
+            return [*most, last[:-tail], last[-tail:]]
     return buckets
 
 

@@ -39,6 +39,8 @@ def test_everything_is_packed_exactly_once(sizes: list[int], first: int, later: 
     for number, bucket in enumerate(packed):
         assert bucket
         assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= (later if number else first)
+    if packed and sizes[-1] <= first:
+        assert sum(sizes[index] for index in packed[-1]) <= first  # little is left when backward is over
 
 
 def small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
