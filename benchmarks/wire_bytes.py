@@ -12,16 +12,21 @@ import functools
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.allreduce import network
 from benchmarks.processes import apart
 from benchmarks.report import Row
 
-WORKERS, BATCH = 2, 50
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORKERS, BATCH, RATE = 2, 50, 0.02
 TRAINING = 12_000  # the first of the images
+SIZE = 1_111_946
 USUAL = "allreduce"
 
 
@@ -33,7 +38,14 @@ class Case:
     bar: float | None = None
 
 
-CASES = (Case(USUAL), Case("allreduce+bf16"))
+CASES = (
+    Case(USUAL),
+    Case("allreduce+bf16"),
+    Case("allreduce+int8"),
+    Case("allreduce+powersgd:1"),
+    Case("allreduce+topk:0.01", bar=120.0),
+    Case("allreduce+threshold:0.125", bar=2000.0),  # found in a trial to send a thousandth of the entries
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +55,14 @@ class Outcome:
     exchanged: float
     payload: float  # of them codes
     apart: float  # to the launcher
+    density: float  # the share of the entries that are in a code
     loss: float  # at the end, to see that it trains
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     if missing := apart(_missing):
         return [], [f"not measured: {missing}"]
-    warmup, steps = (20, 20) if quick else (60, 100)
+    warmup, steps = (80, 20) if quick else (100, 100)
     found = {case: _outcome(case, warmup, steps) for case in CASES}
     dense = found[CASES[0]].exchanged
     rows = [
@@ -58,6 +71,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
             ratio=None if case.strategy == USUAL else dense / outcome.exchanged, bar=case.bar,
             more={
                 "of them codes": f"{outcome.payload:,.0f} B",
+                "entries": f"{outcome.density:.3%}",
                 "to the launcher, apart": f"{outcome.apart:,.0f} B",
                 "loss": f"{outcome.loss:.3f}",
             },
@@ -105,13 +119,28 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     import polyrhythm as pr
+    from polyrhythm.coder import Coder
     from polyrhythm.data.mnist import mnist
 
+    entries: list[int] = []
+    combine = Coder.combine
+
+    def counted(self: Coder, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+        """Counts what is in the codes of all, on the way."""
+        entries.append(0)
+        for given in codes:
+            for code, stretch in zip(given, self.coded, strict=True):
+                alone = torch.zeros(stretch.high - stretch.low)
+                self.codec.decode(code, alone)
+                entries[-1] += int(alone.count_nonzero())
+        combine(self, codes, into)
+
+    Coder.combine = counted  # type: ignore[method-assign]
     session = pr.init()
     images, labels = mnist()[0].tensors
     data = TensorDataset(images[:TRAINING], labels[:TRAINING])
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     transport: Any = session._seat.node.transport  # type: ignore[union-attr]
@@ -139,6 +168,7 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
                 break
     told = {name: (nbytes - before[name]) / steps for name, nbytes in sent().items()}
     told["loss"] = statistics.mean(losses[-20:])
+    told["density"] = statistics.mean(entries[-steps:]) / WORKERS / SIZE if entries else 1.0
     (folder / f"{session.rank}.json").write_text(json.dumps(told))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from polyrhythm import integrations
     from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
     from polyrhythm.launch import join, run, simulate
     from polyrhythm.layerwise import LAMB, LARS
@@ -31,13 +32,15 @@ _HOME = {
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
     "PolyrhythmError", "Replica", "Session", "Shard", "Strategy", "UsageError", "WaitError", "WireError",
-    "init", "join", "parse", "run", "simulate",
+    "init", "integrations", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"polyrhythm has no {name!r}")
     from importlib import import_module
 
+    if name == "integrations":
+        return import_module("polyrhythm.integrations")
+    if name not in _HOME:
+        raise AttributeError(f"polyrhythm has no {name!r}")
     return getattr(import_module(f"polyrhythm.{_HOME[name]}"), name)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from polyrhythm import __version__
 from polyrhythm.collectives.choice import WAYS
@@ -22,7 +22,8 @@ examples:
   polyrhythm simulate train.py -n 64 -s local:8 --cluster office.toml
   polyrhythm run train.py -n 4 --here 2 --listen 10.0.0.1:7000 --key run.key   two workers here, and
   polyrhythm join 10.0.0.1:7000 train.py -n 2 --key run.key                    two on another machine
-  polyrhythm strategies                                         what --strategy can be
+  polyrhythm strategies                                         what --strategy can be,
+  polyrhythm codecs                                             and what can follow it: async+topk:0.01
   polyrhythm bench servers                                      how many servers for how many workers
   polyrhythm explain ring --workers 4                           ring all-reduce, step by step
 
@@ -113,10 +114,9 @@ def parser() -> argparse.ArgumentParser:
         help="how fast hosts and links are (TOML; without it: equal hosts, free network)",
     )
 
-    listing = commands.add_parser(
-        "strategies", help="list every strategy with its fields, defaults and paper"
-    )
-    listing.add_argument("--json", action="store_true", help="as JSON")
+    for what, one in (("strategies", "strategy"), ("codecs", "codec")):
+        listing = commands.add_parser(what, help=f"list every {one} with its fields, defaults and paper")
+        listing.add_argument("--json", action="store_true", help="as JSON")
 
     kinds = commands.add_parser("bench", help="measure this machine").add_subparsers(
         dest="bench", metavar="WHAT", required=True
@@ -204,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = given[: given.index("--")]
     options = parser().parse_args(given)
     try:
-        if options.command == "strategies":
-            return _strategies(options.json)
+        if options.command in ("strategies", "codecs"):
+            return _listing("codec" if options.command == "codecs" else "strategy", options.json)
         if options.command == "bench":
             return _bench(options)
         if options.command == "explain":
@@ -309,24 +309,30 @@ def _silent() -> Iterator[None]:
         os.close(ours)
 
 
-def _strategies(as_json: bool) -> int:
+def _listing(kind: Literal["strategy", "codec"], as_json: bool) -> int:
     from polyrhythm.strategies.server import ParameterServer
-    from polyrhythm.strategy import Strategy, describe
+    from polyrhythm.strategy import Codec, Strategy, describe
 
-    rows = describe("strategy")
+    rows = describe(kind)
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
         return 0
-    print("A strategy is written name:value,field=value; the value after the colon sets the first field.\n")
+    if kind == "strategy":
+        print("A strategy is written name:value,field=value; the value after the colon sets the first field.")
+        print("After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.\n")
+    else:
+        print("A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.\n")
+    registry = Strategy.registry if kind == "strategy" else Codec.registry
     for each in rows:
-        main = Strategy.registry[each.name].main
+        main = registry[each.name].main
         print(f"{each.name}:{main.upper()}" if main else each.name)
         print(f"    {each.summary}")
         for name, takes, default in sorted(each.fields, key=lambda field: field[0] != main):
             print(f"    {name} = {default}  ({takes})")
         print(f"    {each.paper}\n")
-    print("What the fields decide that many strategies with servers have:")
-    for line in (ParameterServer.__doc__ or "").splitlines():
+    which = "many strategies with servers" if kind == "strategy" else "all codecs"
+    print(f"What the fields decide that {which} have:")
+    for line in ((ParameterServer if kind == "strategy" else Codec).__doc__ or "").splitlines():
         if line.startswith(("    - ", "      ")):
             print(line)
     return 0

@@ -180,11 +180,12 @@ class Node(ABC):
         """
 
     @abstractmethod
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
         """Begins to replace what is coded of the vectors by its mean over all workers, in codes.
 
         Each gets the codes of all others and combines them; or, round a ring, they are decoded, added to and
-        coded again at each hop. The vectors are lent until `join()`.
+        coded again at each hop. The flags, a few numbers, go along as they are, and become their mean. All
+        are lent until `join()`.
         """
 
     @abstractmethod

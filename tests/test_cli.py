@@ -130,17 +130,18 @@ def test_missing_data(runs: str) -> None:
         assert "get the data with" in error
 
 
-def test_strategies() -> None:
-    """Every strategy is listed with its fields, their defaults and its paper."""
-    done = polyrhythm("strategies")
-    for row in describe("strategy"):
+@pytest.mark.parametrize(("command", "kind"), [("strategies", "strategy"), ("codecs", "codec")])
+def test_listings(command: str, kind: str) -> None:
+    """Every strategy and codec is listed with its fields, their defaults and its paper."""
+    done = polyrhythm(command)
+    for row in describe(kind):
         block = next(
             part for part in done.stdout.split("\n\n") if part.partition("\n")[0].split(":")[0] == row.name
         )
         assert row.paper in block
         assert all(f"{name} = {default}" in block for name, _, default in row.fields)
-    listed = json.loads(polyrhythm("strategies", "--json").stdout)
-    assert [each["name"] for each in listed] == [row.name for row in describe("strategy")]
+    listed = json.loads(polyrhythm(command, "--json").stdout)
+    assert [each["name"] for each in listed] == [row.name for row in describe(kind)]
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,7 @@ def _open(code: Array, length: int) -> _Message:
         if mode >= HALF:
             found["values"] = _values(mode, plane)
         elif mode == TRITS:
+            found["plane"] = plane = plane.copy()  # it may be memory that another process can write to
             _check(load().rice.inspect_trits(plane, length, count))
         elif count % 8 and plane[-1] >> count % 8:
             raise _refused(WRONG[7])
@@ -349,7 +350,8 @@ def _blocks(reader: _Reader, length: int, count: int, m: int) -> dict[str, Any]:
     _check(wrong)
     reader.at = at
     blocks = reader.take(int(sizes.sum()))
-    words = np.zeros(len(blocks) // 8 + 3, "<u8")  # aligned, and with zeros to read behind the end
+    # A copy: aligned, with zeros to read behind the end, and out of the reach of other processes.
+    words = np.zeros(len(blocks) // 8 + 3, "<u8")
     words.view(np.uint8)[: len(blocks)] = blocks
     _check(rice.inspect(words, length, shift, m, counts, ks, sizes))
     return {"shift": shift, "words": words, "counts": counts, "ks": ks, "sizes": sizes}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from polyrhythm.codecs.algebra import add_product, orthonormal
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.strategy import Codec
 
@@ -66,7 +67,7 @@ class PowerSGD(Codec):
         ]
         first = _means(node, [[*table.times_q(), *table.rests] for table in tables])
         ps = [
-            [_orthonormal(p) for p in given[: len(table.places)]]
+            [orthonormal(p) for p in given[: len(table.places)]]
             for table, given in zip(tables, first, strict=True)
         ]
         own = [table.transposed_times(p) for table, p in zip(tables, ps, strict=True)]
@@ -77,16 +78,15 @@ class PowerSGD(Codec):
             # By this worker's own Q, not by the mean: so what is left is never more than there was. The other
             # way it would hold all that its gradients have ever differed from the mean.
             if memory.residual is not None:
-                table.add(p, mine, table.rests, into=memory.residual, scale=-1.0)
+                table.subtract(p, mine)
             table.keep(q)
-            values.zero_()
-            table.add(p, q, given[len(table.places) :], into=values)
+            _add(table.places, p, q, given[len(table.places) :], values.zero_())
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         import torch
 
         table = _Table(self, values, memory)
-        p = [_orthonormal(p) for p in table.times_q()]
+        p = [orthonormal(p) for p in table.times_q()]
         q = table.transposed_times(p)
         table.keep(q)
         head = HEADER.pack(values.element_size(), self.rank, values.numel(), len(table.places))
@@ -99,7 +99,7 @@ class PowerSGD(Codec):
         rests = _rests(into, places)
         sizes = [rank * place.rows for place in places] + [rank * place.columns for place in places]
         parts = _split(numbers.to(into), [*sizes, *(rest.numel() for rest in rests)])
-        thin = [part.view(-1, rank) for part in parts[: len(sizes)]]
+        thin = [part.view(rank, -1) for part in parts[: len(sizes)]]
         _add(places, thin[: len(places)], thin[len(places) :], parts[len(sizes) :], into, scale)
 
 
@@ -119,37 +119,37 @@ class _Place(NamedTuple):
 
 
 class _Table:
-    """A stretch as matrices, each with the Q to begin with, and the rests between them."""
+    """A stretch as matrices, each with the Q to begin with, and the rests between them.
+
+    Here P and Q have their columns as rows: so products with them take a fraction of the time.
+    """
 
     def __init__(self, codec: PowerSGD, values: Tensor, memory: Memory) -> None:
         self.places = _places(memory.shapes, codec.rank)
         self.matrices = [place.of(values) for place in self.places]
         self.rests = _rests(values, self.places)
-        self._memory = memory
+        self._memory = memory if codec.warm else None
         self._starts = _starts(codec, self.matrices, memory)
 
     def times_q(self) -> list[Tensor]:
-        return [matrix @ q for matrix, q in zip(self.matrices, self._starts, strict=True)]
+        return [q @ matrix.T for matrix, q in zip(self.matrices, self._starts, strict=True)]
 
     def transposed_times(self, ps: Sequence[Tensor]) -> list[Tensor]:
-        return [matrix.T @ p for matrix, p in zip(self.matrices, ps, strict=True)]
+        return [p @ matrix for matrix, p in zip(self.matrices, ps, strict=True)]
 
     def keep(self, qs: Sequence[Tensor]) -> None:
-        """The next step begins with these."""
+        """The next step begins with these, if it is to."""
         import torch
 
-        if qs:
+        if qs and self._memory is not None:
             self._memory.tensors["q"] = torch.cat([q.reshape(-1) for q in qs])
 
-    def add(
-        self,
-        ps: Sequence[Tensor],
-        qs: Sequence[Tensor],
-        rests: Sequence[Tensor],
-        into: Tensor,
-        scale: float = 1.0,
-    ) -> None:
-        _add(self.places, ps, qs, rests, into, scale)
+    def subtract(self, ps: Sequence[Tensor], qs: Sequence[Tensor]) -> None:
+        """Leaves what the products have not taken."""
+        for matrix, p, q in zip(self.matrices, ps, qs, strict=True):
+            matrix.addmm_(p.T, q, alpha=-1.0)
+        for rest in self.rests:
+            rest.zero_()
 
 
 def _places(shapes: Sequence[tuple[int, ...]], rank: int) -> list[_Place]:
@@ -179,7 +179,7 @@ def _rests(stretch: Tensor, places: Sequence[_Place]) -> list[Tensor]:
 def _starts(codec: PowerSGD, matrices: Sequence[Tensor], memory: Memory) -> list[Tensor]:
     """The Q of each matrix to begin with: the last one, or one that is drawn, on all workers alike.
 
-    Made orthonormal, or their lengths would be those of gradients, which P then squares, beyond the range of
+    Made orthonormal, for as long as a gradient it would make P as long as its square, beyond the range of
     floats. A column that has become zero would stay so for ever: it is drawn anew.
     """
     import torch
@@ -191,21 +191,13 @@ def _starts(codec: PowerSGD, matrices: Sequence[Tensor], memory: Memory) -> list
     generator = torch.Generator().manual_seed(memory.shared_stream())
     starts = []
     for matrix, part in zip(matrices, _split(kept, sizes), strict=True):
-        q = part.view(-1, codec.rank).to(matrix)
-        dead = (q == 0).all(0)
+        q = part.view(codec.rank, -1).to(matrix)
+        dead = (q == 0).all(1, keepdim=True)
         if bool(dead.any()):
             drawn = torch.empty(q.shape, dtype=torch.float64).normal_(generator=generator)
             q = torch.where(dead, drawn.to(matrix), q)
-        starts.append(_orthonormal(q))
+        starts.append(orthonormal(q))
     return starts
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Columns at right angles that span at least the same. In 64 bits, for nearly parallel ones."""
-    import torch
-
-    basis: Tensor = torch.linalg.qr(columns.double()).Q
-    return basis.to(columns.dtype)
 
 
 def _split(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -223,7 +215,8 @@ def _means(node: Node, tables: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]
     for index, tensor in enumerate(every):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     flat = [torch.cat([every[index].reshape(-1) for index in indexes]) for indexes in kinds.values()]
-    node.all_reduce(*flat, op="mean")
+    if flat:
+        node.all_reduce(*flat, op="mean")
     for vector, indexes in zip(flat, kinds.values(), strict=True):
         for index, part in zip(indexes, _split(vector, [every[i].numel() for i in indexes]), strict=True):
             every[index] = part.view_as(every[index])
@@ -237,11 +230,11 @@ def _add(
     qs: Sequence[Tensor],
     rests: Sequence[Tensor],
     into: Tensor,
-    scale: float,
+    scale: float = 1.0,
 ) -> None:
     """into += scale * P Q^T in each matrix, and the rests as they are."""
     for place, p, q in zip(places, ps, qs, strict=True):
-        place.of(into).addmm_(p, q.T, alpha=scale)
+        add_product(p * scale, q, place.of(into))
     for part, rest in zip(_rests(into, places), rests, strict=True):
         part.add_(rest, alpha=scale)
 

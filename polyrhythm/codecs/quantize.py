@@ -62,10 +62,10 @@ class Quantizer(Codec):
 
     def units(self, body: Tensor, count: int, dtype: torch.dtype, most: float) -> Tensor:
         """The units at the head of a body, each of which may be taken `most` times."""
-        import torch
+        from polyrhythm.codecs.dense.plain import units_between
 
         units = body[: count * dtype.itemsize].clone().view(dtype)  # a copy: a message lies where it will
-        if not bool(((units >= 0) & (units <= torch.finfo(dtype).max / most)).all()):
+        if not bool(((units >= 0) & (units <= units_between(dtype, most)[1])).all()):
             raise WireError(f"{self.name}: a unit that is negative, not finite or too large")
         return units
 
@@ -178,7 +178,7 @@ class Integers(Quantizer):
         blocks = blocks_of(len(into), self.block)
         wide = into.element_size() * blocks
         body = self.opened(code, into, wide + self._size(len(into)))
-        units = self.units(body, blocks, into.dtype, 128)
+        units = self.units(body, blocks, into.dtype, self.top)
         dense.road(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
 
 
@@ -190,7 +190,7 @@ class Int8(Integers):
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("async+int8:rounding=stochastic,feedback=no").codec)
-    int8:rounding=stochastic,feedback=false
+    int8:feedback=false,rounding=stochastic
     """
 
     name: ClassVar[str] = "int8"

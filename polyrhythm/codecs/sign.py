@@ -28,7 +28,7 @@ class Sign(Quantizer):
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+sign:vote=yes,momentum=0.9").codec)
-    sign:vote=true,momentum=0.9,feedback=false
+    sign:feedback=false,vote=true,momentum=0.9
     """
 
     name: ClassVar[str] = "sign"
@@ -57,6 +57,8 @@ class Sign(Quantizer):
     def _encode(self, values: Tensor, residual: Tensor | None, memory: Memory) -> Tensor:
         import torch
 
+        from polyrhythm.codecs.dense.plain import units_between
+
         if self.momentum:
             values = memory.buffer("momentum").lerp_(values, 1 - self.momentum)
         wide = 0 if self.vote else values.element_size()
@@ -65,7 +67,7 @@ class Sign(Quantizer):
         mean = dense.road(values).signs(values, residual, self.vote and memory.count % 2 == 1, body)
         if self.vote:
             return code
-        unit = torch.tensor([mean], dtype=values.dtype)
+        unit = torch.tensor([mean], dtype=values.dtype).clamp_(max=units_between(values.dtype, 1)[1])
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)
         if residual is not None:
             dense.road(residual).add_signs(body, residual, -unit.item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -80,8 +81,7 @@ class TopK(Sparse):
         return code
 
 
-SEED = 4  # places in front of the values that carry the seed, 16 bits each
-CHECK = 1  # and one that says whether they still do
+FRONT = 10  # places before the values: eight bytes of the seed, and two to check them by
 
 
 @dataclass(frozen=True)
@@ -114,30 +114,15 @@ class RandomK(Sparse):
         drawn = values[indexes.to(values.device)]
         if not self.feedback:
             drawn *= cells.to(values)
-        return torch.cat([_pieces(seed).to(values), drawn])
+        return torch.cat([_front(seed).to(values), drawn])
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        import torch
-
-        count = len(code) - SEED - CHECK
+        count = len(code) - FRONT
         if not code.dtype.is_floating_point or not 0 <= count <= len(into):
             raise WireError(f"{len(code)} numbers of {code.dtype} are no draw from {len(into)}")
-        # A mean of equal numbers may round: the seed's pieces are whole, and small enough to be told.
-        front = code[: SEED + CHECK].double().cpu()
-        pieces = front.round()
-        if not bool(((front - pieces).abs() < 0.25).all()) or not bool(
-            ((pieces >= 0) & (pieces < 1 << 16)).all()
-        ):
-            raise WireError(
-                "the seed of a random draw is damaged, or those who drew together were out of step"
-            )
-        seed = sum(int(piece) << 16 * place for place, piece in enumerate(pieces[:SEED]))
-        if not torch.equal(pieces, _pieces(seed)):
-            raise WireError(
-                "the seed of a random draw is damaged, or those who drew together were out of step"
-            )
+        seed = _seed(code[:FRONT].double().cpu())
         indexes = _lots(seed, len(into), count)[0].to(into.device)
-        into.index_add_(0, indexes, code[SEED + CHECK :].to(into), alpha=scale)
+        into.index_add_(0, indexes, code[FRONT:].to(into), alpha=scale)
 
     def reply(self) -> Codec:
         # A server's answer is no estimate of the difference: what it leaves out is in the next difference.
@@ -147,12 +132,25 @@ class RandomK(Sparse):
         """Nothing to compile: drawing is a handful of tensor operations."""
 
 
-def _pieces(seed: int) -> Tensor:
-    """A seed as numbers that a float32 holds exactly, and one more to check them by."""
+def _front(seed: int) -> Tensor:
+    """A seed as numbers that stand being summed and divided by the thousand: bytes."""
     import torch
 
-    words = [seed >> 16 * place & 0xFFFF for place in range(SEED)]
-    return torch.tensor([*words, (words[0] + 3 * words[1] + 5 * words[2] + 7 * words[3]) & 0xFFFF]).double()
+    data = seed.to_bytes(8, "little")
+    check = binascii.crc_hqx(data, 0)
+    return torch.tensor([*data, check >> 8, check & 255]).double()
+
+
+def _seed(front: Tensor) -> int:
+    """The seed that a front is of, though it may have been rounded; WireError if it is of none."""
+    import torch
+
+    whole = front.round()
+    if bool(((whole >= 0) & (whole < 256) & ((front - whole).abs() < 0.25)).all()):
+        seed = int.from_bytes(bytes(int(each) for each in whole[:8]), "little")
+        if torch.equal(whole, _front(seed)):
+            return seed
+    raise WireError("the seed of a random draw is damaged, or those who drew together were out of step")
 
 
 def _lots(seed: int, length: int, count: int) -> tuple[Tensor, Tensor]:

@@ -96,11 +96,13 @@ class TernGrad(Quantizer):
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         import torch
 
+        from polyrhythm.codecs.dense.plain import units_between
+
         most, squares = dense.road(values).sizes(values)
         sigma = math.sqrt(squares / max(1, len(values)))
         if self.clip and math.isfinite(sigma):
             most = min(most, self.clip * sigma)
-        unit = torch.tensor([most], dtype=values.dtype).clamp_(min=torch.finfo(values.dtype).tiny)
+        unit = torch.tensor([most], dtype=values.dtype).clamp_(*units_between(values.dtype, 1))
         wide = values.element_size()
         code = self.made(values, wide + dense.size(len(values), dense.TRITS, 5))
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)

@@ -88,7 +88,12 @@ class Threshold(Codec):
     def tau_for(self, memory: Memory) -> float:
         """The size of a pulse now."""
         tau = tau_now(memory.numbers.get("tau", self.tau), self.warmup, memory.count)
-        return 2.0 ** round(math.log2(tau)) if self.exact else selection.single(tau)
+        if not self.exact:
+            return selection.single(tau)
+        used = memory.numbers.get("used", 0.0)
+        # One that adapts keeps its power of two until tau has left it by a factor of two. Were it always the
+        # next one, tau could swing to and fro between two of them, each step, and never find its band.
+        return used if used / 2 < tau < 2 * used else 2.0 ** round(math.log2(tau))
 
     def _code(self, residual: Tensor, values: Tensor, memory: Memory) -> Tensor:
         """residual += values, and the code of what is taken out of it."""
@@ -96,7 +101,7 @@ class Threshold(Codec):
         code, count = selection.pulses(residual, values, tau, many=self.pulses == "many")
         if self.adaptive and memory.count >= self.warmup and len(values):
             wanted = memory.numbers.get("tau", self.tau) * self._factor(count / len(values))
-            memory.numbers["tau"] = min(max(wanted, SMALLEST), LARGEST)
+            memory.numbers.update(tau=min(max(wanted, SMALLEST), LARGEST), used=tau)
         return code
 
     def _factor(self, share: float) -> float:

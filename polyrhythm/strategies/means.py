@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.coder import Sender
-    from polyrhythm.node import Node
+    from polyrhythm.node import Node, Task
     from polyrhythm.replica import Replica
     from polyrhythm.strategy import Codec
+
+
+FEW = 1 << 12  # bytes that may go along with every code
 
 
 def mean(
@@ -44,37 +47,33 @@ def begin_mean(
     if codec is None:
         return node.begin_all_reduce(*_filled(vectors), *flags, op="mean").join
     sender = sender_of(node, replica, codec, start=start, stop=stop)
-    dense = [*sender.plain(vectors), *flags]
-    rest = node.begin_all_reduce(*dense, op="mean") if dense else None
-    if codec.shared:
-        pairs = sender.pairs(vectors)
+    plain = sender.plain(vectors)
+    if codec.summable:
+        codes = sender.send(vectors)
+        task = node.begin_all_reduce(*codes, *plain, *flags, op="mean")
 
-        def shared() -> None:
+        def summed() -> None:
+            task.join()
+            sender.combine([codes], vectors)
+
+        return summed
+    rest: Task | None = None
+    if plain or codec.shared or sum(flag.nbytes for flag in flags) > FEW:
+        plain, flags = [*plain, *flags], ()
+        rest = node.begin_all_reduce(*plain, op="mean") if plain else None
+    coded = None if codec.shared else node.begin_coded_mean(sender, vectors, *flags)
+
+    def join() -> None:
+        if coded is not None:
+            coded.join()
+        else:
+            pairs = sender.pairs(vectors)
             codec.mean(node, pairs)
             sender.sent(pairs, vectors)
-            if rest is not None:
-                rest.join()
-
-        return shared
-    if not codec.summable:
-        task = node.begin_coded_mean(sender, vectors)
-
-        def gathered() -> None:
-            task.join()
-            if rest is not None:
-                rest.join()
-
-        return gathered
-    codes = sender.send(vectors)
-    task = node.begin_all_reduce(*codes, op="mean")
-
-    def summed() -> None:
-        task.join()
-        sender.combine([codes], vectors)
         if rest is not None:
             rest.join()
 
-    return summed
+    return join
 
 
 def in_buckets(codec: Codec | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.collectives import direct, hierarchical, hops, ring
-from polyrhythm.collectives.arithmetic import checked, sent
+from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.collectives.choice import choose
 from polyrhythm.collectives.shared_memory import SharedMemory
 from polyrhythm.node import Coding, Peer, Task
@@ -78,9 +78,11 @@ class Crew:
         number = self._next()
         self._line.do(lambda: self._reduce(way, vectors, op, number))
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], flags: Sequence[Tensor]) -> Task:
         number = self._next()
         if self._way == "ring" and len(self._workers) > 1:
+            if flags:
+                self.begin_all_reduce(flags, "mean")  # before the other, in the same line
             return self._line.put(lambda: hops.mean(self._node, self._workers, coding, vectors, number))
         codes = coding.send(vectors)
         if len(self._workers) < 2:
@@ -88,7 +90,11 @@ class Crew:
             return _Done()
 
         def work() -> None:
-            coding.combine(direct.all_gather(self._node, self._workers, codes, number), vectors)
+            # In one message, for on a slow network each costs more than a few numbers.
+            given = direct.all_gather(self._node, self._workers, [*codes, *flags], number)
+            for place, flag in enumerate(flags, len(codes)):
+                reduce([each[place] for each in given], "mean", [flag])
+            coding.combine([each[: len(each) - len(flags)] for each in given], vectors)
 
         return self._line.put(work)
 

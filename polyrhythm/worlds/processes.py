@@ -285,9 +285,9 @@ class ProcessNode(Node):
         assert self._crew is not None
         self._crew.all_reduce(tensors, op)
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
         assert self._crew is not None
-        return self._crew.begin_coded_mean(coding, vectors)
+        return self._crew.begin_coded_mean(coding, vectors, flags)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         assert self._crew is not None

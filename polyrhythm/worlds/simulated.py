@@ -114,7 +114,8 @@ class _Collective(Task):
         self.node, self.kind, self.tensors, self.detail = node, kind, tensors, detail
         self._number = number
         self.coding: Coding | None = None  # of a gather,
-        self.vectors: Sequence[Tensor] = ()  # and where what all sent is combined
+        self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
+        self.flags: Sequence[Tensor] = ()  # and what goes along
         self._done = False
         self._waiter: Fiber | None = None
 
@@ -127,6 +128,17 @@ class _Collective(Task):
         while not self._done:
             self._waiter = self.node.current()
             self._waiter.block(self.kind, f"number {self._number} with all workers")
+
+
+class _Several(Task):
+    """Several tasks as one."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    def join(self) -> None:
+        for task in self._tasks:
+            task.join()
 
 
 class SimulatedNode(Node):
@@ -291,12 +303,14 @@ class SimulatedNode(Node):
         self._rounds += 1
         return self.spawn(ring.all_reduce, self, self._workers, tensors, op, self._rounds)
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor]) -> Task:
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
         if self.world.ring and len(self._workers) > 1:
+            rest = [self.begin_all_reduce(*flags, op="mean")] if flags else []
             self._rounds += 1
-            return self.spawn(hops.mean, self, self._workers, coding, vectors, self._rounds)
+            codes = self.spawn(hops.mean, self, self._workers, coding, vectors, self._rounds)
+            return _Several([*rest, codes])
         mine = self._entered("gather", coding.send(vectors), str(coding.codec))
-        mine.coding, mine.vectors = coding, vectors
+        mine.coding, mine.vectors, mine.flags = coding, vectors, flags
         return self._enter(mine)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
@@ -350,7 +364,9 @@ class SimulatedNode(Node):
         first = here[ranks[0]]
         assert first.coding is not None
         first.coding.combine([here[rank].tensors for rank in ranks], first.vectors)
-        sizes = [sum(code.nbytes for code in here[rank].tensors) for rank in ranks]
+        for flags in zip(*(here[rank].flags for rank in ranks), strict=True):
+            reduce(flags, "mean", flags)
+        sizes = [sum(each.nbytes for each in (*here[rank].tensors, *here[rank].flags)) for rank in ranks]
         for rank, size in zip(ranks, sizes, strict=True):
             if rank != ranks[0]:
                 first.coding.adopt(first.vectors, here[rank].vectors)

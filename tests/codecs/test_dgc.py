@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import Script, distance
 from torch import Tensor
 
 from polyrhythm.codecs.dgc import DGC
@@ -60,7 +64,7 @@ def test_all_sent_and_nothing_masked_is_momentum(dtype: torch.dtype, nesterov: b
 @DTYPES
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_all_sent_and_masked_has_no_momentum(dtype: torch.dtype, nesterov: bool) -> None:
-    """Density 1, masking on: the mask takes momentum away, and plain SGD is left; Nesterov's is 1 + mu."""
+    """Density 1, masking on: the mask takes all momentum away. Plain SGD is left, or Nesterov's first."""
     given = gradients(10, dtype=dtype)
     codec = DGC(1.0, values="fp32", nesterov=nesterov)
     received = sent(codec, given, Memory.alone(300, dtype=dtype))
@@ -134,6 +138,24 @@ def test_warming_up_sends_more() -> None:
     given, memory = gradients(8, 10_000), Memory.alone(10_000, dtype=torch.float64)
     counts = [int((each != 0).sum()) for each in sent(DGC(0.001, warmup=4, pick="exact"), given, memory)]
     assert counts[0] == 2500 and counts == sorted(counts, reverse=True) and counts[4:] == [10] * 4
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("workers", "near"), [(1, 0.0), (3, 1e-12)])
+def test_a_run_of_all_entries_is_one_with_momentum(
+    simulate: Any, workers: int, near: float, nesterov: bool
+) -> None:
+    """Bit for bit with one worker; with more, the mean of momenta is the momentum of means, near enough."""
+    codec = f"dgc:1,masking=no,values=fp32,momentum=0.9,nesterov={nesterov}"
+    plain = Script(optimizer=partial(torch.optim.SGD, lr=0.05), size=50, epochs=3)
+    moved = replace(plain, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=nesterov))
+    law = programs.trained(simulate(moved, "allreduce", workers))
+    assert distance(programs.trained(simulate(plain, f"allreduce+{codec}", workers)), law) <= near
+
+
+def test_a_run_with_two_momenta_is_refused(simulate: Any) -> None:
+    with pytest.raises(UsageError, match="dgc keeps the momentum itself"):
+        simulate(Script(optimizer=programs.MOMENTUM), "allreduce+dgc:0.1", 2)
 
 
 def test_the_server_answers_in_plain_topk() -> None:

@@ -164,6 +164,27 @@ def test_layers_of_different_density_have_their_own_parameter():
     assert sizes[2] < sizes[0] + 1.5 * sizes[1]
 
 
+def test_blocks_do_not_know_of_each_other():
+    """The bytes of a block do not depend on what is in the others: it can be read by itself."""
+    length, draws = 4 * FINE, generator(5)
+    densities = np.repeat([0.2, 0.01, 0.3, 0.005], FINE)  # alike, they would be made one
+    marks = draws.random(length) < densities
+
+    def blocks(marked):
+        indexes = np.flatnonzero(marked)
+        code = entropy.pack_pulses(length, indexes, np.ones(len(indexes), np.int32), 1.0)
+        message = entropy._open(code, length)
+        assert message.shift == 16
+        ends = np.cumsum(message.sizes)
+        data = message.words.view(np.uint8)
+        return [data[end - size : end].tobytes() for end, size in zip(ends, message.sizes, strict=True)]
+
+    for block in range(4):
+        others = draws.random(length) < densities
+        others[block * FINE : (block + 1) * FINE] = marks[block * FINE : (block + 1) * FINE]
+        assert [a == b for a, b in zip(blocks(marks), blocks(others), strict=True)].index(True) == block
+
+
 def test_full_vectors_take_five_signs_to_a_byte():
     code = entropy.pack_pulses(10_000, np.arange(10_000), np.ones(10_000, np.int32), 1.0)
     assert len(code) < 2000 + 20

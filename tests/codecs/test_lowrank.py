@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import MOMENTUM, Script, same, trained
 from torch import Tensor, nn
 
 import polyrhythm as pr
+from polyrhythm.codecs.algebra import add_product, orthonormal
 from polyrhythm.codecs.lowrank import HEADER, PowerSGD
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.memory import Memory
@@ -93,6 +95,8 @@ def test_all_agree_and_the_mean_of_what_is_left_is_what_the_mean_lacks(
         owed = sum(kept[rank] + given[rank][step] for rank in range(workers)) / workers
         kept = [rounds.residuals[rank][step] for rank in range(workers)]
         torch.testing.assert_close(sum(kept) / workers, owed - update, **near)
+    if not rounds.codec.warm:
+        return
     qs = [
         torch.cat([m.tensors["q"] for m in rounds.memories[rank] if "q" in m.tensors])
         for rank in range(workers)
@@ -106,7 +110,7 @@ def test_each_step_is_that_of_the_paper(simulate: Any) -> None:
     given = [[gradient(w, s, [shape]) for s in range(steps)] for w in range(workers)]
     rounds = played(simulate, f"powersgd:{rank}", given, [shape])
     first = torch.Generator().manual_seed(Memory.alone(88).shared_stream())
-    q = torch.empty(8, rank, dtype=torch.float64).normal_(generator=first)
+    q = torch.empty(rank, 8, dtype=torch.float64).normal_(generator=first).T
     e = [torch.zeros(shape, dtype=torch.float64) for _ in range(workers)]
     for step in range(steps):
         m = [e[w] + given[w][step].view(shape) for w in range(workers)]
@@ -191,6 +195,84 @@ def test_a_direction_that_was_lost_comes_back(simulate: Any) -> None:
     steps = [torch.zeros(120, dtype=torch.float64), two.flatten(), two.flatten()]
     rounds = played(simulate, "powersgd:2,feedback=no", [steps], [shape])
     torch.testing.assert_close(rounds.means[0][1], two.flatten(), rtol=0, atol=1e-10)
+
+
+@given(rank=st.integers(1, 6), seed=st.integers(0, 99), shift=st.integers(1, 15), double=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_same_factors_make_the_same_bits_wherever_they_lie(
+    rank: int, seed: int, shift: int, double: bool
+) -> None:
+    """Or replicas would part: a product of matrices may round by how memory is aligned."""
+    dtype = torch.float64 if double else torch.float32
+    p = gradient(1, seed, [(rank, 37)], dtype).view(rank, 37)
+    q = gradient(2, seed, [(rank, 23)], dtype).view(rank, 23)
+    one, other = torch.zeros(37 * 23, dtype=dtype), torch.zeros(37 * 23 + shift, dtype=dtype)[shift:]
+    moved = torch.cat([torch.zeros(shift, dtype=dtype), p.flatten()])[shift:].view(rank, 37)
+    add_product(orthonormal(p), q, one.view(37, 23))
+    add_product(orthonormal(moved), q, other.view(37, 23))
+    assert torch.equal(one, other)
+    near = 1e-13 if double else 1e-5
+    torch.testing.assert_close(one.view(37, 23), orthonormal(p).T @ q, rtol=0, atol=near)
+
+
+@given(rank=st.integers(1, 6), size=st.integers(6, 50), seed=st.integers(0, 99), alike=st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_bases_are_orthonormal_and_span_what_they_should(
+    rank: int, size: int, seed: int, alike: float
+) -> None:
+    """However long and nearly parallel the vectors are: at right angles, of length 1 or 0."""
+    rows = gradient(1, seed, [(rank, size)]).view(rank, size)
+    lengths = 10.0 ** torch.arange(-150.0, 150.0, 50.0).double()[:rank, None]
+    rows = (rows * (1 - alike) ** 4 + rows[:1]) * lengths
+    basis = orthonormal(rows)
+    gram = basis @ basis.T
+    assert (gram - gram.diag().diag()).abs().max() < 1e-12
+    assert all(abs(length - 1) < 1e-12 or length == 0 for length in gram.diag().tolist())
+    scaled = rows / rows.abs().amax(1, keepdim=True)
+    assert (scaled - (scaled @ basis.T) @ basis).abs().max() < 2e-7 * size
+
+
+# --- training ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fit:
+    """Workers that pull a matrix to points of their own: all they can agree on is the mean of these."""
+
+    steps: int
+    seen: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        here = pr.init()
+        layer = nn.Linear(10, 12, bias=False).double()
+        layer, optimizer = here.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        aim, self.seen[here.rank] = point(here.rank), []
+        for _ in range(self.steps):
+            layer.weight.grad = layer.weight.detach() - aim
+            optimizer.step()
+            self.seen[here.rank].append(layer.weight.detach().clone())
+
+
+def point(rank: int) -> Tensor:
+    return gradient(rank, 9, [(12, 10)]).view(12, 10)
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2", "powersgd:2,warm=no"])
+def test_what_is_not_sent_yet_is_sent_later(simulate: Any, codec: str) -> None:
+    """With feedback one direction a step leads to where all of them would; replicas are the same bits."""
+    fit = Fit(800)
+    simulate(fit, f"allreduce+{codec}", 3)
+    assert all(torch.equal(one, other) for one, other in zip(fit.seen[0], fit.seen[2], strict=True))
+    best = (point(0) + point(1) + point(2)) / 3
+    assert (fit.seen[0][0] - best).norm() > 1
+    assert (fit.seen[0][-1] - best).norm() < 1e-6
+
+
+def test_a_run_of_full_rank_is_one_without_a_codec(simulate: Any) -> None:
+    """Bit for bit."""
+    script = Script(optimizer=MOMENTUM, size=50)
+    plain = trained(simulate(script, "allreduce", 3))
+    assert same(trained(simulate(script, "allreduce+powersgd:9", 3)), plain)
 
 
 # --- by itself, for servers ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import polyrhythm as pr
 from tests.scripts.train import EXAMPLES, train
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce+topk:0.1", "sync", "local:4"])
 def test_same_bits(strategy: str) -> None:
     """Lockstep strategies give the same bits whatever carries them."""
     unix, tcp = (

@@ -27,10 +27,20 @@ def _number(dtype: torch.dtype, value: float) -> Any:
     return type(_MAGIC[dtype])(value)
 
 
+def _array(vector: Tensor) -> Any:
+    """The memory of a vector, also of one that wants gradients."""
+    return vector.detach().numpy()
+
+
+def _between(dtype: torch.dtype, most: int) -> tuple[Any, Any]:
+    least, largest = plain.units_between(dtype, most)
+    return _number(dtype, least), _number(dtype, largest)
+
+
 def _bits(values: Tensor) -> tuple[Any, Any]:
     """The same memory as whole numbers, and what leaves the sign out."""
     mask = _MASKS[values.dtype]
-    return values.numpy().view(mask.dtype), mask
+    return _array(values).view(mask.dtype), mask
 
 
 def integers(
@@ -42,28 +52,28 @@ def integers(
     units: Tensor,
     body: Tensor,
 ) -> None:
-    source, info = values if residual is None else residual, torch.finfo(values.dtype)
+    source = values if residual is None else residual
     loops.integers(
-        values.numpy(), source.numpy(), residual is not None, *_bits(source), block, top,
-        _MAGIC[values.dtype], _number(values.dtype, info.tiny), _number(values.dtype, info.max / 128),
+        _array(values), _array(source), residual is not None, *_bits(source), block, top,
+        _MAGIC[values.dtype], *_between(values.dtype, top),
         seed is not None, np.uint64(seed or 0), units.numpy(), body.numpy(),
     )  # fmt: skip
 
 
 def add_integers(units: Tensor, body: Tensor, into: Tensor, scale: float, block: int, top: int) -> None:
-    loops.add_integers(units.numpy(), body.numpy(), into.numpy(), _number(into.dtype, scale), block, top)
+    loops.add_integers(units.numpy(), body.numpy(), _array(into), _number(into.dtype, scale), block, top)
 
 
 def floats(values: Tensor, residual: Tensor | None, block: int, powers: Tensor, body: Tensor) -> None:
     source = values if residual is None else residual
     loops.floats(
-        values.numpy(), source.numpy(), residual is not None, *_bits(source), block,
+        _array(values), _array(source), residual is not None, *_bits(source), block,
         _number(values.dtype, 1.0), *plain.limits(values.dtype), powers.numpy(), body.numpy(),
     )  # fmt: skip
 
 
 def add_floats(powers: Tensor, body: Tensor, into: Tensor, scale: float, block: int) -> None:
-    loops.add_floats(powers.numpy(), body.numpy(), into.numpy(), _number(into.dtype, scale), block)
+    loops.add_floats(powers.numpy(), body.numpy(), _array(into), _number(into.dtype, scale), block)
 
 
 def largest_float(body: Tensor) -> int:
@@ -77,44 +87,43 @@ def signs(values: Tensor, residual: Tensor | None, zeros: bool, body: Tensor) ->
         limit = np.nextafter(_number(values.dtype, 0.0), limit)
     sums = np.empty(-(-len(values) // SUMS), np.float64)
     whole = few_bits.signs(
-        values.numpy(), source.numpy(), residual is not None, limit, sums, body.numpy()
+        _array(values), _array(source), residual is not None, limit, sums, body.numpy()
     )  # fmt: skip
     return whole / max(1, len(values))
 
 
 def add_signs(body: Tensor, into: Tensor, unit: float) -> None:
-    few_bits.add_signs(body.numpy(), into.numpy(), _number(into.dtype, unit))
+    few_bits.add_signs(body.numpy(), _array(into), _number(into.dtype, unit))
 
 
 def sizes(values: Tensor) -> tuple[float, float]:
     most, squares = few_bits.sizes(
-        values.numpy(), *_bits(values), np.empty(-(-len(values) // SUMS), np.float64)
+        _array(values), *_bits(values), np.empty(-(-len(values) // SUMS), np.float64)
     )  # fmt: skip
     kind = _MASKS[values.dtype].dtype
-    return float(np.array([most], kind).view(values.numpy().dtype)[0]), squares
+    return float(np.array([most], kind).view(_array(values).dtype)[0]), squares
 
 
 def trits(values: Tensor, unit: float, seed: int, body: Tensor) -> None:
     one, unit = _number(values.dtype, 1.0), _number(values.dtype, unit)
-    few_bits.trits(values.numpy(), one / unit, np.uint64(seed), body.numpy())
+    few_bits.trits(_array(values), one / unit, np.uint64(seed), body.numpy())
 
 
 def add_trits(body: Tensor, into: Tensor, unit: float) -> None:
-    few_bits.add_trits(body.numpy(), into.numpy(), _number(into.dtype, unit))
+    few_bits.add_trits(body.numpy(), _array(into), _number(into.dtype, unit))
 
 
 def levels(values: Tensor, block: int, most: int, seed: int, units: Tensor) -> Tensor:
-    info = torch.finfo(values.dtype)
     whole = torch.empty(len(values), dtype=torch.int16)
     rice_loops.levels(
-        values.numpy(), *_bits(values), block, most, _number(values.dtype, info.tiny),
-        _number(values.dtype, info.max / most), np.uint64(seed), units.numpy(), whole.numpy(),
+        _array(values), *_bits(values), block, most,
+        *_between(values.dtype, most), np.uint64(seed), units.numpy(), whole.numpy(),
     )  # fmt: skip
     return whole
 
 
 def add_levels(units: Tensor, whole: Tensor, into: Tensor, scale: float, block: int) -> None:
-    rice_loops.add_levels(units.numpy(), whole.numpy(), into.numpy(), _number(into.dtype, scale), block)
+    rice_loops.add_levels(units.numpy(), whole.numpy(), _array(into), _number(into.dtype, scale), block)
 
 
 def rice(whole: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,12 @@ def drawn(ratio: Tensor, top: int, seed: int) -> Tensor:
     return (whole + up).clamp_(max=top).copysign(ratio)
 
 
+def units_between(dtype: torch.dtype, most: float) -> tuple[float, float]:
+    """The units for which one over them is a float, and so is the unit taken `most` times."""
+    info = torch.finfo(dtype)
+    return info.tiny, info.max / most * (1 - 2**-20)
+
+
 # Whole multiples of a unit that each block has: int8, int4.
 
 
@@ -96,8 +102,7 @@ def integers(
     body: Tensor,
 ) -> None:
     source = values if residual is None else residual.add_(values)
-    info = torch.finfo(values.dtype)
-    here = (largest(source, block) / top).clamp_(info.tiny, info.max / 128)
+    here = (largest(source, block) / top).clamp_(*units_between(values.dtype, top))
     ratio = source * spread(1 / here, len(source), block)
     whole = (ratio.round() if seed is None else drawn(ratio, top, seed)).to(torch.int8)
     units.copy_(here)
@@ -207,8 +212,7 @@ def levels(values: Tensor, block: int, most: int, seed: int, units: Tensor) -> T
         roots = torch.from_numpy(np.sqrt(squares.cpu().numpy())).to(values.device)
         norms.append(roots * _power(power, torch.float64))
     here = torch.cat(norms) if norms else values.double()
-    info = torch.finfo(values.dtype)
-    here = (here / most).clamp_(info.tiny, info.max / most).to(values.dtype)
+    here = (here / most).clamp_(*units_between(values.dtype, most)).to(values.dtype)
     units.copy_(here)
     return drawn(values * spread(1 / here, len(values), block), most, seed).to(torch.int16).cpu()
 

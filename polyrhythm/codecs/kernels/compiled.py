@@ -17,7 +17,14 @@ def compiled(function: Function) -> Function:
 
     Without `fastmath`: sums and products round as in torch, so both roads give the same bits.
     """
-    return cast(Function, njit(cache=True, nogil=True, error_model="numpy")(function))
+
+    def made(cache: bool) -> Function:
+        return cast(Function, njit(cache=cache, nogil=True, error_model="numpy")(function))
+
+    try:
+        return made(cache=True)
+    except RuntimeError:  # neither this folder nor the user's can be written: every process compiles anew
+        return made(cache=False)
 
 
 def _trailing_zeros(context: Any, number: Any) -> Any:

@@ -1,0 +1,205 @@
+"""Codecs on one core: their speed beside a copy of the vector, their bits beside what theory allows.
+
+Speeds are those of `send` with feedback (adding to the residual, selecting, coding, subtracting what was
+sent) and of `decode` (reading, checking, adding), for 10 million float32 numbers; in each round a copy of the
+vector (`x.clone()`) is timed too, and the ratio is to that one. Bits are those of whole messages, headers
+included: on random indexes beside the expected length of Rice codes, and on gradients of the Fashion-MNIST
+network beside the entropy of as many indexes in each block of 2^16 parameters, drawn evenly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.allreduce import network
+from benchmarks.processes import apart
+from benchmarks.report import Row, ratio
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+COUNT = 10_000_000
+SEND, DECODE = "send", "decode"
+
+# What is timed: a codec, the share of the entries that a threshold lets through, and the most that `send` and
+# `decode` may take, in copies. A new codec joins by a line.
+SPEEDS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
+    ("threshold:1", 0.001, 1.5, 0.5),
+    ("threshold:1", 0.01, 1.5, 0.5),
+    ("threshold:1,pulses=many", 0.01, None, None),
+    ("topk:0.01", None, None, 0.5),
+    ("topk:0.01,pick=exact", None, None, 0.5),
+    ("topk:0.001", None, None, 0.5),
+    ("randomk:0.01", None, None, None),
+    ("fp16", None, None, None),
+    ("bf16", None, None, None),
+)
+# Those that pick the largest, beside `torch.topk(x.abs(), k)`.
+PICKS = ("topk:0.01", "topk:0.01,pick=exact", "topk:0.001")
+
+# Expected bits of a Rice code with the best parameter, and one for the sign.
+TABLE = {0.1: 5.756, 1 / 16: 6.480, 0.03: 7.592, 0.01: 9.108, 1e-3: 12.495, 1e-4: 15.788}
+
+Times = dict[str, list[float]]  # seconds by what was done, one per round
+
+
+def measure(quick: bool) -> tuple[list[Row], list[str]]:
+    times = apart(_speeds, 5 if quick else 15)
+    rows = [row for each in SPEEDS for row in _speed_rows(*each, times)]
+    for text in PICKS:
+        mine, theirs = times[f"{SEND} {text}"], times[f"topk {text}"]
+        rows.append(_row(f"{text}: send / torch.topk", mine, theirs, ratio(theirs, mine), 8.0, "at least"))
+    for count in (1 << 20, COUNT):
+        for density, wanted in TABLE.items():
+            if density * count >= 1000:  # below that the header of 19 bytes alone is more than 1 %
+                bits = apart(_bits, count, density)
+                what = f"signs: {density:.2%} of {count:,}, bits per entry / theory"
+                rows.append(Row(what, bits, "bits", wanted, bits / wanted, 1.02, "below"))
+    for text, bits, bound in apart(_real, 20 if quick else 100):
+        what = f"{text} of real gradients: bits per index / entropy"
+        rows.append(Row(what, bits, "bits", bound, bits / bound, 1.03, "below"))
+    first, again = apart(_warm), apart(_warm)
+    rows.append(Row("loading compiled kernels, in the second process", again, "s", bar=1.0, wanted="below"))
+    notes = [
+        f"ms for {COUNT:,} numbers, medians of rounds in which all take turns",
+        f"kernels of float32 took {first:.1f} s in the first process, which compiles what is not on the disk",
+    ]
+    return rows, notes
+
+
+def _row(what: str, mine: list[float], theirs: list[float], of: float, bar: float | None, wanted: Any) -> Row:
+    middle = [1000 * statistics.median(values) for values in (mine, theirs)]
+    return Row(what, middle[0], "ms", middle[1], of, bar, wanted)
+
+
+def _speed_rows(
+    text: str, share: float | None, send: float | None, decode: float | None, times: Times
+) -> list[Row]:
+    label = text if share is None else f"{text} at {share:.1%}"
+    return [
+        _row(f"{label}: {what} / copy", mine, times["copy"], ratio(mine, times["copy"]), bar, "below")
+        for what, bar in ((SEND, send), (DECODE, decode))
+        for mine in [times[f"{what} {label}"]]
+    ]
+
+
+def _speeds(rounds: int) -> Times:
+    import torch
+
+    from polyrhythm.memory import Memory
+    from polyrhythm.strategy import parse_codec
+
+    torch.set_num_threads(1)
+    values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
+    magnitudes = values.abs().sort(descending=True).values
+    # For a threshold of 1, numbers such that the wanted share of them reach it.
+    scaled = {share: values / magnitudes[round(share * COUNT)] for _, share, _, _ in SPEEDS if share}
+    into, memory = torch.zeros(COUNT), Memory.alone(count=COUNT)
+    times: Times = {}
+
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = call()
+        times.setdefault(what, []).append(time.perf_counter() - began)
+        return result
+
+    codecs = [(text, share, parse_codec(text)) for text, share, _, _ in SPEEDS]
+    for _, _, codec in codecs:
+        codec.prepare(values.dtype)
+    for number in range(rounds + 1):
+        if number == 1:
+            times.clear()  # the first round warms up
+        timed("copy", values.clone)
+        for text, share, codec in codecs:
+            given = values if share is None else scaled[share]
+            label = text if share is None else f"{text} at {share:.1%}"
+            if memory.residual is not None:
+                memory.residual.zero_()
+            mine = memory if codec.feedback else Memory.alone(0, feedback=False)
+            code = timed(f"{SEND} {label}", lambda: codec.send(given, mine))  # noqa: B023
+            timed(f"{DECODE} {label}", lambda: codec.decode(code, into))  # noqa: B023
+            if text in PICKS:
+                timed(f"topk {text}", lambda: torch.topk(values.abs(), round(COUNT * codec.density)))  # type: ignore[attr-defined]  # noqa: B023
+    return times
+
+
+def _bits(count: int, density: float) -> float:
+    """Of an entry, when each is there with this probability."""
+    import numpy as np
+
+    from polyrhythm.codecs import entropy
+
+    draws = np.random.default_rng(0)
+    indexes = np.flatnonzero(draws.random(count) < density)
+    signs = draws.choice(np.array([-1, 1], np.int32), len(indexes))
+    return 8 * len(entropy.pack_pulses(count, indexes, signs, 1e-3)) / len(indexes)
+
+
+def _real(steps: int) -> list[tuple[str, float, float]]:
+    """For some codecs, bits per index and the bound, while the network learns."""
+    import torch
+    from torch.nn import functional as F
+
+    from polyrhythm.codecs import entropy
+    from polyrhythm.data import mnist
+    from polyrhythm.memory import Memory
+    from polyrhythm.strategy import parse_codec
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    images, labels = mnist()[0].tensors
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    size = sum(parameter.numel() for parameter in net.parameters())
+    texts = ("topk:0.05", "topk:0.01", "topk:0.001", "threshold:0.01", "threshold:adaptive=yes")
+    codecs = [(text, parse_codec(text), Memory.alone(count=size)) for text in texts]
+    bits, bounds, entries = dict.fromkeys(texts, 0), dict.fromkeys(texts, 0.0), dict.fromkeys(texts, 0)
+    for _ in range(steps):
+        chosen = torch.randint(len(labels), (100,))
+        optimizer.zero_grad()
+        F.cross_entropy(net(images[chosen]), labels[chosen]).backward()
+        optimizer.step()
+        gradient = _flat([parameter.grad for parameter in net.parameters()])
+        for text, codec, memory in codecs:
+            code = codec.send(gradient, memory).numpy()
+            memory.sent()
+            indexes, values = entropy.unpack(code, size, "float32")
+            plane = 2 * len(values) if text.startswith("topk") else math.ceil(len(values) / 8)
+            bits[text] += 8 * (len(code) - plane)
+            bounds[text] += _entropy(indexes, size)
+            entries[text] += len(indexes)
+    return [(text, bits[text] / entries[text], bounds[text] / entries[text]) for text in texts]
+
+
+def _flat(gradients: list[Tensor | None]) -> Tensor:
+    import torch
+
+    return torch.cat([gradient.view(-1) for gradient in gradients if gradient is not None])
+
+
+def _entropy(indexes: np.ndarray[Any, Any], size: int) -> float:
+    """Bits of so many indexes in each block, whichever they are."""
+    import numpy as np
+
+    total = 0.0
+    for block, count in enumerate(np.bincount(indexes >> 16)):
+        room = min(1 << 16, size - (block << 16))
+        p = count / room
+        if 0 < p < 1:
+            total -= room * (p * math.log2(p) + (1 - p) * math.log2(1 - p))
+    return float(total)
+
+
+def _warm() -> float:
+    import torch
+
+    from polyrhythm.codecs import selection
+
+    began = time.perf_counter()
+    selection.warm(torch.float32)
+    return time.perf_counter() - began

@@ -1,0 +1,105 @@
+"""What goes through a process group of torch.distributed: sums, codes of any length, and rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class Mean:
+    """The means of a few tensors of one kind over all ranks, under way; they themselves stay as they are.
+
+    Each rank divides first, as DDP does, for sums of 16-bit floats soon overflow.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._work: dist.Work | None = None
+        if tensors:
+            self._flat = torch.cat(list(tensors)).div_(group.size())
+            self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def wait(self) -> list[Tensor]:
+        if self._work is None:
+            return []
+        self._work.wait()
+        return list(torch.split(self._flat, self._sizes))
+
+    def into(self, places: Sequence[Tensor]) -> None:
+        for mean, place in zip(self.wait(), places, strict=True):
+            place.copy_(mean)
+
+
+class Gather:
+    """The codes of all ranks, under way in two rounds: how long they are, then they themselves.
+
+    A rank that has none to give, for its gradient is not finite, says so first, and there is no second round.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, count: int, codes: Sequence[Tensor] | None
+    ) -> None:
+        self._group = group
+        self._device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self._codes = codes
+        sizes = [0, *(code.numel() for code in codes)] if codes is not None else [1, *[0] * count]
+        mine = torch.tensor(sizes, device=self._device)
+        self._every = [torch.empty_like(mine) for _ in range(group.size())]
+        self._work = dist.all_gather(self._every, mine, group=group, async_op=True)
+        self._sizes: list[list[int]] = []
+
+    def exchange(self) -> None:
+        """The second round."""
+        self._work.wait()
+        told = [sizes.tolist() for sizes in self._every]
+        if self._codes is None or any(wrong for wrong, *_ in told):
+            return
+        self._sizes = [sizes for _, *sizes in told]
+        # All must give equally much; the longest decides.
+        mine = torch.zeros(max(map(sum, self._sizes)), dtype=torch.uint8, device=self._device)
+        if self._codes:
+            code = torch.cat([code.to(self._device) for code in self._codes])
+            mine[: code.numel()] = code
+        self._every = [torch.empty_like(mine) for _ in self._sizes]
+        self._work = dist.all_gather(self._every, mine, group=self._group, async_op=True)
+
+    def wait(self) -> list[list[Tensor]] | None:
+        """The codes of each rank, or None if one had none to give."""
+        if not self._sizes:
+            return None
+        self._work.wait()
+        given = []
+        for message, sizes in zip(self._every, self._sizes, strict=True):
+            parts = torch.split(message.cpu()[: sum(sizes)], sizes) if sizes else ()
+            given.append([part.clone() for part in parts])  # a number must begin at a multiple of its size
+        return given
+
+
+class Rounds:
+    """As much of a `polyrhythm.node.Node` as a codec needs that takes the mean in rounds of all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        works = [dist.all_reduce(each, OPS[op], group=self._group, async_op=True) for each in tensors]
+        for tensor, work in zip(tensors, works, strict=True):
+            work.wait()
+            if op == "mean":
+                tensor.div_(self._group.size())
+
+    def all(self, mine: bool, device: torch.device) -> bool:
+        """Whether it is so on all ranks."""
+        flag = torch.tensor(float(mine), device=device)
+        self.all_reduce(flag, op="min")
+        return bool(flag > 0)

@@ -1,0 +1,90 @@
+"""Two roads, one result: compiled loops and tensor operations. And lots, of which it takes many to judge."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from quantizers import ALL, FAIR, LENGTHS, WIDTHS, alone, drawn, sent, units
+from torch import Tensor
+
+from polyrhythm.codecs import dense
+from polyrhythm.codecs.dense import plain
+from polyrhythm.strategy import Codec, parse_codec
+
+pytest.importorskip("numba")
+
+
+def every(texts: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("text", texts)
+
+
+def same(module: ModuleType, _: Tensor) -> ModuleType:
+    return module
+
+
+@every(ALL)
+@pytest.mark.parametrize("dtype", WIDTHS, ids=["32", "64"])
+@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-45, 1e37])
+def test_both_roads_give_the_same_bits(
+    text: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = dense._compiled()
+    codec = parse_codec(text)
+    for count in LENGTHS:
+        ways = []
+        for module in (compiled, plain):
+            monkeypatch.setattr(dense, "road", partial(same, module))
+            memory, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
+            codes = []
+            for seed in range(2):
+                codes.append(codec.send(drawn(count, dtype, seed, scale), memory))
+                memory.sent()
+                codec.decode(codes[-1], into, 0.7)
+            ways.append([*codes, into, *([] if memory.residual is None else [memory.residual])])
+        for one, two in zip(*ways, strict=True):
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def test_without_numba_the_other_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dense, "compiled", raising=False)
+    for name in [name for name in sys.modules if name.startswith("polyrhythm.codecs.dense.")]:
+        if name != plain.__name__:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "numba", None)  # as if it were not installed
+    dense._compiled.cache_clear()
+    try:
+        assert dense.road(torch.zeros(1)) is plain
+    finally:
+        dense._compiled.cache_clear()
+
+
+@every(FAIR)
+def test_the_expectation_is_the_number(text: str) -> None:
+    """A z-test of 10,000 draws for each of 24 numbers, over streams; another one over indexes."""
+    codec = parse_codec(text)
+    values = drawn(24)
+    values[0], values[1] = 1e-3, -0.02
+    memory, draws = alone(codec, values, feedback=False), 10_000
+    total = torch.zeros(24).double()
+    for _ in range(draws):
+        total += sent(codec, values, memory)
+    assert_fair(codec, values, total / draws, draws)
+
+    if codec.name != "terngrad":
+        # Blocks of the same numbers, so that all have the same unit.
+        block = codec.block  # type: ignore[attr-defined]
+        values = drawn(block, seed=1)
+        many = values.repeat(draws)
+        got = sent(codec, many, alone(codec, many, feedback=False))
+        assert_fair(codec, values, got.view(draws, block).double().mean(0), draws)
+
+
+def assert_fair(codec: Codec, values: Tensor, mean: Tensor, draws: int) -> None:
+    unit = units(codec, values).double()
+    share = (values.double().abs() / unit).frac()  # how likely it is to be rounded up
+    spread = unit * ((share * (1 - share)).clamp_min(1 / draws) / draws).sqrt()
+    assert float(((mean - values).abs() / spread).max()) < 4.5

@@ -1,0 +1,190 @@
+"""Every codec as a communication hook of DistributedDataParallel: two ranks of torchrun, on Gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+from polyrhythm.strategy import describe
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests/scripts/ddp.py"
+CODECS = [row.name for row in describe("codec")]
+DTYPES = ["float32", "bfloat16", "float64"]
+
+spec = importlib.util.spec_from_file_location("ddp_script", SCRIPT)
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+pytestmark = pytest.mark.timeout(330)
+
+Found = list[dict[str, Any]]  # what the script found out, by rank
+
+
+def torchrun(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """As from a fresh shell, but with this copy of the package."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("ddp")
+    done = torchrun(str(SCRIPT), str(folder), *CODECS)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_the_same_bits(ranks: Found, codec: str, dtype: str) -> None:
+    """After every step, also when DDP has filled its buckets anew; and they do move."""
+    one, other = (rank[dtype][codec] for rank in ranks)
+    assert len(one) == 5
+    assert all(torch.equal(mine, yours) for mine, yours in zip(one, other, strict=True))
+    assert all(torch.isfinite(each).all() for each in one)
+    assert not torch.equal(one[0], one[-1])
+
+
+@pytest.mark.parametrize(
+    "codec", ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
+)
+def test_what_is_owed_moves_with_its_parameters(ranks: Found, codec: str) -> None:
+    """All that was got, with the mean of what is owed, is the mean of all that was given, after every step.
+
+    Though after the first the buckets are others.
+    """
+    found = [rank["owe"][codec] for rank in ranks]
+    buckets = found[0]["buckets"]
+    assert buckets[0] != buckets[1] == buckets[-1]
+    assert sorted(chain(*buckets[-1])) == sorted(chain(*buckets[0]))
+    total, got = torch.zeros(2, script.given(0, 0).numel(), dtype=torch.float64)
+    for step in range(6):
+        total = total + (script.given(0, step).double() + script.given(1, step).double()) / 2
+        got = got + found[0]["got"][step].double()
+        owed = (found[0]["owed"][step] + found[1]["owed"][step]) / 2
+        assert owed.abs().max() > 0.1
+        torch.testing.assert_close(got + owed, total, rtol=0, atol=2e-5)
+
+
+def test_all_is_the_plain_mean(ranks: Found) -> None:
+    """Density 1, in full: bit for bit what DDP gives without a hook."""
+    for step, got in enumerate(ranks[0]["owe"]["topk:1,values=fp32"]["got"]):
+        assert torch.equal(got, (script.given(0, step) + script.given(1, step)) / 2)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "fp16:feedback=yes"])
+def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec: str) -> None:
+    """An infinity on one rank: NaN on both, for a GradScaler to see, and the next steps are sound."""
+    for rank in ranks:
+        got, owed = rank["spoilt"][codec]["got"], rank["spoilt"][codec]["owed"]
+        assert not torch.isfinite(got[2]).all()
+        assert all(torch.isfinite(each).all() for each in (*got[:2], *got[3:], *owed))
+        assert got[3].abs().max() > 0
+    one, other = (rank["spoilt"][codec]["got"] for rank in ranks)
+    assert all(torch.equal(mine.isnan(), yours.isnan()) for mine, yours in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"])
+def test_a_state_that_was_saved_goes_on(ranks: Found, codec: str) -> None:
+    """Bit for bit, though buckets begin again as they were before the first step.
+
+    Matrix products may round by where in a bucket a matrix lies.
+    """
+    for rank in ranks:
+        for one, other in zip(*rank["resume"][codec], strict=True):
+            near = 2e-5 if codec == "powersgd" else 0
+            torch.testing.assert_close(one, other, rtol=0, atol=near)
+
+
+def test_layers_that_are_left_out_travel_as_they_are(ranks: Found) -> None:
+    got, bounds = ranks[0]["left out"]["got"], ranks[0]["left out"]["bounds"]
+    mean = (script.given(0, 0) + script.given(1, 0)) / 2
+    for number, (low, high) in enumerate(zip([0, *bounds], bounds, strict=False)):
+        dense = number == 0 or len(script.SHAPES[number]) == 1
+        assert torch.equal(got[low:high], mean[low:high]) == dense
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (0, "topk:dense=head: DDP does not tell which layer is 'head'; give the model too"),
+        (1, "topk:dense=head: the model has no layer 'head'"),
+        (2, "topq: unknown codec 'topq'; did you mean 'topk'?"),
+        (3, "dgc keeps the momentum itself"),
+        (4, "this state is of powersgd, and the hook is of topk"),
+    ],
+)
+def test_mistakes_are_told(ranks: Found, number: int, says: str) -> None:
+    assert says in ranks[0]["mistakes"][number]
+
+
+def test_without_a_process_group_it_says_what_is_missing() -> None:
+    with pytest.raises(UsageError, match="init_process_group first"):
+        pr.integrations.ddp.hook("fp16")
+
+
+def test_the_command_line_starts_without_it() -> None:
+    """Nothing of torch is imported for the sake of integrations."""
+    text = (
+        "import sys, polyrhythm as pr, polyrhythm.cli\nassert 'torch' not in sys.modules\n"
+        "pr.integrations\nassert 'torch' not in sys.modules\n"
+        "pr.integrations.ddp.hook\nassert 'torch.distributed' in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", text], env=environment, check=True, timeout=60)
+
+
+class OneStep:
+    """The script's network takes one step in a simulation; keeps the parameters."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Tensor] = {}
+
+    def __call__(self) -> None:
+        here = pr.init()
+        network = script.network()
+        model, optimizer = here.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        x, y = script.batch(here.rank, 0)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        self.seen[here.rank] = script.flat(model.parameters())
+
+
+@pytest.mark.parametrize("codec", ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"])
+def test_one_step_is_that_of_allreduce(ranks: Found, simulate: Any, codec: str) -> None:
+    """In the first step all parameters are in one bucket: the same bits as `allreduce` with that codec."""
+    ours = OneStep()
+    simulate(ours, f"allreduce+{codec}", 2)
+    assert torch.equal(ranks[0]["one step"][codec], ours.seen[0])
+
+
+def test_the_example_learns() -> None:
+    done = torchrun("examples/ddp_hook.py", "--codec=topk:0.05", "--epochs=4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"epoch {number}" for number in range(4)]
+    assert float(lines[-1].split()[-1]) > 0.9

@@ -1,0 +1,185 @@
+"""A plain script of DistributedDataParallel, for torchrun: what every codec does as its hook, into a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import polyrhythm as pr
+
+SHAPES = [(20, 30), (30,), (40, 20), (5, 4, 3), (7,), (30, 30)]
+CAP = 0.002  # MB: a few buckets for so small a model
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 5))
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 20, generator=generator)
+    return x.to(dtype), torch.randint(0, 5, (16,), generator=generator)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).clone()
+
+
+class Known(nn.Module):
+    """A model whose gradients are given to it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES)
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (flatten(self.tensors) * gradient).sum()
+
+
+def flatten(tensors: Any) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def given(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(sum(torch.Size(s).numel() for s in SHAPES), generator=generator).to(dtype)
+
+
+def made(module: nn.Module, codec: str, **more: Any) -> tuple[DistributedDataParallel, Any]:
+    model = DistributedDataParallel(module, bucket_cap_mb=more.pop("cap", CAP))
+    state, function = pr.integrations.ddp.hook(codec, **more)
+    model.register_comm_hook(state, function)
+    return model, state
+
+
+def residual(state: Any) -> Tensor:
+    """What is not sent yet, in the model's order; its parameters were given with their names."""
+    found = {}
+    for home in state.state_dict()["homes"]:
+        for name, (start, stop) in home["places"].items():
+            for what, vector in home["vectors"].items():
+                if what.endswith("residual"):
+                    found[name] = vector[start:stop]
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    return torch.cat([found.get(f"tensors.{n}", torch.zeros(size)).double() for n, size in enumerate(sizes)])
+
+
+def train(rank: int, codec: str, dtype: torch.dtype = torch.float32, steps: int = 5) -> list[Tensor]:
+    """The parameters after every step."""
+    model, _ = made(network().to(dtype), codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(steps):
+        x, y = batch(rank, step, dtype)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seen.append(flat(model.parameters()))
+    return seen
+
+
+def owe(rank: int, codec: str, spoilt: int = -1) -> dict[str, Any]:
+    """Known gradients: what each rank gave, what it got, what it owes after each step, and the buckets."""
+    module = Known()
+    model, state = made(module, codec, model=module)
+    got, owed, buckets = [], [], []
+    for step in range(6):
+        model.zero_grad()
+        gradient = given(rank, step)
+        if step == spoilt and rank == 1:
+            gradient[17] = torch.inf
+        model(gradient).backward()
+        got.append(flat(p.grad for p in module.tensors))
+        owed.append(residual(state))
+        buckets.append([list(names) for names in state._senders])
+    return {"got": got, "owed": owed, "buckets": buckets}
+
+
+def resume(rank: int, codec: str) -> tuple[list[Tensor], list[Tensor]]:
+    """What six steps give, and what they give if another process had done the first three."""
+    seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for stop, received in zip((6, 3), seen, strict=True):
+        module = Known()
+        model, state = made(module, codec)
+        for step in range(6):
+            if step == stop:
+                saved = torch.load(save(state.state_dict()), weights_only=True)
+                module = Known()
+                model, state = made(module, codec)
+                state.load_state_dict(saved)
+            model.zero_grad()
+            model(given(rank, step)).backward()
+            received.append(flat(p.grad for p in module.tensors))
+    return seen
+
+
+def save(state: dict[str, Any]) -> Path:
+    path = Path(sys.argv[1]) / f"state{dist.get_rank()}.pt"
+    torch.save(state, path)
+    return path
+
+
+def left_out(rank: int) -> dict[str, Any]:
+    """Layers that travel as they are, by name and by dimension."""
+    module = Known()
+    model, _ = made(module, "topk:0.01,dense=tensors.0/1d", model=module)
+    model(given(rank, 0)).backward()
+    parts = flat(p.grad for p in module.tensors)
+    bounds = list(accumulate(torch.Size(shape).numel() for shape in SHAPES))
+    return {"got": parts, "bounds": bounds}
+
+
+def refused(does: Callable[[], Any]) -> str:
+    try:
+        does()
+    except pr.UsageError as error:
+        return str(error)
+    return "not refused"
+
+
+def mistakes() -> list[str]:
+    hook = pr.integrations.ddp.hook
+    momentum = torch.optim.SGD(network().parameters(), 0.1, momentum=0.9)
+    return [
+        refused(lambda: hook("topk:dense=head")),
+        refused(lambda: hook("topk:dense=head", network())),
+        refused(lambda: hook("topq")),
+        refused(lambda: hook("dgc", optimizer=momentum)),
+        refused(lambda: hook("topk")[0].load_state_dict({"codec": "powersgd", "homes": []})),
+    ]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    codecs = sys.argv[2:]
+    owing = ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
+    resumed = ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"]
+    single = ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"]
+    results: dict[str, Any] = {
+        "float32": {codec: train(rank, codec) for codec in codecs},
+        "bfloat16": {codec: train(rank, codec, torch.bfloat16) for codec in codecs},
+        "float64": {codec: train(rank, codec, torch.float64) for codec in codecs},
+        "owe": {codec: owe(rank, codec) for codec in [*owing, "topk:1,values=fp32"]},
+        "spoilt": {codec: owe(rank, codec, 2) for codec in [*codecs, "fp16:feedback=yes"]},
+        "resume": {codec: resume(rank, codec) for codec in resumed},
+        "one step": {codec: train(rank, codec, steps=1)[0] for codec in single},
+        "left out": left_out(rank),
+        "mistakes": mistakes(),
+    }
+    torch.save(results, Path(sys.argv[1]) / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
