@@ -31,7 +31,11 @@ class Half(Codec):
     stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
-        return values.half().clamp_(-65504.0, 65504.0)  # in this order: half the memory
+        code = values.half()
+        beyond = code.isinf()
+        if bool(beyond.any()):  # but what is infinite stays so, or nobody would notice
+            code = code.where(~beyond | values.isinf(), code.clamp(-65504.0, 65504.0))
+        return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         _add(code, into, scale, "float16")

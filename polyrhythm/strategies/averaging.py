@@ -14,6 +14,7 @@ from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.means import (
     agree,
     begin_part,
+    check_way,
     in_buckets,
     join_parts,
     mean,
@@ -126,6 +127,7 @@ class Averaging(Rounds):
             return mean(node, replica, None, vectors, *flags)
         # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
         own, others = vectors[: len(base)], vectors[len(base) :]
+        check_way(node, replica, self.codec)
         for part, common in zip(own, base, strict=True):
             part.sub_(common).mul_(weight)
         for part in others:

@@ -305,6 +305,8 @@ class Desk:
         change, sender = shard.buffer("change"), self._sender(worker)
         for place, now, then in zip(change, view, known, strict=True):
             place.copy_(now).sub_(then)
+        where = f"{self.node.me} at version {shard.version}"
+        shard.layout.check_finite(change, where, shard.start, shard.stop)
         codes = sender.everything(change)
         sender.add(codes, known)
         # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from polyrhythm.collectives.arithmetic import cut
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -120,6 +122,15 @@ def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Ten
     mean(node, replica, codec, replica.gradient, *flags)
     if codec is not None and codec.feedback:
         replica.revive()
+
+
+def check_way(
+    node: Node, replica: Replica, codec: Codec | None, *, start: int = 0, stop: int | None = None
+) -> None:
+    """Raises `NotFinite` if this worker's parameters are not, before a codec is given how far it has come."""
+    if codec is not None:
+        own = replica.parameters if stop is None else cut(replica.parameters, start, stop)
+        replica.layout.check_finite(own, f"{node.me} at step {replica.steps}", start, stop)
 
 
 def sender_of(

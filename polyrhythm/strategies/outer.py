@@ -15,7 +15,7 @@ from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.averaging import Averaging, Rounds
 from polyrhythm.strategies.desk import copied
-from polyrhythm.strategies.means import begin_mean, mean, numbers, sender_of
+from polyrhythm.strategies.means import begin_mean, check_way, mean, numbers, sender_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,6 +154,7 @@ class DiLoCo(Rounds):
         return self._move(replica.buffer("theta"), m, delta, replica.buffer("consensus"))
 
     def _delta(self, node: Node, replica: Replica, full: bool, keep: bool = False) -> Sequence[Tensor]:
+        check_way(node, replica, self.codec)
         delta = _difference(replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
         if full and self.codec is not None:
             sender_of(node, replica, self.codec).settle(delta, keep)
@@ -246,6 +247,7 @@ class StreamingDiLoCo(DiLoCo):
             cut(each, start, stop)
             for each in (replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
         )
+        check_way(node, replica, self.codec, start=start, stop=stop)
         sent = _difference(theta, w, delta)
         begun = begin_mean(node, replica, self.codec, sent, start=start, stop=stop)
         replica.notes["under way"] = (start, stop, _once(begun))

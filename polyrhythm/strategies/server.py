@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
-from polyrhythm.strategies.means import rates_of_residuals, rescale, sender_of
+from polyrhythm.strategies.means import check_way, rates_of_residuals, rescale, sender_of
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ class ParameterServer(Strategy):
 
     def _coded(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """An update in codes, for each server the tensors that it gets."""
+        if self.sends == "ways":
+            check_way(node, replica, self.codec)
         return [
             self._sender(node, replica, start, stop).everything(cut(update, start, stop))
             for _, start, stop in self._ranges(node, replica)
