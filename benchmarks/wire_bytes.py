@@ -143,7 +143,7 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
-    transport: Any = session._seat.node.transport  # type: ignore[union-attr]
+    transport: Any = session._seat.node.transport
 
     def sent() -> dict[str, int]:
         traffic = transport.traffic()

@@ -1,8 +1,9 @@
 """Buckets: the gradient in the parts in which it is exchanged while `backward()` goes on.
 
 A bucket is complete when all its gradients are; then its exchange can begin. The first is small, so that the
-first exchange begins early, and so is the last, so that little is left when backward is over. The order is that in which gradients became ready in the first backward pass, the
-same on all workers, for they must begin the same exchanges in the same order.
+first exchange begins early, and so is the last, so that little is left when backward is over. The order is
+that in which gradients became ready in the first backward pass, the same on all workers, for they must begin
+the same exchanges in the same order.
 """
 
 from __future__ import annotations
