@@ -128,21 +128,23 @@ def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, wor
 def test_ways_that_are_not_told_are_kept(simulate: Any, codec: str, strategy: str, steps: int) -> None:
     """Where rounds are exchanged the residual is a way: with it every worker is where it would be without.
 
-    A last round that is not whole is exchanged as it is, with all that was left out before.
+    A last round that is not whole is exchanged as it is; what was left out before stays with its worker.
     """
     plane = Plane(steps)
     found = trained(simulate(plane, f"{strategy}+{codec}", WORKERS))
     law = dense(simulate, plane, strategy)
     owed = plane.owed([1.0])
     assert near(moved(found, owed, -1.0 if strategy.startswith("diloco") else 1.0), law)
-    assert (max(each.abs().max() for each in owed.values()) > 0) == (steps == 12)
+    assert max(each.abs().max() for each in owed.values()) > 0
 
 
 @pytest.mark.parametrize("codec", ways(FEEDBACK))
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_streaming_keeps_what_its_fragments_leave_out(simulate: Any, codec: str, fragments: int) -> None:
-    """Also where each fragment has its turn by itself, and is under way while others step."""
-    strategy = f"streaming-diloco:6,fragments={fragments},overlap=1,mix=0,lr=1,beta=0"
+@pytest.mark.parametrize(("fragments", "mix"), [(1, 0), (3, 0), (3, 0.5), (1, 0.9)])
+def test_streaming_keeps_what_its_fragments_leave_out(
+    simulate: Any, codec: str, fragments: int, mix: float
+) -> None:
+    """Also where each fragment has its turn by itself, and a worker keeps some of where it was."""
+    strategy = f"streaming-diloco:6,fragments={fragments},overlap=1,mix={mix},lr=1,beta=0"
     plane = Plane(21)
     found = trained(simulate(plane, f"{strategy}+{codec}", WORKERS))
     assert near(moved(found, plane.owed([1.0])), dense(simulate, plane, strategy))

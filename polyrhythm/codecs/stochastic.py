@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.codecs import dense
-from polyrhythm.codecs.quantize import HEADER, Quantizer, blocks_of, check_block
+from polyrhythm.codecs.quantize import HEADER, Int4, Quantizer, blocks_of, check_block
 from polyrhythm.errors import UsageError, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.memory import Memory
+    from polyrhythm.strategy import Codec
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class QSGD(Quantizer):
         check_block(self.block)
         if not 1 <= self.levels <= 32767:
             raise UsageError("levels must be from 1 to 32767")
+
+    def reply(self) -> Codec:
+        return _nearest(self)
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         import torch
@@ -175,6 +179,9 @@ class TernGrad(Quantizer):
         if not 0 <= self.clip < math.inf:
             raise UsageError("clip must be 0 or more")
 
+    def reply(self) -> Codec:
+        return _nearest(self)
+
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         import torch
 
@@ -198,3 +205,12 @@ class TernGrad(Quantizer):
         if len(body) and int(body.max()) > 242:
             raise WireError("terngrad: a byte that is no five digits of three")
         dense.road(into).add_trits(body, into, (unit * scale).item())
+
+
+def _nearest(codec: Codec) -> Codec:
+    """For a server's answers: the nearest of as many bits, not one by lot.
+
+    What a code leaves out of a difference is in the next one. If lots made it longer than it was, on average,
+    the two would part for good.
+    """
+    return Int4(per=codec.per, dense=codec.dense, pull=codec.pull)

@@ -134,14 +134,20 @@ def check_way(
 
 
 def sender_of(
-    node: Node, replica: Replica, codec: Codec, *, start: int = 0, stop: int | None = None
+    node: Node,
+    replica: Replica,
+    codec: Codec,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    feedback: bool | None = None,
 ) -> Sender:
     """What this worker sends a range of the layout with."""
     from polyrhythm.coder import Sender
 
     if (start, stop) not in replica.senders:
         replica.senders[start, stop] = Sender(
-            codec, replica.layout, replica, "sent", start=start, stop=stop, seed=node.seed,
+            codec, replica.layout, replica, "sent", start=start, stop=stop, feedback=feedback, seed=node.seed,
             worker=node.rank, workers=len(node.workers),
         )  # fmt: skip
     return replica.senders[start, stop]
@@ -161,7 +167,7 @@ def rescale(replica: Replica, codec: Codec) -> None:
     before, replica.notes["rates of residuals"] = replica.notes.get("rates of residuals", rates), rates
     if rates == before:
         return
-    residual = replica.buffer("sent: residual", exact=True)
+    residual = replica.owed
     for span in replica.spans(whole=True):
         now, then = rates[span.group], before[span.group]
         if now > 0:
