@@ -79,7 +79,7 @@ class Averaging(Rounds):
     keeps its own, or all take the average, or it is reset: each optimizer goes on as a new one.
 
     Through a codec goes how far each has come since all were together. What it leaves out is not lost: it is
-    sent with the next round, and all of it with the last.
+    sent with the next round. A last round that ends early is sent as it is, with all that was left out.
     """
 
     codecs: ClassVar[bool] = True
