@@ -212,13 +212,16 @@ def test_an_answer_that_is_asked_for_again_is_given_again(simulate: Any, watch: 
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-@pytest.mark.parametrize("servers", [1, 3])
-def test_what_is_not_pushed_is_kept(simulate: Any, codec: str, servers: int) -> None:
-    """Under `sync` as without a server: w - lr * mean_i(residual_i) is where SGD would be, to rounding."""
-    plane, law = Plane(11, groups=True), Plane(11, groups=True)
+@pytest.mark.parametrize(("servers", "rate"), [(1, 0.5), (3, 0.5), (2, 0.125)])
+def test_what_is_not_pushed_is_kept(simulate: Any, codec: str, servers: int, rate: float) -> None:
+    """Under `sync` as without a server: w - lr * mean_i(residual_i) is where SGD would be, to rounding, also
+    if the rate has changed on the way."""
+    plane, law = (
+        Plane(11, groups=True, rate=lambda step: 0.5 if step < 6 or step > 11 else rate) for _ in range(2)
+    )
     found = trained(simulate(plane, f"sync+{codec}", WORKERS, servers))
     dense = trained(simulate(law, "allreduce", WORKERS))
-    assert near(moved(found, plane.owed([0.5, 0.5])), dense)
+    assert near(moved(found, plane.owed([rate, rate / 5])), dense)
     assert not near(found, dense, 1e-6)
 
 
@@ -228,7 +231,10 @@ def fading(step: int) -> float:
 
 
 RATES = {"constant": lambda step: 0.5, "falls": lambda step: 0.5 if step < 5 else 0.125, "fades": fading}
-ASYNC = ["async", "ssp:2", "async:prefetch=yes", "async:pull=next-version", "dc-asgd:0", "dana-slim"]
+ASYNC = [
+    "ssp:2", "async:prefetch=yes", "async:pull=next-version", "async:push_every=3", "dc-asgd:0", "dana-slim",
+    "async:push_every=2,fetch_every=3", "delayed-nesterov:2,beta=0", "softsync:2,reduce=sum",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
