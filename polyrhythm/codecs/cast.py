@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,10 +32,9 @@ class Half(Codec):
     stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
-        code = values.half()
-        beyond = code.isinf()
-        if bool(beyond.any()):  # but what is infinite stays so, or nobody would notice
-            code = code.where(~beyond | values.isinf(), code.clamp(-65504.0, 65504.0))
+        code = values.clamp(-65504.0, 65504.0).half()
+        if not math.isfinite(float(values.sum())):  # what is infinite stays so, or nobody would notice
+            code = code.where(values.isfinite(), values.half())
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
