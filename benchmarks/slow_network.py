@@ -74,7 +74,7 @@ OURS = (
     System("allreduce+topk:0.01"),
     CHOSEN,
     System("diloco:50+bf16", optimizer="AdamW", rate=0.001, period=50, warmup=50),
-    System("async+topk:0.01", lockstep=False),
+    System("async+topk:0.01", momentum=0.0, lockstep=False),
 )
 QUICK = {DDP.name, POWER.name, "allreduce+topk:0.01", CHOSEN.name}
 FEW = {DDP.name, HALF.name, "allreduce+bf16"}  # steps that take seconds: a few are enough
@@ -83,7 +83,7 @@ PLAIN = {ALONE.name, HALF.name, "allreduce+bf16"}  # of which nobody asks how ac
 BARS = {FAST: 5.0, SLOW: 30.0}  # times DDP's samples/s,
 AGAINST_POWER = 1.4  # on the faster links times PowerSGD's,
 POINTS = 0.5  # and fewer points of accuracy below DDP than this, on average over
-SEEDS = (1, 2)
+SEEDS = (11, 12)  # others than those on which what is chosen was chosen
 
 
 @dataclass(frozen=True)
