@@ -202,9 +202,8 @@ def test_an_answer_that_is_asked_for_again_is_given_again(simulate: Any, watch: 
     watch.repeats = True
     slow = UNEVEN + '\n[servers]\nlatency = "2 ms"'
     summary = simulate(Plane(8), f"watched-async+{codec}", WORKERS, 1, slow)
-    assert summary["steps"] == len(events(summary, "apply")) - (
-        WORKERS if pr.parse(f"async+{codec}").codec.feedback else 0
-    )
+    applied = [(line["worker"], line["sequence"]) for line in events(summary, "apply")]
+    assert summary["steps"] <= len(applied) == len(set(applied))
     assert all(watch.compared[rank] == 10 + 3 * 8 for rank in range(WORKERS))
 
 
@@ -252,7 +251,7 @@ def test_a_worker_that_leaves_pushes_the_rest(simulate: Any, codec: str, rate: s
 
 @pytest.mark.parametrize("codec", FEEDBACK)
 def test_at_the_end_of_the_data_it_stays(simulate: Any, codec: str) -> None:
-    """Nobody goes on, so nothing moves the model away from what was evaluated: the rest stays, to be saved."""
+    """Nobody goes on, so nothing moves the model from what was evaluated: the rest stays, to be saved."""
     plane = Plane(11)
     found = trained(simulate(plane, f"async+{codec}", WORKERS, 2, UNEVEN))
     owed = plane.owed([0.5 * WORKERS])
@@ -262,7 +261,7 @@ def test_at_the_end_of_the_data_it_stays(simulate: Any, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "int4", "sign"])
 def test_elastic_averaging_keeps_nothing_twice(simulate: Any, codec: str) -> None:
-    """What a code leaves out is in x_i - c still: nothing waits besides, and what one loses the other gains."""
+    """What a code leaves out is in x_i - c still: nothing waits besides, and what one loses another gains."""
     sums = []
     for text in (f"easgd:1+{codec}", "easgd:1"):
         plane = Plane(24, early=True)
