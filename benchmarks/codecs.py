@@ -38,6 +38,14 @@ SPEEDS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     ("randomk:0.01", None, None, None),
     ("fp16", None, None, None),
     ("bf16", None, None, None),
+    ("fp8", None, 1.0, 0.5),
+    ("int8", None, 1.0, 0.5),
+    ("int8:rounding=stochastic", None, None, 0.5),
+    ("int4", None, 1.0, 0.5),
+    ("qsgd", None, None, None),
+    ("terngrad", None, None, 0.5),
+    ("sign", None, 0.5, 0.5),
+    ("sign:vote=yes", None, 0.5, 0.5),
 )
 # Those that pick the largest, beside `torch.topk(x.abs(), k)`.
 PICKS = ("topk:0.01", "topk:0.01,pick=exact", "topk:0.001")
@@ -66,8 +74,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     first, again = apart(_warm), apart(_warm)
     rows.append(Row("loading compiled kernels, in the second process", again, "s", bar=1.0, wanted="below"))
     notes = [
-        f"ms for {COUNT:,} numbers, medians of rounds in which all take turns; copies are {SEND}'s and "
-        f"{DECODE}'s in the same round",
+        f"ms for {COUNT:,} numbers, medians of rounds in which all take turns",
         f"kernels of float32 took {first:.1f} s in the first process, which compiles what is not on the disk",
     ]
     return rows, notes

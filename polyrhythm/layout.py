@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.collectives.arithmetic import split
-from polyrhythm.errors import UsageError
+from polyrhythm.errors import NotFinite, UsageError
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -156,6 +157,28 @@ class Layout:
         """Where in the whole the tensors end, in order."""
         offsets = [sum(self.counts[:part]) for part in range(len(self.counts))]
         return sorted({offsets[piece.part] + piece.stop for piece in self.pieces} - {0})
+
+    def check_finite(
+        self, vectors: Sequence[Tensor], where: str, start: int = 0, stop: int | None = None
+    ) -> None:
+        """Raises `NotFinite` if parameters, or changes of them, are not; the vectors are a range of this.
+
+        For those who send them through a codec: what it would make of them might look like numbers.
+        """
+        if all(math.isfinite(float(vector.sum())) for vector in vectors):
+            return
+        layers, offsets = [], [0] * len(self.counts)
+        for _, piece, low, high in self.groups(start, self.total if stop is None else stop):
+            begin = offsets[piece.part]
+            offsets[piece.part] += high - low
+            if not bool(torch.isfinite(vectors[piece.part][begin : begin + high - low]).all()):
+                layers.append(piece.name)
+        if layers:  # the sum of large finite numbers may overflow too
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            raise NotFinite(
+                f"{where}: the parameters of {layers[0]}{more} are not finite (training has diverged): lower "
+                "the learning rate or clip gradients"
+            )
 
     def view(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
         """The part of `vectors` that is this parameter, in its own shape."""

@@ -139,6 +139,7 @@ class Member(Session):
         replica, node = self._replica, self._node
         if replica is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
+        replica.leaves_early = any(loader.left_early for loader in self._loaders)
         with torch.no_grad():
             self.strategy.finish(node, replica)
             if self._norms is not None:

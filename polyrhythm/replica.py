@@ -44,6 +44,7 @@ class Replica:
         self.samples = 0  # examples trained on so far; borrowed ones do not count
         self.version: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self.leaves_early = False  # while others go on with the data
         self.notes: dict[str, Any] = {}  # what else a strategy remembers
         self.senders: dict[Any, Sender] = {}  # through a codec: views of the buffers and notes above
         self.readers: dict[Any, Coder] = {}  # of what servers answer in code
@@ -313,12 +314,18 @@ class Replica:
                 vector.zero_()
         return self.buffers[name]
 
+    @property
+    def owed(self) -> tuple[Tensor, ...]:
+        """What a codec has not sent yet of what this worker wanted to send."""
+        return self.buffer(f"{SENT}residual", exact=True)
+
     def memory(self, names: Sequence[str]) -> dict[str, Any]:
-        """What is saved of it: these buffers, and all that codecs remember."""
+        """What is saved of it: buffers and notes of these names, and all that codecs remember."""
         kept = [name for name in self.buffers if name in names or name.startswith(SENT)]
         return {
             "layout": self.layout.hash,
             "buffers": {name: [part.clone() for part in self.buffers[name]] for name in kept},
+            "notes": {name: self.notes[name] for name in names if name in self.notes},
             "codecs": copy.deepcopy(self.notes.get("codecs", {})),
             "rates": list(self.notes.get("rates of residuals", ())),
         }
@@ -330,6 +337,7 @@ class Replica:
         for name, parts in saved["buffers"].items():
             for place, part in zip(self.buffer(name, exact=name.startswith(SENT)), parts, strict=True):
                 place.copy_(part)
+        self.notes.update(saved["notes"])
         self.notes["codecs"] = copy.deepcopy(saved["codecs"])
         self.senders.clear()  # they look at the notes that were there before
         if saved["rates"]:

@@ -105,6 +105,10 @@ CODED = [
     Row("diloco:4+int4"),
     Row("streaming-diloco:6,fragments=3+topk:0.3"),
     Row("delayed-nesterov:3+int8"),
+    Row("async+int4:rounding=stochastic,feedback=no", 2),
+    Row("allreduce+qsgd:1"),
+    Row("sync+terngrad", 2),
+    Row("ssp:1+sign"),
 ]
 ROWS = [*(Row(each.name) for each in describe()), *MORE, *CODED]
 KEYS = {

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def orthonormal(columns: Tensor) -> Tensor:
-    """Columns at right angles that span the same: Gram and Schmidt, twice, in 64 bits.
+def orthonormal(rows: Tensor) -> Tensor:
+    """Rows at right angles that span the same: Gram and Schmidt, twice, in 64 bits.
 
-    If what a column has at right angles to those before it may be rounding alone, it becomes zero.
+    If what a row has at right angles to those before it may be rounding alone, it becomes zero.
     """
     import torch
 
-    c = columns.T.double().contiguous()  # as rows, for long loops
+    c = rows.double()
     largest = c.abs().amax(1, keepdim=True)
     c = torch.where(largest > 0, c / largest, 0.0)  # so that squares neither vanish nor overflow
     for _ in range(2):
         gram = _sum(c[:, None] * c[None]).tolist()
-        turn = _triangle(gram)
-        c = torch.stack([_combined(row, c) for row in turn])
-    return c.T.to(columns.dtype).contiguous()
+        c = torch.stack([_combined(factors, c) for factors in _triangle(gram)])
+    return c.to(rows.dtype)
 
 
 def _triangle(gram: list[list[float]]) -> list[list[float]]:
@@ -68,9 +67,9 @@ def _sum(terms: Tensor) -> Tensor:
 
 
 def add_product(p: Tensor, q: Tensor, into: Tensor) -> None:
-    """into += P Q^T, column by column; a few rows at a time, which stay in the cache."""
-    rows, turned = max(1, (1 << 16) // into.shape[1]), q.T.contiguous()
+    """into += P^T Q, row by row of both; by blocks, for the products of each take as much room as it."""
+    rows = max(1, (1 << 18) // into.shape[1])
     for start in range(0, into.shape[0], rows):
         block = into[start : start + rows]
-        for k, row in enumerate(turned):
-            block += p[start : start + rows, k, None] * row
+        for column, row in zip(p[:, start : start + rows], q, strict=True):
+            block += column[:, None] * row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.memory import Memory
+
+PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,10 @@ class Half(Codec):
     stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
-        return values.clamp(-65504.0, 65504.0).half()
+        code = values.clamp(-65504.0, 65504.0).half()
+        if not math.isfinite(float(values.sum())):  # what is infinite stays so, or nobody would notice
+            code = code.where(values.isfinite(), values.half())
+        return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         _add(code, into, scale, "float16")
@@ -59,4 +65,6 @@ class BFloat(Codec):
 def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
     if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
         raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
-    into.add_(code.to(into.device), alpha=scale)
+    # In pieces, for the whole in full width would be a new copy of the vector.
+    for low in range(0, len(into), PIECE):
+        into[low : low + PIECE].add_(code[low : low + PIECE].to(into.device), alpha=scale)

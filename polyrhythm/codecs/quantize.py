@@ -12,7 +12,7 @@ larger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.codecs import dense
@@ -156,6 +156,9 @@ class Integers(Quantizer):
 
     def __post_init__(self) -> None:
         check_block(self.block)
+
+    def reply(self) -> Codec:
+        return replace(self, rounding="nearest")  # see `stochastic`: lots are for sums, not for differences
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
         return self._encode(values, None, memory)

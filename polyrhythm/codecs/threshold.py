@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.codecs import selection
@@ -79,13 +79,14 @@ class Threshold(Codec):
         selection.add(code, into, scale)
 
     def reply(self) -> Codec:
-        # One pulse per answer would let a worker fall behind parameters that move faster than that.
-        return replace(self, pulses="many", warmup=0)
+        return Answers(
+            self.tau, "many", high=self.high, exact=self.exact, per=self.per, dense=self.dense, pull=self.pull
+        )
 
     def prepare(self, dtype: torch.dtype) -> None:
         selection.warm(dtype)
 
-    def tau_for(self, memory: Memory) -> float:
+    def tau_for(self, memory: Memory, values: Tensor) -> float:
         """The size of a pulse now."""
         tau = tau_now(memory.numbers.get("tau", self.tau), self.warmup, memory.count)
         if not self.exact:
@@ -97,7 +98,7 @@ class Threshold(Codec):
 
     def _code(self, residual: Tensor, values: Tensor, memory: Memory) -> Tensor:
         """residual += values, and the code of what is taken out of it."""
-        tau = self.tau_for(memory)
+        tau = self.tau_for(memory, values)
         code, count = selection.pulses(residual, values, tau, many=self.pulses == "many")
         if self.adaptive and memory.count >= self.warmup and len(values):
             wanted = memory.numbers.get("tau", self.tau) * self._factor(count / len(values))
@@ -107,3 +108,20 @@ class Threshold(Codec):
     def _factor(self, share: float) -> float:
         """How tau changes when this share of the entries was sent: less is sent when it is larger."""
         return DECAY if share < self.low else 1 / DECAY if share > self.high else 1.0
+
+
+@dataclass(frozen=True)
+class Answers(Threshold):
+    """The same for a server's answers, which are changes of parameters and not gradients.
+
+    They have another size, so they have another tau, which each message says: of a power of two, such that
+    about the share `high` of the entries is sent, in whole multiples.
+    """
+
+    def tau_for(self, memory: Memory, values: Tensor) -> float:
+        few = max(1, round(self.high * len(values)))
+        taken = values[selection.largest(values, few, exact=False).to(values.device)]
+        if not len(taken):
+            return super().tau_for(memory, values)
+        least = min(max(float(taken.abs().min()), SMALLEST), LARGEST)
+        return 2.0 ** math.floor(math.log2(least))

@@ -40,9 +40,10 @@ def check_codec(way: str, strategy: Strategy) -> None:
     codec = strategy.codec
     if codec is None or strategy.servers or codec.summable or codec.shared:
         return
-    if way == "hierarchical" or (way == "ring" and not codec.hops):
+    if way in ("hierarchical", "shared") or (way == "ring" and not codec.hops):
+        where = "in shared memory" if way == "shared" else "on its way round a ring"
         raise UsageError(
-            f"{strategy}: what {codec.name} sends cannot be added up on its way round a ring; leave out "
+            f"{strategy}: what {codec.name} sends cannot be added up {where}; leave out "
             f"--collective {way}, and every worker gathers what all send, or use a strategy with a server, "
             f"such as async+{codec} or sync+{codec}"
         )

@@ -65,6 +65,7 @@ class SharedLoader:
             )
         self.loader = loader
         self.epoch = 0
+        self.left_early = False  # whether the last epoch was not seen to its end
         self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
         self._leases, self._counted = leases, counted
@@ -106,6 +107,7 @@ class SharedLoader:
             complete = True
         finally:  # an epoch that is left early is over too
             self.epoch += 1
+            self.left_early = not complete
             if self._leases is not None and not complete:
                 self._leases[1](self._undrawn + len(self._counts))
 

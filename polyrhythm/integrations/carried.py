@@ -32,6 +32,13 @@ class Home:
             self.vectors[name] = self._empty.new_zeros(max(stop for _, stop in self.places.values()))
         return (self.vectors[name],)
 
+    def scale(self, name: str, factor: float) -> None:
+        """Multiplies what is owed of a parameter."""
+        start, stop = self.places[name]
+        for what, vector in self.vectors.items():
+            if what.endswith(": residual"):
+                vector[start:stop] *= factor
+
     def take_vectors(self, homes: Mapping[str, Home]) -> None:
         """Parameter by parameter, from where each was."""
         for name, (start, stop) in self.places.items():

@@ -49,18 +49,16 @@ def hook(
 ) -> tuple["State", Hook]:
     """What `register_comm_hook` of DistributedDataParallel takes: a state and a function.
 
-    The model is needed by a codec that leaves out layers by name, such as `topk:dense=head`. The optimizer
-    is only looked at, for codecs that do not work with all: dgc keeps the momentum itself. `group` is the
-    process group that DDP was given, if it was given one.
+    The model is needed by a codec that leaves out layers by name, such as `topk:dense=head`. The optimizer is
+    only looked at: is it one that the codec works with (dgc keeps the momentum itself), and has the learning
+    rate of SGD changed since what was not sent yet was computed. `group` is the process group of DDP.
     """
     made = parse_codec(codec) if isinstance(codec, str) else codec
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             f"{made}: there is no process group yet; call torch.distributed.init_process_group first"
         )
-    if optimizer is not None:
-        made.check_groups(optimizer.param_groups)
-    return State(made, model, seed, cast(dist.ProcessGroup, group or dist.group.WORLD)), exchange
+    return State(made, model, optimizer, seed, cast(dist.ProcessGroup, group or dist.group.WORLD)), exchange
 
 
 def exchange(state: "State", bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -71,8 +69,17 @@ def exchange(state: "State", bucket: GradBucket) -> torch.futures.Future[Tensor]
 class State:
     """What the hook of one model remembers on one rank: save it with that rank's checkpoint."""
 
-    def __init__(self, codec: Codec, model: nn.Module | None, seed: int, group: dist.ProcessGroup) -> None:
-        self.codec = codec
+    def __init__(
+        self,
+        codec: Codec,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        seed: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        if optimizer is not None:
+            codec.check_groups(optimizer.param_groups)
+        self.codec, self._optimizer = codec, optimizer
         self._seed, self._group = seed, group
         module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._names = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
@@ -81,6 +88,7 @@ class State:
         self._seen: dict[int, tuple[str, Tensor]] = {}
         self._senders: dict[tuple[str, ...], Sender] = {}
         self._homes: dict[str, Home] = {}  # where what is remembered of a parameter is now
+        self._rates: list[float] = []  # by parameter group, that what is owed was computed for
         self._pending: list[Iterator[bool]] = []
         self._waiting: list[tuple[Sender, Tensor, Future]] = []
 
@@ -88,6 +96,7 @@ class State:
         """Begins the exchange of a bucket, and takes those before it a round further."""
         if bucket.index() == 0:
             self._pending, self._waiting = [], []  # whatever a failed pass has left
+            self._rescale()
         flat = bucket.buffer()
         sender = self._sender(bucket.parameters(), flat)
         future = Future(devices=[flat.device]) if flat.is_cuda else Future()
@@ -105,7 +114,10 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, and what else the codec remembers."""
         homes = {id(home): home for home in self._homes.values()}
-        return {"codec": str(self.codec), "homes": [home.saved() for home in homes.values()]}
+        return {
+            "codec": str(self.codec), "homes": [home.saved() for home in homes.values()],
+            "rates": list(self._rates),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict()` gave, for the same model."""
@@ -113,6 +125,7 @@ class State:
             raise UsageError(f"this state is of {state['codec']}, and the hook is of {self.codec}")
         homes = [Home.loaded(saved) for saved in state["homes"]]
         self._senders, self._homes = {}, {name: home for home in homes for name in home.places}
+        self._rates = list(state["rates"])
 
     # --- the exchange -------------------------------------------------------------------------------
 
@@ -185,6 +198,20 @@ class State:
             self._senders = {key: each for key, each in self._senders.items() if not {*key} & {*names}}
             self._senders[names] = sender
         return self._senders[names]
+
+    def _rescale(self) -> None:
+        """What is owed is worth what it was when it was computed, though SGD's rate has changed since."""
+        if not isinstance(self._optimizer, torch.optim.SGD) or not self.codec.feedback:
+            return
+        groups = self._optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups]
+        before = self._rates or rates
+        self._rates = [now or then for now, then in zip(rates, before, strict=True)]  # a rate of 0 is a pause
+        for group, now, then in zip(groups, self._rates, before, strict=True):
+            for parameter in group["params"] if now != then else ():
+                name = self._names.get(id(parameter)) or self._seen.get(id(parameter), ("",))[0]
+                if name in self._homes:
+                    self._homes[name].scale(name, then / now)
 
     def _name(self, parameter: Tensor) -> str:
         """Its name, or without a model a number, in the order in which the first buckets show them."""

@@ -14,13 +14,13 @@ from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.means import (
     agree,
     begin_part,
+    check_way,
     in_buckets,
     join_parts,
     mean,
     mean_gradient,
     numbers,
     rates_of_residuals,
-    sender_of,
 )
 from polyrhythm.strategy import Strategy
 
@@ -77,8 +77,8 @@ class Averaging(Rounds):
     `momentum` stands for all that the optimizer keeps for each element, Adam's two moments too. Each worker
     keeps its own, or all take the average, or it is reset: each optimizer goes on as a new one.
 
-    Through a codec goes how far each has come since all were together. What it leaves out is not lost: it is
-    sent with the next round, and all of it with the last.
+    Through a codec goes how far each has come since all were together. What it leaves out is sent with later
+    rounds. An exchange for good, at the end, and one only to look at the consensus go without the codec.
     """
 
     codecs: ClassVar[bool] = True
@@ -105,7 +105,7 @@ class Averaging(Rounds):
         if self.alone(replica) <= 0:
             return replica.parameters
         average = copied(replica.parameters, replica.buffer("average"))
-        self.mean(node, replica, average, full=True, keep=True)
+        self.mean(node, replica, average, full=True)
         return average
 
     def mean(
@@ -115,23 +115,21 @@ class Averaging(Rounds):
         vectors: Sequence[Tensor],
         *flags: Tensor,
         full: bool = False,
-        keep: bool = False,
     ) -> None:
         """Replaces each vector, the parameters and whatever follows, by its mean over all workers.
 
-        `full`: with all that a codec has left out; `keep`: only to look at it.
+        `full`: without the codec.
         """
         weight, base = self.weight(node, replica), replica.buffer("base")
         if weight == 1 and self.codec is None:
             return mean(node, replica, None, vectors, *flags)
         # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
         own, others = vectors[: len(base)], vectors[len(base) :]
+        check_way(node, replica, self.codec)
         for part, common in zip(own, base, strict=True):
             part.sub_(common).mul_(weight)
         for part in others:
             part.mul_(weight)
-        if full and self.codec is not None:
-            sender_of(node, replica, self.codec).settle(own, keep)
         mean(node, replica, None if full else self.codec, own, *others, *flags)
         for part, common in zip(own, base, strict=True):
             part.add_(common)
@@ -215,12 +213,11 @@ class LocalSGD(Averaging):
         vectors: Sequence[Tensor],
         *flags: Tensor,
         full: bool = False,
-        keep: bool = False,
     ) -> None:
         if "figures" not in replica.notes:
-            return super().mean(node, replica, vectors, *flags, full=full, keep=keep)
+            return super().mean(node, replica, vectors, *flags, full=full)
         begun = node.now()
-        super().mean(node, replica, vectors, *flags, replica.notes["figures"], full=full, keep=keep)
+        super().mean(node, replica, vectors, *flags, replica.notes["figures"], full=full)
         replica.notes["communication"] = node.now() - begun
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -304,6 +301,7 @@ class PostLocal(Averaging):
     """
 
     name: ClassVar[str] = "postlocal"
+    remembers: ClassVar[tuple[str, ...]] = ("turned",)
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 
     period: int = 8
@@ -341,16 +339,24 @@ class PostLocal(Averaging):
 
     def _turn(self, replica: Replica) -> None:
         """What was not sent of gradients is from here on a way that was not told."""
-        if self.codec is not None and self.codec.feedback and not replica.notes.get("turned"):
-            replica.notes["turned"] = True
-            residual = replica.buffer("sent: residual", exact=True)
-            rates = rates_of_residuals(replica)  # the present ones may have changed since
-            for span in replica.spans(whole=True):
-                uphill = span.settings.get("maximize", False)
-                span.of(residual).mul_(rates[span.group] if uphill else -rates[span.group])
+        import torch
+
+        if replica.notes.get("turned"):
+            return
+        replica.notes["turned"] = True
+        if self.codec is None or not self.codec.feedback:
+            return
+        # Only of SGD is it known how far a gradient leads: by others what is owed is forgotten.
+        known = isinstance(replica.optimizer, torch.optim.SGD)
+        rates = rates_of_residuals(replica)  # the present ones may have changed since
+        for span in replica.spans(whole=True):
+            uphill = span.settings.get("maximize", False)
+            rate = (rates[span.group] if uphill else -rates[span.group]) if known else 0.0
+            span.of(replica.owed).mul_(rate)
 
     def _together(self, replica: Replica) -> bool:
-        return replica.steps < (self.after or replica.notes.get("fell", math.inf))
+        after = self.after or replica.notes.get("fell", math.inf)
+        return not replica.notes.get("turned") and replica.steps < after
 
     def _falls(self, replica: Replica) -> Tensor:
         """A flag: whether the learning rate is lower than before."""

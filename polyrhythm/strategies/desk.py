@@ -299,12 +299,14 @@ class Desk:
             return version, known if given is None else given
         if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
             copied(view, known)
-            self.senders.pop(worker, None)
+            self._forget_codes(worker)
             answers[worker] = reader.sequence, shard.version, None
             return shard.version, known
         change, sender = shard.buffer("change"), self._sender(worker)
         for place, now, then in zip(change, view, known, strict=True):
             place.copy_(now).sub_(then)
+        where = f"{self.node.me} at version {shard.version}"
+        shard.layout.check_finite(change, where, shard.start, shard.stop)
         codes = sender.everything(change)
         sender.add(codes, known)
         # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
@@ -327,6 +329,14 @@ class Desk:
             )  # fmt: skip
         return self.senders[worker]
 
+    def _forget_codes(self, worker: int) -> None:
+        """What the codec remembers of its answers to a worker."""
+        self.senders.pop(worker, None)
+        mine = f"to {worker} ", f"to {worker}:"
+        for kept in (self.shard.buffers, self.shard.notes.get("codecs", {})):
+            for name in [name for name in kept if name.startswith(mine)]:
+                del kept[name]
+
     def _let_go(self) -> None:
         """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
         present = {worker.rank for worker in self.node.workers}
@@ -335,7 +345,7 @@ class Desk:
             self.strategy.forget(self.shard, worker)
             self.shard.buffers.pop(known_to(worker), None)
             self.shard.notes.get("answers", {}).pop(worker, None)
-            self.senders.pop(worker, None)
+            self._forget_codes(worker)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if self.node.alive(reader)]
         for push in (*self.group, *self.pending.values()):

@@ -25,7 +25,8 @@ class Elastic(ParameterServer):
     d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: what one loses the other gains. In between x_i takes
     steps of the script's own optimizer. alpha is 0.9/N if not given. With `max_staleness=0` all exchange
     together, with the same c: synchronous EASGD. The result is c. With a codec the worker pulls c first, and
-    d, which it computes, goes through the codec: both take what its code stands for.
+    d, which it computes, goes through the codec: both take what its code stands for. What that leaves out is
+    in x_i - c still, and so in the next d.
 
     >>> import polyrhythm as pr
     >>> pr.parse("easgd:10,alpha=0.1").period
@@ -65,6 +66,10 @@ class Elastic(ParameterServer):
         self._push(node, replica, replica.parameters, into=difference)
         for part, change in zip(replica.parameters, difference, strict=True):
             part.sub_(change)
+
+    @property
+    def feedback(self) -> bool:
+        return False
 
     def _exchange_in_code(self, node: Node, replica: Replica) -> None:
         centre, difference = replica.buffer("centre"), replica.buffer("difference")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from polyrhythm.collectives.arithmetic import cut
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -122,15 +124,30 @@ def mean_gradient(node: Node, replica: Replica, codec: Codec | None, *flags: Ten
         replica.revive()
 
 
+def check_way(
+    node: Node, replica: Replica, codec: Codec | None, *, start: int = 0, stop: int | None = None
+) -> None:
+    """Raises `NotFinite` if this worker's parameters are not, before a codec is given how far it has come."""
+    if codec is not None:
+        own = replica.parameters if stop is None else cut(replica.parameters, start, stop)
+        replica.layout.check_finite(own, f"{node.me} at step {replica.steps}", start, stop)
+
+
 def sender_of(
-    node: Node, replica: Replica, codec: Codec, *, start: int = 0, stop: int | None = None
+    node: Node,
+    replica: Replica,
+    codec: Codec,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    feedback: bool | None = None,
 ) -> Sender:
     """What this worker sends a range of the layout with."""
     from polyrhythm.coder import Sender
 
     if (start, stop) not in replica.senders:
         replica.senders[start, stop] = Sender(
-            codec, replica.layout, replica, "sent", start=start, stop=stop, seed=node.seed,
+            codec, replica.layout, replica, "sent", start=start, stop=stop, feedback=feedback, seed=node.seed,
             worker=node.rank, workers=len(node.workers),
         )  # fmt: skip
     return replica.senders[start, stop]
@@ -150,7 +167,7 @@ def rescale(replica: Replica, codec: Codec) -> None:
     before, replica.notes["rates of residuals"] = replica.notes.get("rates of residuals", rates), rates
     if rates == before:
         return
-    residual = replica.buffer("sent: residual", exact=True)
+    residual = replica.owed
     for span in replica.spans(whole=True):
         now, then = rates[span.group], before[span.group]
         if now > 0:

@@ -15,7 +15,7 @@ from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.averaging import Averaging, Rounds
 from polyrhythm.strategies.desk import copied
-from polyrhythm.strategies.means import begin_mean, mean, numbers, sender_of
+from polyrhythm.strategies.means import begin_mean, check_way, mean, numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,11 +80,10 @@ class SlowMo(Averaging):
         vectors: Sequence[Tensor],
         *flags: Tensor,
         full: bool = False,
-        keep: bool = False,
     ) -> None:
         # All take the same slow step, or they would part for good: so they take it by the same rates.
         rates = numbers(*(float(group["lr"]) for group in replica.optimizer.param_groups))
-        super().mean(node, replica, vectors, *flags, rates, full=full, keep=keep)
+        super().mean(node, replica, vectors, *flags, rates, full=full)
         replica.notes["rates"] = rates.tolist()
 
     def _move(self, replica: Replica, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
@@ -148,15 +147,14 @@ class DiLoCo(Rounds):
         if self.alone(replica) <= 0:
             return replica.parameters
         delta, m = (
-            self._delta(node, replica, full=True, keep=True),
+            self._delta(node, replica, full=True),
             [part.clone() for part in replica.buffer("m")],
         )
         return self._move(replica.buffer("theta"), m, delta, replica.buffer("consensus"))
 
-    def _delta(self, node: Node, replica: Replica, full: bool, keep: bool = False) -> Sequence[Tensor]:
+    def _delta(self, node: Node, replica: Replica, full: bool) -> Sequence[Tensor]:
+        check_way(node, replica, self.codec)
         delta = _difference(replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
-        if full and self.codec is not None:
-            sender_of(node, replica, self.codec).settle(delta, keep)
         mean(node, replica, None if full else self.codec, delta)
         return delta
 
@@ -226,7 +224,7 @@ class StreamingDiLoCo(DiLoCo):
     def finish(self, node: Node, replica: Replica) -> None:
         if replica.steps:
             theta = replica.buffer("theta")
-            self._settle(node, replica, replica.parameters, theta, replica.buffer("m"), keep=False)
+            self._settle(node, replica, replica.parameters, theta, replica.buffer("m"))
             replica.notes.pop("under way", None)
             copied(theta, replica.parameters)
 
@@ -235,7 +233,7 @@ class StreamingDiLoCo(DiLoCo):
             return replica.parameters
         theta = copied(replica.buffer("theta"), replica.buffer("consensus"))
         copies = [[part.clone() for part in each] for each in (replica.parameters, replica.buffer("m"))]
-        self._settle(node, replica, copies[0], theta, copies[1], keep=True)
+        self._settle(node, replica, copies[0], theta, copies[1])
         return theta
 
     def _begin(self, node: Node, replica: Replica) -> None:
@@ -246,20 +244,31 @@ class StreamingDiLoCo(DiLoCo):
             cut(each, start, stop)
             for each in (replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
         )
+        check_way(node, replica, self.codec, start=start, stop=stop)
         sent = _difference(theta, w, delta)
+        owed = [part.clone() for part in self._owed(replica, start, stop)]
         begun = begin_mean(node, replica, self.codec, sent, start=start, stop=stop)
-        replica.notes["under way"] = (start, stop, _once(begun))
+        replica.notes["under way"] = (start, stop, owed, _once(begun))
+
+    def _owed(self, replica: Replica, start: int, stop: int) -> Sequence[Tensor]:
+        """What the codec has not sent of a fragment."""
+        if self.codec is None or not self.codec.feedback or not self.mix:
+            return ()
+        return cut(replica.owed, start, stop)
 
     def _join(
         self, replica: Replica, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]
     ) -> None:
         """Waits for the fragment that is under way; its outer step is made on these vectors."""
-        start, stop, wait = replica.notes["under way"]
+        start, stop, owed, wait = replica.notes["under way"]
         wait()
         own, outer, momentum, delta = (
             cut(each, start, stop) for each in (w, theta, m, replica.buffer("delta"))
         )
         self._move(outer, momentum, delta, outer)
+        # What was not sent now waits to be sent: it may not be in the worker's own part as well.
+        for mine, before, now in zip(own, owed, self._owed(replica, start, stop), strict=False):
+            mine.add_(now - before)
         for mine, agreed in zip(own, outer, strict=True):
             if self.mix:
                 mine.mul_(self.mix).add_(agreed, alpha=1 - self.mix)
@@ -273,7 +282,6 @@ class StreamingDiLoCo(DiLoCo):
         w: Sequence[Tensor],
         theta: Sequence[Tensor],
         m: Sequence[Tensor],
-        keep: bool,
     ) -> None:
         """Joins what is under way, and makes one more outer step of all fragments with steps left over."""
         if "under way" in replica.notes:
@@ -284,8 +292,6 @@ class StreamingDiLoCo(DiLoCo):
                 continue  # it has just been exchanged
             outer, own, momentum = (cut(each, start, stop) for each in (theta, w, m))
             delta = _difference(outer, own, [part.clone() for part in own])
-            if self.codec is not None:
-                sender_of(node, replica, self.codec, start=start, stop=stop).settle(delta, keep)
             mean(node, replica, None, [part for part in delta if part.numel()])
             self._move(outer, momentum, delta, outer)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import Desk, Push, Settings, copied, norm, turned
-from polyrhythm.strategies.means import rates_of_residuals, rescale, sender_of
+from polyrhythm.strategies.means import check_way, rates_of_residuals, rescale, sender_of
 from polyrhythm.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -120,6 +120,11 @@ class ParameterServer(Strategy):
     # --- a worker -----------------------------------------------------------------------------------
 
     @property
+    def feedback(self) -> bool:
+        """Whether what was not sent of an update is kept, and sent later."""
+        return self.codec is not None and self.codec.feedback
+
+    @property
     def answers_in_code(self) -> bool:
         """Whether the servers answer with the code of what has changed, and not with parameters."""
         return self.codec is not None and self.codec.pull == "coded"
@@ -141,11 +146,11 @@ class ParameterServer(Strategy):
 
     def finish(self, node: Node, replica: Replica) -> None:
         self._take_ahead(node, replica)
-        if self.codec is not None and self.codec.feedback and not self.lockstep and replica.steps:
+        if self.feedback and not self.lockstep and replica.leaves_early:
             self._flush(node, replica)
 
     def _flush(self, node: Node, replica: Replica) -> None:
-        """A worker that leaves, while others may go on, pushes all that was not sent yet, as it is."""
+        """A worker that leaves, while others go on, pushes all that was not sent yet, as it is."""
         rest = replica.buffer("rest")
         for _, start, stop in self._ranges(node, replica):
             self._sender(node, replica, start, stop).settle(cut(rest, start, stop))
@@ -222,6 +227,8 @@ class ParameterServer(Strategy):
 
     def _coded(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """An update in codes, for each server the tensors that it gets."""
+        if self.sends == "ways":
+            check_way(node, replica, self.codec)
         return [
             self._sender(node, replica, start, stop).everything(cut(update, start, stop))
             for _, start, stop in self._ranges(node, replica)
@@ -229,7 +236,7 @@ class ParameterServer(Strategy):
 
     def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Sender:
         assert self.codec is not None
-        return sender_of(node, replica, self.codec, start=start, stop=stop)
+        return sender_of(node, replica, self.codec, start=start, stop=stop, feedback=self.feedback)
 
     def _decoded(
         self, node: Node, replica: Replica, pieces: Sequence[Sequence[Tensor]], seen: Sequence[Tensor]

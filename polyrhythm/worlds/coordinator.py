@@ -394,9 +394,11 @@ class Coordinator:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
         choice.check_codec(self._collective, strategy)
-        if self._collective == "ring" and strategy.codec is not None and strategy.codec.hops:
-            name = strategy.codec.name
-            self._say(f"{strategy}: round the ring {name} is decoded, added to and coded again at each hop")
+        codec = None if strategy.servers else strategy.codec
+        if self._collective == "ring" and codec is not None and codec.hops:
+            self._say(
+                f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
+            )
         if self.servers:
             self._start_servers(self.servers)
 

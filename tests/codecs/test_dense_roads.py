@@ -50,10 +50,9 @@ def test_both_roads_give_the_same_bits(
 
 
 def test_without_numba_the_other_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dense, "compiled", raising=False)
-    for name in [name for name in sys.modules if name.startswith("polyrhythm.codecs.dense.")]:
-        if name != plain.__name__:
-            monkeypatch.delitem(sys.modules, name)
+    for name in ("compiled", "loops"):
+        monkeypatch.delattr(dense, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"{dense.__name__}.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # as if it were not installed
     dense._compiled.cache_clear()
     try:

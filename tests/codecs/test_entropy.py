@@ -167,7 +167,8 @@ def test_layers_of_different_density_have_their_own_parameter():
 def test_blocks_do_not_know_of_each_other():
     """The bytes of a block do not depend on what is in the others: it can be read by itself."""
     length, draws = 4 * FINE, generator(5)
-    marks = draws.random(length) < 0.05
+    densities = np.repeat([0.2, 0.01, 0.3, 0.005], FINE)  # alike, they would be made one
+    marks = draws.random(length) < densities
 
     def blocks(marked):
         indexes = np.flatnonzero(marked)
@@ -179,7 +180,7 @@ def test_blocks_do_not_know_of_each_other():
         return [data[end - size : end].tobytes() for end, size in zip(ends, message.sizes, strict=True)]
 
     for block in range(4):
-        others = draws.random(length) < 0.08
+        others = draws.random(length) < densities
         others[block * FINE : (block + 1) * FINE] = marks[block * FINE : (block + 1) * FINE]
         assert [a == b for a, b in zip(blocks(marks), blocks(others), strict=True)].index(True) == block
 

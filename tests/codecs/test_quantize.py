@@ -239,16 +239,28 @@ def test_the_variance_of_qsgd_is_bounded_as_in_the_paper(levels: int, block: int
     assert variance <= bound
 
 
-@pytest.mark.parametrize(("levels", "over"), [(32, 0.25), (64, 0.25), (128, 0.25)])
-def test_rice_codes_come_close_to_the_entropy(levels: int, over: float) -> None:
-    """In bits a number, units and k of the blocks and all; a fixed width would take 7 to 9."""
+@pytest.mark.parametrize(("levels", "fixed"), [(1, 2), (4, 4), (16, 6), (64, 8), (128, 9)])
+def test_rice_codes_come_close_to_the_entropy(levels: int, fixed: int) -> None:
+    """In bits a number, units and k of the blocks and all; bits of a fixed width would be these."""
     codec, values = parse_codec(f"qsgd:{levels}"), drawn(1 << 17)
     whole = plain.levels(values, 512, levels, 0, torch.empty(1 << 8))
     share = torch.unique(whole, return_counts=True)[1] / len(values)
     entropy = float(-(share * share.log2()).sum())
     bits = 8 * len(codec.encode(values, alone(codec, values))) / len(values)
-    assert entropy < bits < entropy + over
+    assert entropy < bits < entropy + 0.25 < fixed
     assert levels != 64 or 3.5 < bits < 4
+
+
+@pytest.mark.parametrize("places", [[], [0], [99_999], [32_766, 32_767, 32_768], [65_535], [3, 50_000]])
+def test_a_few_levels_far_apart(places: list[int]) -> None:
+    codec, values = parse_codec("qsgd:3,block=64"), torch.zeros(100_000)
+    values[places] = torch.tensor([5.0, -4.0, 3.0])[: len(places)]
+    code = codec.encode(values, alone(codec, values))
+    assert len(code) < 8 + 4 * 1563 + 40
+    got = decoded(codec, code, values)
+    assert set(got.nonzero().view(-1).tolist()) <= set(places)
+    if len(places) == 1:
+        torch.testing.assert_close(got, values)
 
 
 def test_terngrad_sends_three_values_cut_at_so_many_sigmas() -> None:

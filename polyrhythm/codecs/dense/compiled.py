@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyrhythm.codecs.dense import SUMS, few_bits, loops, plain
-from polyrhythm.codecs.dense import rice as rice_loops
+from polyrhythm.codecs.dense import SUMS, loops, plain
 from polyrhythm.errors import WireError
 
 _MASKS: dict[torch.dtype, Any] = {
@@ -86,18 +85,18 @@ def signs(values: Tensor, residual: Tensor | None, zeros: bool, body: Tensor) ->
     if zeros:
         limit = np.nextafter(_number(values.dtype, 0.0), limit)
     sums = np.empty(-(-len(values) // SUMS), np.float64)
-    whole = few_bits.signs(
+    whole = loops.signs(
         _array(values), _array(source), residual is not None, limit, sums, body.numpy()
     )  # fmt: skip
     return whole / max(1, len(values))
 
 
 def add_signs(body: Tensor, into: Tensor, unit: float) -> None:
-    few_bits.add_signs(body.numpy(), _array(into), _number(into.dtype, unit))
+    loops.add_signs(body.numpy(), _array(into), _number(into.dtype, unit))
 
 
 def sizes(values: Tensor) -> tuple[float, float]:
-    most, squares = few_bits.sizes(
+    most, squares = loops.sizes(
         _array(values), *_bits(values), np.empty(-(-len(values) // SUMS), np.float64)
     )  # fmt: skip
     kind = _MASKS[values.dtype].dtype
@@ -106,16 +105,16 @@ def sizes(values: Tensor) -> tuple[float, float]:
 
 def trits(values: Tensor, unit: float, seed: int, body: Tensor) -> None:
     one, unit = _number(values.dtype, 1.0), _number(values.dtype, unit)
-    few_bits.trits(_array(values), one / unit, np.uint64(seed), body.numpy())
+    loops.trits(_array(values), one / unit, np.uint64(seed), body.numpy())
 
 
 def add_trits(body: Tensor, into: Tensor, unit: float) -> None:
-    few_bits.add_trits(body.numpy(), _array(into), _number(into.dtype, unit))
+    loops.add_trits(body.numpy(), _array(into), _number(into.dtype, unit))
 
 
 def levels(values: Tensor, block: int, most: int, seed: int, units: Tensor) -> Tensor:
     whole = torch.empty(len(values), dtype=torch.int16)
-    rice_loops.levels(
+    loops.levels(
         _array(values), *_bits(values), block, most,
         *_between(values.dtype, most), np.uint64(seed), units.numpy(), whole.numpy(),
     )  # fmt: skip
@@ -123,14 +122,14 @@ def levels(values: Tensor, block: int, most: int, seed: int, units: Tensor) -> T
 
 
 def add_levels(units: Tensor, whole: Tensor, into: Tensor, scale: float, block: int) -> None:
-    rice_loops.add_levels(units.numpy(), whole.numpy(), _array(into), _number(into.dtype, scale), block)
+    loops.add_levels(units.numpy(), whole.numpy(), _array(into), _number(into.dtype, scale), block)
 
 
 def rice(whole: Tensor, block: int) -> tuple[Tensor, Tensor]:
     shifts = torch.empty(-(-len(whole) // block), dtype=torch.uint8)
-    planes, bits = rice_loops.rice_shifts(whole.numpy(), block, shifts.numpy())
+    planes, bits = loops.rice_shifts(whole.numpy(), block, shifts.numpy())
     low, unary = np.empty(planes, np.uint8), np.empty(-(-bits // 64), np.uint64)
-    rice_loops.rice(whole.numpy(), block, shifts.numpy(), low, unary)
+    loops.rice(whole.numpy(), block, shifts.numpy(), low, unary)
     return shifts, torch.from_numpy(np.concatenate([low, unary.view(np.uint8)[: -(-bits // 8)]]))
 
 
@@ -138,10 +137,10 @@ def unrice(shifts: Tensor, body: Tensor, count: int, block: int, most: int) -> T
     last = count - (len(shifts) - 1) * block if count else 0
     planes = int(shifts[:-1].long().sum()) * -(-block // 8) + int(shifts[-1:].long().sum()) * -(-last // 8)
     low, unary, whole = body[:planes].numpy(), body[planes:].numpy(), np.empty(count + 8, np.int16)
-    stops = rice_loops.unary_runs(unary, count, whole.view(np.uint16))
+    stops = loops.unary_runs(unary, count, whole.view(np.uint16))
     if stops != count or (len(unary) and not unary[-1]):
         raise WireError(f"a code of {count} levels that holds {stops}")
-    level = rice_loops.unrice(shifts.numpy(), low, block, most, whole.view(np.uint16)[:count], whole[:count])
+    level = loops.unrice(shifts.numpy(), low, block, most, whole.view(np.uint16)[:count], whole[:count])
     if level > most:
         raise WireError(f"a code with level {level} of {most}")
     return torch.from_numpy(whole)[:count]

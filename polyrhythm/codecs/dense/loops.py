@@ -3,6 +3,9 @@
 Without `fastmath`: products and sums round as in torch, so that both roads give the same bits. Loops have no
 branches that depend on a number, and the compiler makes vector instructions of them. Numbers of 32 bits are
 cast at every step, for numba would go on with 64.
+
+All are in one file because they call each other: what numba keeps on disk it takes to be fresh as long as the
+file of the outermost loop is the same.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
+
+from polyrhythm.codecs.dense import BITS, SUMS, TRITS
 
 Array = np.ndarray[Any, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -90,6 +95,9 @@ def halved(row: Array, length: int) -> Any:
             row[i] += row[half + i]
         length = half
     return row[0]
+
+
+# Whole multiples of a unit, and 8-bit floats.
 
 
 @compiled
@@ -202,3 +210,255 @@ def largest_byte(body: Array, mask: Any) -> Any:
     for i in range(len(body)):
         most = max(most, np.uint8(body[i] & mask))
     return most
+
+
+# One bit each, or three values.
+
+
+@compiled
+def signs(values: Array, residual: Array, keep: bool, limit: Any, sums: Array, body: Array) -> float:
+    """A bit for each number below the limit, and the sum of magnitudes."""
+    source = residual if keep else values
+    row = np.empty(SUMS, np.float64)
+    for b in range(len(sums)):
+        x = source[b * BITS : (b + 1) * BITS]
+        if keep:
+            add(x, values[b * BITS : (b + 1) * BITS])
+        out = body[b * (BITS // 8) : (b + 1) * (BITS // 8)]
+        width = (len(x) + 7) // 8
+        if len(x) == BITS:
+            for j in range(BITS // 2):
+                row[j] = np.float64(abs(x[j])) + np.float64(abs(x[BITS // 2 + j]))
+            sums[b] = halved(row, BITS // 2)
+            for j in range(BITS // 8):
+                byte = np.int32(0)
+                for place in range(8):
+                    byte |= np.int32(x[place * (BITS // 8) + j] < limit) << np.int32(place)
+                out[j] = np.uint8(byte)
+        else:
+            row[:] = 0
+            for j in range(len(x)):
+                row[j] = abs(x[j])
+            sums[b] = halved(row, SUMS)
+            out[:width] = 0
+            for j in range(len(x)):
+                out[j % width] |= np.uint8(x[j] < limit) << np.uint8(j // width)
+    return halved(sums, len(sums)) if len(sums) else 0.0
+
+
+@compiled
+def add_signs(body: Array, into: Array, unit: Any) -> None:
+    for b in range((len(into) + BITS - 1) // BITS):
+        x = into[b * BITS : (b + 1) * BITS]
+        bits = body[b * (BITS // 8) : (b + 1) * (BITS // 8)]
+        width = (len(x) + 7) // 8
+        for place in range(8):
+            plane = x[place * width : (place + 1) * width]
+            for j in range(len(plane)):
+                plane[j] += -unit if (bits[j] >> np.uint8(place)) & np.uint8(1) else unit
+
+
+@compiled
+def sizes(values: Array, bits: Array, mask: Any, sums: Array) -> tuple[Any, float]:
+    """The largest magnitude, as bits, and the sum of squares."""
+    row = np.empty(SUMS, np.float64)
+    most = mask ^ mask
+    for b in range(len(sums)):
+        x = values[b * SUMS : (b + 1) * SUMS]
+        most = max(most, largest(bits[b * SUMS : (b + 1) * SUMS], mask))
+        if len(x) < SUMS:
+            row[:] = 0
+        for j in range(len(x)):
+            row[j] = np.float64(x[j]) * np.float64(x[j])
+        sums[b] = halved(row, SUMS)
+    return most, (halved(sums, len(sums)) if len(sums) else 0.0)
+
+
+@compiled
+def trits(values: Array, inverse: Any, seed: Any, body: Array) -> None:
+    whole = np.zeros(TRITS, np.int8)
+    for b in range((len(values) + TRITS - 1) // TRITS):
+        x = values[b * TRITS : (b + 1) * TRITS]
+        drawn(x, inverse, 1, seed, b * TRITS, whole[: len(x)])
+        width = (len(x) + 4) // 5
+        whole[len(x) : 5 * width] = -1  # the digit 0: what nobody reads
+        for j in range(width):
+            body[b * (TRITS // 5) + j] = np.uint8(
+                121 + whole[j] + 3 * whole[width + j] + 9 * whole[2 * width + j] + 27 * whole[3 * width + j]
+                + 81 * whole[4 * width + j]
+            )  # fmt: skip
+
+
+@compiled
+def add_trits(body: Array, into: Array, unit: Any) -> None:
+    for b in range((len(into) + TRITS - 1) // TRITS):
+        x = into[b * TRITS : (b + 1) * TRITS]
+        width = (len(x) + 4) // 5
+        packed = body[b * (TRITS // 5) : b * (TRITS // 5) + width]
+        for place in range(5):
+            plane = x[place * width : (place + 1) * width]
+            # Quotients of a byte by 3**place and by three times that, as products: exact up to 255.
+            above = np.int32((65536 + 3**place - 1) // 3**place)
+            below = np.int32((65536 + 3 ** (place + 1) - 1) // 3 ** (place + 1))
+            for j in range(len(plane)):
+                byte = np.int32(packed[j])
+                quotient = np.int32(np.int32(byte * above) >> np.int32(16))
+                rest = np.int32(np.int32(byte * below) >> np.int32(16))
+                digit = np.int32(np.int32(quotient - np.int32(rest * np.int32(3))) - np.int32(1))
+                plane[j] += type(unit)(digit) * unit
+
+
+# Levels between zero and a norm, and the Rice codes in which they travel: of a number (its sign in its lowest
+# bit), the k lowest bits go as they are and the rest in unary, as so many zeros and a one. Low bits travel as
+# planes of bytes, a block at a time, so that their loops have no branches; the unary part follows in one
+# piece.
+
+
+@compiled
+def levels(
+    values: Array, bits: Array, mask: Any, block: int, most: int, least: Any, cap: Any, seed: Any,
+    units: Array, whole: Array,
+) -> None:  # fmt: skip
+    numbers = np.empty(1, bits.dtype)
+    width = 1
+    while width < block:
+        width *= 2
+    row = np.empty(width, np.float64)
+    for b in range(len(units)):
+        x = values[b * block : (b + 1) * block]
+        numbers[0] = largest(bits[b * block : (b + 1) * block], mask)
+        power = min(max(math.frexp(np.float64(numbers.view(values.dtype)[0]))[1], -1000), 1000)
+        near = math.ldexp(1.0, -power)
+        while width >= 2 * len(x):
+            width //= 2
+        row[len(x) : width] = 0
+        for j in range(len(x)):
+            y = np.float64(x[j]) * near
+            row[j] = y * y
+        norm = np.sqrt(halved(row, width)) * math.ldexp(1.0, power)
+        unit = type(least)(min(max(norm / most, np.float64(least)), np.float64(cap)))
+        units[b] = unit
+        drawn(x, type(least)(1) / unit, most, seed, b * block, whole[b * block : b * block + len(x)])
+
+
+@compiled
+def add_levels(units: Array, whole: Array, into: Array, scale: Any, block: int) -> None:
+    for b in range(len(units)):
+        x = into[b * block : (b + 1) * block]
+        increase(x, whole[b * block : b * block + len(x)], units[b] * scale)
+
+
+@compiled
+def rice_shifts(whole: Array, block: int, shifts: Array) -> tuple[int, int]:
+    """The k of every block; the bytes of low bits, and the bits in unary."""
+    row = np.empty(block, np.int32)
+    planes, unary = 0, 0
+    for b in range(len(shifts)):
+        x = whole[b * block : (b + 1) * block]
+        cost = 0
+        for j in range(len(x)):
+            row[j] = np.int32(np.int32(x[j]) << np.int32(1)) ^ np.int32(np.int32(x[j]) >> np.int32(15))
+        for j in range(len(x)):
+            cost += row[j]
+        k = 0
+        while True:
+            high = 0
+            for j in range(len(x)):
+                high += row[j] >> (k + 1)
+            if high + (k + 1) * len(x) >= cost:
+                break
+            k += 1
+            cost = high + k * len(x)
+        shifts[b] = k
+        planes += k * ((len(x) + 7) // 8)
+        unary += cost - k * len(x) + len(x)
+    return planes, unary
+
+
+@compiled
+def rice(whole: Array, block: int, shifts: Array, low: Array, unary: Array) -> None:
+    """Writes the low bits as planes of bytes, and the stops as bits of words."""
+    row = np.zeros(block + 8, np.int32)
+    at, word, filled, bits = 0, 0, 0, np.uint64(0)
+    for b in range(len(shifts)):
+        x = whole[b * block : (b + 1) * block]
+        k, width = int(shifts[b]), (len(x) + 7) // 8
+        row[len(x) : 8 * width] = 0
+        for j in range(len(x)):
+            row[j] = np.int32(np.int32(x[j]) << np.int32(1)) ^ np.int32(np.int32(x[j]) >> np.int32(15))
+        for place in range(k):
+            for j in range(width):
+                byte = np.int32(0)
+                for plane in range(8):
+                    digit = np.int32(np.int32(row[plane * width + j] >> np.int32(place)) & np.int32(1))
+                    byte |= np.int32(digit << np.int32(plane))
+                low[at + j] = np.uint8(byte)
+            at += width
+        for j in range(len(x)):
+            filled += row[j] >> k
+            while filled >= 64:
+                unary[word] = bits
+                word, filled, bits = word + 1, filled - 64, np.uint64(0)
+            bits |= np.uint64(1) << np.uint64(filled)
+            filled += 1
+    while filled > 0:
+        unary[word] = bits
+        word, filled, bits = word + 1, filled - 64, np.uint64(0)
+
+
+def _table() -> tuple[Array, Array, Array]:
+    """For every byte: the zeros before each stop in it, how many stops, and the zeros after the last."""
+    runs, stops, after = np.zeros((256, 8), np.uint16), np.zeros(256, np.uint8), np.zeros(256, np.uint16)
+    for byte in range(256):
+        for place in range(8):
+            if byte >> place & 1:
+                runs[byte, stops[byte]] = after[byte]
+                stops[byte], after[byte] = stops[byte] + 1, 0
+            else:
+                after[byte] += 1
+    return runs, stops, after
+
+
+RUNS, STOPS, AFTER = _table()
+
+
+@compiled
+def unary_runs(unary: Array, count: int, runs: Array) -> int:
+    """The zeros before each stop; how many stops there are, if not too many. `runs` has room for 8 more."""
+    found, zeros = 0, 0
+    for i in range(len(unary)):
+        byte = unary[i]
+        for j in range(8):
+            runs[found + j] = RUNS[byte, j]
+        if STOPS[byte]:
+            runs[found] = np.uint16(min(zeros + runs[found], 65535))
+            zeros = 0
+        zeros += AFTER[byte]
+        found += STOPS[byte]
+        if found > count:
+            break
+    return int(found)
+
+
+@compiled
+def unrice(shifts: Array, low: Array, block: int, most: int, runs: Array, whole: Array) -> int:
+    """The whole numbers, in place of the runs; returns the largest level, or more."""
+    row = np.empty(block + 8, np.int32)
+    at, worst = 0, np.int32(0)
+    for b in range(len(shifts)):
+        x, zeros = whole[b * block : (b + 1) * block], runs[b * block : (b + 1) * block]
+        k, width = int(shifts[b]), (len(x) + 7) // 8
+        row[:] = 0
+        for place in range(k):
+            for plane in range(8):
+                for j in range(width):
+                    digit = np.int32(np.int32(np.int32(low[at + j]) >> np.int32(plane)) & np.int32(1))
+                    row[plane * width + j] |= np.int32(digit << np.int32(place))
+            at += width
+        limit = np.int32((2 * most) >> k)
+        for j in range(len(x)):
+            run = np.int32(min(np.int32(zeros[j]), np.int32(limit + 1)))
+            zigzag = np.int32(np.int32(run << np.int32(k)) + row[j])
+            worst = max(worst, zigzag)
+            x[j] = np.int16(np.int32(zigzag >> np.int32(1)) ^ np.int32(-np.int32(zigzag & np.int32(1))))
+    return (int(worst) + 1) // 2

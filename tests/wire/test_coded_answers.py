@@ -1,0 +1,103 @@
+"""Answers in code over connections that break again and again: both ends go on knowing what a worker has."""
+
+import threading
+import time
+
+import pytest
+import torch
+from test_pushes import Quiet
+from test_transport import KEY, Proxy
+from torch import nn
+
+from polyrhythm.node import Peer
+from polyrhythm.replica import Replica
+from polyrhythm.shard import Shard
+from polyrhythm.strategies.desk import known_to
+from polyrhythm.strategy import parse
+from polyrhythm.wire import Transport
+
+WORKERS, SERVER, STEPS = [Peer("worker", 0), Peer("worker", 1)], Peer("server", 0), 40
+
+
+def model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def slope(rank, step, count):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["async+topk:0.05", "async+topk:0.05,dense=1d", "async+int4:dense=0", "async:prefetch=yes+topk:0.05"],
+)
+def test_lost_answers_are_given_again(strategy):
+    """Two workers push at once while connections break: what the server believes each has is what it has,
+    bit for bit, each push counts once, and with what was left out all gradients are in the model."""
+    chosen, total = parse(strategy), sum(part.numel() for part in model()[0].parameters())
+    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (*WORKERS, SERVER)}
+    proxy = Proxy(transports[SERVER].address)
+    nodes = {peer: Quiet(peer, transports[peer], 0, time.monotonic()) for peer in transports}
+    places = [("worker", peer.rank, transports[peer].address) for peer in WORKERS]
+    for node in nodes.values():
+        node.meet([*places, ("server", 0, proxy.address)])
+    shard = Shard(*model(), 0, 1, nodes[SERVER].empty)
+    replicas = [Replica(*model(), nodes[peer].empty) for peer in WORKERS]
+    done, failures, known = threading.Event(), [], {}
+
+    def serve():
+        with torch.no_grad():
+            chosen.serve(nodes[SERVER], shard)
+
+    def cut():
+        while not done.wait(0.004):
+            proxy.cut()
+
+    def work(rank):
+        node, replica = nodes[WORKERS[rank]], replicas[rank]
+        try:
+            with torch.no_grad():
+                chosen.start(node, replica)
+                for step in range(1, STEPS + 1):
+                    replica.gradient[0].copy_(slope(rank, step, total))
+                    replica.steps = step
+                    chosen.step(node, replica)
+                chosen.finish(node, replica)
+            known[rank] = replica.buffer("known")[0].clone()
+        except BaseException as error:
+            failures.append(error)
+
+    for replica in replicas:  # so that no parameter counts as without a gradient
+        for parameter in replica.layout.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        replica.gather()
+    server, cutter = threading.Thread(target=serve), threading.Thread(target=cut)
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    try:
+        for thread in (server, cutter, *workers):
+            thread.start()
+        for thread in workers:
+            thread.join()
+    finally:
+        done.set()
+        cutter.join()
+        while server.is_alive():  # what is sent one way may go down with a connection
+            transports[WORKERS[0]].send(SERVER, "over")
+            server.join(0.05)
+        for transport in transports.values():
+            transport.close()
+        proxy.close()
+    assert not failures
+    lines = nodes[SERVER]._lines
+    applied = [(line["worker"], line["sequence"]) for line in lines if line["event"] == "apply"]
+    delivered = [line for line in lines if line.get("kind") == "push"]
+    assert len(applied) == len(set(applied)) == 2 * (STEPS + 1)  # and what each had left
+    assert len(delivered) > len(applied)  # some came twice, or this test shows nothing
+    for rank in range(2):
+        assert torch.equal(known[rank], shard.buffer(known_to(rank))[0])
+    begin = Replica(*model()).parameters[0]
+    law = begin - 0.5 * sum(slope(rank, step, total) for rank in range(2) for step in range(1, STEPS + 1))
+    assert (shard.parameters[0] - law).abs().max() < 1e-12 * law.abs().max() * STEPS
