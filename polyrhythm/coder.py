@@ -7,7 +7,7 @@ ones, and what is kept of them is kept in 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -205,7 +205,7 @@ def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[
     """What lies side by side and travels the same way is one, but with `per=layer` each tensor."""
     asked = [word for word in codec.dense.split("/") if word]
     for word in asked:
-        if word != "1d" and not any(_within(piece.name, word) for piece in layout.pieces):
+        if word != "1d" and not any_within((piece.name for piece in layout.pieces), word):
             known = ", ".join(
                 dict.fromkeys(piece.name.rpartition(".")[0] or piece.name for piece in layout.pieces)
             )
@@ -229,9 +229,10 @@ def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[
         yield open_
 
 
-def _within(name: str, layer: str) -> bool:
-    return name == layer or name.startswith(f"{layer}.")
+def any_within(names: Iterable[str], layer: str) -> bool:
+    """Whether one of these parameters is in that layer, or is it."""
+    return any(name == layer or name.startswith(f"{layer}.") for name in names)
 
 
 def _left_out(piece: Piece, word: str) -> bool:
-    return len(piece.shape) <= 1 if word == "1d" else _within(piece.name, word)
+    return len(piece.shape) <= 1 if word == "1d" else any_within([piece.name], word)
