@@ -7,6 +7,7 @@ ones, and what is kept of them is kept in 32 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -89,6 +90,11 @@ class Coder:
             self.codec.agree(total.div_(len(chunks)))
             target.copy_(total)
 
+    def norm(self, vectors: Sequence[Tensor]) -> float:
+        """The Euclidean length of all that is coded of the vectors."""
+        parts = [stretch.of(vectors) for stretch in self.coded]
+        return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
+
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Copies what is coded of other vectors."""
         for stretch in self.coded:
@@ -167,10 +173,13 @@ class Sender(Coder):
         exact = [each if each.element_size() >= 4 else each.float() for each in values]
         return list(zip(exact, self.memories, strict=True))
 
-    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """The codes of all that is coded of the vectors."""
+    def send(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
+        """The codes of all that is coded of the vectors; `norm` is its length, if more than this is sent."""
         codes = []
+        if norm is None and self.codec.needs_norm:
+            norm = self.norm(vectors)
         for values, memory in self.pairs(vectors):
+            memory.norm = norm
             codes.append(self.codec.send(values, memory))
             memory.sent()
         return codes
@@ -182,9 +191,9 @@ class Sender(Coder):
             if values.dtype != vectors[stretch.part].dtype:
                 stretch.of(vectors).copy_(values)
 
-    def everything(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+    def everything(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
         """One tensor for each stretch: its code, or as it is."""
-        codes = iter(self.send(vectors))
+        codes = iter(self.send(vectors, norm))
         return [next(codes) if each.coded else each.of(vectors) for each in self.stretches]
 
     def settle(self, vectors: Sequence[Tensor], keep: bool = False) -> None:
