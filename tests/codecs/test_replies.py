@@ -16,8 +16,8 @@ ROUNDS = {
     "powersgd": 30, "topk": 150, "sign": 400, "dgc": 600, "randomk": 1000,
 }  # fmt: skip
 MORE = [
-    "topk:0.1,values=fp32", "randomk:0.1,feedback=no", "threshold:1", "threshold:adaptive=yes", "qsgd:1", "qsgd:3",
-    "int8:rounding=stochastic", "int4:rounding=stochastic", "terngrad:0", "sign:vote=yes",
+    "topk:0.1,values=fp32", "randomk:0.1,feedback=no", "threshold:1", "threshold:adaptive=yes", "qsgd:1",
+    "qsgd:3", "int8:rounding=stochastic", "int4:rounding=stochastic", "terngrad:0", "sign:vote=yes",
     "sign:vote=yes,momentum=0.9", "powersgd:1", "fp16:feedback=yes",
 ]  # fmt: skip
 
