@@ -15,7 +15,7 @@ import torch
 
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.collectives.ring import bounds
-from polyrhythm.errors import UsageError, WireError
+from polyrhythm.errors import NotFinite, UsageError, WireError
 from polyrhythm.memory import Memory
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class Sender(Coder):
         workers: int = 1,
     ) -> None:
         super().__init__(codec, layout, start, stop)
+        self.worker = worker
         kept = home.notes.setdefault("codecs", {})
 
         def memory(stretch: Stretch) -> Memory:
@@ -181,8 +182,20 @@ class Sender(Coder):
         for values, memory in self.pairs(vectors):
             memory.norm = norm
             codes.append(self.codec.send(values, memory))
+            self._check(memory)
             memory.sent()
         return codes
+
+    def _check(self, memory: Memory) -> None:
+        """Raises `NotFinite` if what waits has overflowed, though all that came was finite."""
+        owed = memory.residual
+        # A sum takes a small part of the time that coding does; but that of large numbers may overflow too.
+        if owed is None or math.isfinite(float(owed.sum())) or bool(torch.isfinite(owed).all()):
+            return
+        raise NotFinite(
+            f"worker {self.worker}: what {self.codec} has not sent yet has grown beyond the largest number "
+            f"({owed.dtype}): lower the learning rate, clip gradients, or send more of them at a time"
+        )
 
     def sent(self, pairs: Sequence[tuple[Tensor, Memory]], vectors: Sequence[Tensor]) -> None:
         """All workers have exchanged these, and their mean is in its place."""
