@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces joined by a bridge, and a process in each.
 
 Between them there is a real network stack and no shared address: what is measured here are links, not
-loopback. Making them needs root and `ip` (iproute2).
+loopback. Making them needs root and `ip`, and `tc` for links with a rate (iproute2).
 """
 
 from __future__ import annotations
@@ -53,17 +53,16 @@ def sent() -> int:
     raise RuntimeError("this thread is not on a host")
 
 
-def why_not() -> str:
-    """Why there can be no hosts here; empty if there can."""
+def why_not(rate: str = "") -> str:
+    """Why there can be no hosts here, with links of this rate; empty if there can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid():
         return "making network namespaces needs root"
-    return (
-        ""
-        if shutil.which("ip")
-        else "making network namespaces needs `ip` (Debian: apt-get install iproute2)"
-    )
+    for tool in ("ip", "tc") if rate else ("ip",):
+        if not shutil.which(tool):
+            return f"making network namespaces needs `{tool}` (Debian: apt-get install iproute2)"
+    return ""
 
 
 @contextlib.contextmanager
@@ -73,7 +72,7 @@ def hosts(count: int, rate: str = "", offloads: bool = False) -> Iterator[list[H
     `rate`, such as "100mbit", limits every link both ways. Without `offloads` a packet is what a wire could
     carry; with them the kernel hands on up to 64 KiB at a time.
     """
-    if reason := why_not():
+    if reason := why_not(rate):
         raise RuntimeError(reason)
     tag = f"pr{os.getpid():x}"
     bridge, made = f"{tag}b", [Host(f"{tag}-{rank}", f"10.77.0.{rank + 1}") for rank in range(count)]

@@ -54,7 +54,7 @@ def between(
     count: int, sizes: tuple[float, ...], rounds: int, rate: str = "", offloads: bool = False
 ) -> Times:
     """Measures `count` hosts; sizes in MiB."""
-    if hosts.why_not():
+    if hosts.why_not(rate):
         return together(count, _host, LOOPBACK, sizes, rounds)[0]  # type: ignore[no-any-return]
     with hosts.hosts(count, rate, offloads) as places:
         return hosts.on_hosts(places, _host, sizes, rounds)[0]  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ def measure(
     quick: bool, ours: Sequence[System] = OURS, rates: Sequence[str] = (FAST, SLOW), accuracy: bool = True
 ) -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        if missing := hosts.why_not() or apart(_store, folder):
+        if missing := hosts.why_not(FAST) or apart(_store, folder):
             return [], [f"not measured: {missing}"]
         systems = [each for each in (*THEIRS, *ours) if not quick or each.name in QUICK]
         found = {rate: speeds(Path(folder), systems, rate, quick) for rate in rates}

@@ -7,14 +7,15 @@ ones, and what is kept of them is kept in 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.collectives.ring import bounds
-from polyrhythm.errors import UsageError, WireError
+from polyrhythm.errors import NotFinite, UsageError, WireError
 from polyrhythm.memory import Memory
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ class Coder:
             self.codec.agree(total.div_(len(chunks)))
             target.copy_(total)
 
+    def norm(self, vectors: Sequence[Tensor]) -> float:
+        """The Euclidean length of all that is coded of the vectors."""
+        parts = [stretch.of(vectors) for stretch in self.coded]
+        return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
+
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Copies what is coded of other vectors."""
         for stretch in self.coded:
@@ -141,6 +147,7 @@ class Sender(Coder):
         workers: int = 1,
     ) -> None:
         super().__init__(codec, layout, start, stop)
+        self.worker = worker
         kept = home.notes.setdefault("codecs", {})
 
         def memory(stretch: Stretch) -> Memory:
@@ -167,13 +174,28 @@ class Sender(Coder):
         exact = [each if each.element_size() >= 4 else each.float() for each in values]
         return list(zip(exact, self.memories, strict=True))
 
-    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """The codes of all that is coded of the vectors."""
+    def send(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
+        """The codes of all that is coded of the vectors; `norm` is its length, if more than this is sent."""
         codes = []
+        if norm is None and self.codec.needs_norm:
+            norm = self.norm(vectors)
         for values, memory in self.pairs(vectors):
+            memory.norm = norm
             codes.append(self.codec.send(values, memory))
+            self._check(memory)
             memory.sent()
         return codes
+
+    def _check(self, memory: Memory) -> None:
+        """Raises `NotFinite` if what waits has overflowed, though all that came was finite."""
+        owed = memory.residual
+        # A sum takes a small part of the time that coding does; but that of large numbers may overflow too.
+        if owed is None or math.isfinite(float(owed.sum())) or bool(torch.isfinite(owed).all()):
+            return
+        raise NotFinite(
+            f"worker {self.worker}: what {self.codec} has not sent yet has grown beyond the largest number "
+            f"({owed.dtype}): lower the learning rate, clip gradients, or send more of them at a time"
+        )
 
     def sent(self, pairs: Sequence[tuple[Tensor, Memory]], vectors: Sequence[Tensor]) -> None:
         """All workers have exchanged these, and their mean is in its place."""
@@ -182,9 +204,9 @@ class Sender(Coder):
             if values.dtype != vectors[stretch.part].dtype:
                 stretch.of(vectors).copy_(values)
 
-    def everything(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+    def everything(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
         """One tensor for each stretch: its code, or as it is."""
-        codes = iter(self.send(vectors))
+        codes = iter(self.send(vectors, norm))
         return [next(codes) if each.coded else each.of(vectors) for each in self.stretches]
 
     def settle(self, vectors: Sequence[Tensor], keep: bool = False) -> None:
@@ -205,7 +227,7 @@ def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[
     """What lies side by side and travels the same way is one, but with `per=layer` each tensor."""
     asked = [word for word in codec.dense.split("/") if word]
     for word in asked:
-        if word != "1d" and not any(_within(piece.name, word) for piece in layout.pieces):
+        if word != "1d" and not any_within((piece.name for piece in layout.pieces), word):
             known = ", ".join(
                 dict.fromkeys(piece.name.rpartition(".")[0] or piece.name for piece in layout.pieces)
             )
@@ -229,9 +251,10 @@ def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[
         yield open_
 
 
-def _within(name: str, layer: str) -> bool:
-    return name == layer or name.startswith(f"{layer}.")
+def any_within(names: Iterable[str], layer: str) -> bool:
+    """Whether one of these parameters is in that layer, or is it."""
+    return any(name == layer or name.startswith(f"{layer}.") for name in names)
 
 
 def _left_out(piece: Piece, word: str) -> bool:
-    return len(piece.shape) <= 1 if word == "1d" else _within(piece.name, word)
+    return len(piece.shape) <= 1 if word == "1d" else any_within([piece.name], word)

@@ -28,7 +28,7 @@ class PeerLost(WaitError):
 
 
 class NotFinite(PolyrhythmError):
-    """A gradient holds NaN or infinity; names the worker and the step."""
+    """A gradient, or what a codec keeps of it, holds NaN or infinity; names the worker."""
 
 
 class Interrupted(BaseException):

@@ -34,6 +34,8 @@ class Memory:
         self.shapes = tuple(shapes)  # of the tensors in the stretch, in order; one that is cut is flat
         self.workers = workers  # how many there are
         self.residual = vector("residual") if feedback else None  # what was not sent yet
+        # The length of all coded stretches that are sent at once, for a codec that needs it; not kept.
+        self.norm: float | None = None
         self.numbers: dict[str, float] = notes.setdefault("numbers", {})
         self.tensors: dict[str, Tensor] = notes.setdefault("tensors", {})
         notes.setdefault("count", 0)

@@ -130,6 +130,11 @@ class Codec(Configured):
         return code
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether it has to know how long all is that is sent at once: `memory.norm`."""
+        return False
+
+    @property
     def gradients_only(self) -> bool:
         """Whether what it makes of a vector means nothing unless that is a gradient."""
         return False

@@ -331,3 +331,23 @@ def test_a_run_that_diverges_ends_in_words(simulate: Any, strategy: str, codec: 
         return
     with pytest.raises(PolyrhythmError, match="not finite"):
         simulate(Wild(30), f"{strategy}+{codec}", 2)
+
+
+def far() -> None:
+    """Two numbers whose gradients are finite, but twice one of them is not."""
+    session, model = pr.init(), torch.nn.Linear(2, 1, bias=False)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-38))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), 3e38 if session.rank else 1.0)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sync"])
+@pytest.mark.parametrize("codec", ["topk:0.5", "dgc:0.5", "threshold", "randomk:0.5"])
+def test_what_waits_may_not_overflow(simulate: Any, strategy: str, codec: str) -> None:
+    """Who owes more than there are numbers for is named, before anybody gets it."""
+    with pytest.raises(
+        PolyrhythmError, match=r"worker 1: what .* has not sent yet has grown beyond the largest"
+    ):
+        simulate(far, f"{strategy}+{codec}", 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,10 +31,7 @@ class Half(Codec):
     stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
-        code = values.clamp(-65504.0, 65504.0).half()
-        if not math.isfinite(float(values.sum())):  # what is infinite stays so, or nobody would notice
-            code = code.where(values.isfinite(), values.half())
-        return code
+        return _shortened(values, values.half())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         _add(code, into, scale, "float16")
@@ -56,10 +52,21 @@ class BFloat(Codec):
     stateless: ClassVar[bool] = True
 
     def encode(self, values: Tensor, memory: Memory) -> Tensor:
-        return values.bfloat16()
+        return _shortened(values, values.bfloat16())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         _add(code, into, scale, "bfloat16")
+
+
+def _shortened(values: Tensor, code: Tensor) -> Tensor:
+    """What is beyond the range becomes the largest; what is infinite stays so, or nobody would notice."""
+    import torch
+
+    beyond = code.isinf()
+    if bool(beyond.any()):
+        most = torch.finfo(code.dtype).max
+        code = code.where(~beyond | values.isinf(), code.clamp(-most, most))
+    return code
 
 
 def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:

@@ -25,8 +25,8 @@ class DGC(TopK):
     u <- mu u + g; v <- v + u; I = the k largest |v_i|; sends v_I; v_I <- 0 and u_I <- 0. An entry that waits
     gathers what momentum would have made of it, and one that has gone does not push on with what is old
     (`masking`). Nesterov: v <- v + g + mu u instead. Before all that, a gradient longer than `clip` / sqrt(N)
-    is cut to that length: N of them make one of `clip`. The optimizer must have no momentum of its own; its
-    weight decay acts after all this, without momentum.
+    is cut to that length, all that is coded of it together: N of them make one of `clip`. The optimizer must
+    have no momentum of its own; its weight decay acts after all this, without momentum.
 
     With density 1 it is SGD with momentum, but only with `masking=no`: where all is sent each time, the mask
     takes all momentum away. With momentum=0 it is `topk`.
@@ -75,7 +75,7 @@ class DGC(TopK):
         if memory.residual is None:
             return self.encode(values, memory)
         u, v = memory.buffer("u"), memory.residual
-        g = self._clipped(values, memory.workers)
+        g = self._clipped(values, memory)
         u.mul_(self.momentum).add_(g)
         # In the paper u has another factor mu, for Nesterov; this way round the bits are those of PyTorch.
         gathered = g.add(u, alpha=self.momentum) if self.nesterov else u
@@ -87,11 +87,16 @@ class DGC(TopK):
             u[indexes] = 0.0
         return code
 
-    def _clipped(self, gradient: Tensor, workers: int) -> Tensor:
+    @property
+    def needs_norm(self) -> bool:
+        return not math.isinf(self.clip)
+
+    def _clipped(self, gradient: Tensor, memory: Memory) -> Tensor:
         """N gradients of this norm, at random angles, make one of norm `clip`."""
         if math.isinf(self.clip):
             return gradient
-        most, norm = self.clip / math.sqrt(workers), float(gradient.norm())
+        most = self.clip / math.sqrt(memory.workers)
+        norm = float(gradient.norm()) if memory.norm is None else memory.norm
         return gradient * (most / norm) if norm > most else gradient
 
     def reply(self) -> Codec:

@@ -12,6 +12,8 @@ from torch import Tensor
 from polyrhythm.coder import wide
 from polyrhythm.errors import UsageError
 
+Remembered = tuple[dict[str, Tensor], dict[str, Any]]  # vectors by name, and notes by place
+
 
 class Home:
     """Where the sender of a bucket keeps what it remembers; each parameter has a place in its vectors.
@@ -68,6 +70,24 @@ class Home:
         """The parameters in each stretch, and its note."""
         for (low, high), note in zip(self._stretches, self.notes.get("codecs", {}).values(), strict=True):
             yield [name for name, (start, stop) in self.places.items() if low <= start < stop <= high], note
+
+    def remembered(self) -> Remembered:
+        """A copy of all that is remembered, to be put back."""
+        vectors = {name: vector.clone() for name, vector in self.vectors.items()}
+        return vectors, copy.deepcopy(self.notes.get("codecs", {}))
+
+    def put_back(self, before: Remembered) -> None:
+        """All is as it was; in place, for the sender's memories look at it."""
+        vectors, notes = before
+        for name, vector in self.vectors.items():
+            vector.copy_(vectors[name]) if name in vectors else vector.zero_()
+        for place, note in self.notes.get("codecs", {}).items():
+            for what, then in notes[place].items():
+                if isinstance(then, dict):
+                    note[what].clear()
+                    note[what].update(then)
+                else:
+                    note[what] = then
 
     def saved(self) -> dict[str, Any]:
         """All of it, as plain values and tensors."""

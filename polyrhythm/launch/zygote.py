@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from polyrhythm.errors import UsageError
 from polyrhythm.launch.program import Program
 from polyrhythm.node import Peer
 from polyrhythm.wire.arena import Arenas
@@ -143,7 +142,7 @@ class _Forker:
 
             from polyrhythm.strategy import parse_codec
 
-            with contextlib.suppress(UsageError):  # the nodes will say so
+            with contextlib.suppress(Exception):  # whatever it is, the nodes will say so
                 parse_codec(self._passport.codec).prepare(torch.float32)
         try:
             self._say("ready")

@@ -229,10 +229,14 @@ class ParameterServer(Strategy):
         """An update in codes, for each server the tensors that it gets."""
         if self.sends == "ways":
             check_way(node, replica, self.codec)
-        return [
-            self._sender(node, replica, start, stop).everything(cut(update, start, stop))
+        ranges = [
+            (self._sender(node, replica, start, stop), cut(update, start, stop))
             for _, start, stop in self._ranges(node, replica)
         ]
+        whole: float | None = None
+        if self.codec is not None and self.codec.needs_norm:  # of what all servers get
+            whole = math.hypot(*(sender.norm(part) for sender, part in ranges))
+        return [sender.everything(part, whole) for sender, part in ranges]
 
     def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Sender:
         assert self.codec is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import partial
 from types import ModuleType
 
@@ -56,7 +57,13 @@ def test_without_numba_the_other_road_is_taken(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "numba", None)  # as if it were not installed
     dense._compiled.cache_clear()
     try:
-        assert dense.road(torch.zeros(1)) is plain
+        with pytest.warns(
+            UserWarning, match="five times slower on a CPU without numba, which is not installed"
+        ):
+            assert dense.road(torch.zeros(1)) is plain
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            assert dense.road(torch.zeros(1)) is plain
     finally:
         dense._compiled.cache_clear()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from programs import Script, distance
 from torch import Tensor
 
+import polyrhythm as pr
 from polyrhythm.codecs.dgc import DGC
 from polyrhythm.codecs.sparsify import TopK
 from polyrhythm.errors import UsageError
@@ -132,6 +133,39 @@ def test_gradients_are_clipped_to_their_share(workers: int) -> None:
     received = sent(codec, [long, short], Memory.alone(100, workers=workers))
     assert received[0].norm().item() == pytest.approx(6 / math.sqrt(workers), rel=1e-6)
     assert torch.equal(received[1], short)
+
+
+class Step:
+    """One step of SGD along known gradients; keeps how far it went, layer by layer."""
+
+    def __init__(self) -> None:
+        self.moved: list[Tensor] = []
+
+    def __call__(self) -> None:
+        session = pr.init()
+        network = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).double()
+        before = [parameter.detach().clone() for parameter in network.parameters()]
+        model, optimizer = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        optimizer.zero_grad()
+        numbers = [torch.arange(1.0, each.numel() + 1).view_as(each) for each in before]
+        sum((mine * each).sum() for mine, each in zip(model.parameters(), numbers, strict=True)).backward()
+        optimizer.step()
+        self.moved = [was - now.detach() for was, now in zip(before, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("more", ["", ",per=layer", ",per=layer,dense=1d"])
+@pytest.mark.parametrize(("strategy", "servers"), [("allreduce", 0), ("sync", 1), ("sync", 3)])
+def test_the_whole_gradient_is_clipped(simulate: Any, strategy: str, servers: int, more: str) -> None:
+    """Not each stretch, nor each server's: all that is coded is as long as `clip`, and goes the same way."""
+    step, law = Step(), Step()
+    simulate(step, f"{strategy}+dgc:1,values=fp32,momentum=0,pull=dense,clip=2{more}", 1, servers)
+    simulate(law, "allreduce", 1)
+    coded = [not ("dense" in more and len(each.shape) == 1) for each in law.moved]
+    length = math.hypot(
+        *(float(each.norm()) for each, is_coded in zip(law.moved, coded, strict=True) if is_coded)
+    )
+    for found, whole, is_coded in zip(step.moved, law.moved, coded, strict=True):
+        torch.testing.assert_close(found, whole * (2 / length if is_coded else 1), rtol=1e-6, atol=0)
 
 
 def test_warming_up_sends_more() -> None:

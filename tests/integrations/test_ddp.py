@@ -107,6 +107,22 @@ def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec:
     assert all(torch.equal(mine.isnan(), yours.isnan()) for mine, yours in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in script.LOTS])
+def test_a_scaler_changes_nothing(ranks: Found, codec: str) -> None:
+    """Scales are powers of two, and a step that is skipped leaves no trace: bit for bit as without one."""
+    for rank in ranks:
+        assert rank["scaled"][codec]["skipped"] > 5
+        plain, scaled = rank["scaled"][codec]["ends"]
+        assert plain.abs().max() > 0
+        assert torch.equal(plain, scaled)
+
+
+def test_nothing_is_compiled_in_backward(ranks: Found) -> None:
+    for rank in ranks:
+        before, hooked, trained = rank["compiled"]
+        assert before == 0 < hooked == trained
+
+
 @pytest.mark.parametrize("codec", ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"])
 def test_a_state_that_was_saved_goes_on(ranks: Found, codec: str) -> None:
     """Bit for bit, though buckets begin again as they were before the first step.
@@ -135,6 +151,16 @@ def test_layers_that_are_left_out_travel_as_they_are(ranks: Found) -> None:
         (2, "topq: unknown codec 'topq'; did you mean 'topk'?"),
         (3, "dgc keeps the momentum itself"),
         (4, "this state is of powersgd, and the hook is of topk"),
+        (
+            5,
+            "dgc does not work with every optimizer, and DDP does not tell which this is; give it: hook(",
+        ),
+        (6, "topk: layer '0' has sparse gradients, which a codec cannot take"),
+        (7, "topk: a layer has sparse gradients, which a codec cannot take"),
+        (8, "of another model: parameter 0 is"),
+        (9, "of another model: it has 4 parameters, and here there are 2"),
+        (10, "of another model: parameter 0.weight is (5, 4), and there it was (4, 4)"),
+        (11, "saved by a hook with a model, and this one is without"),
     ],
 )
 def test_mistakes_are_told(ranks: Found, number: int, says: str) -> None:

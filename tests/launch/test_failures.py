@@ -150,3 +150,28 @@ def test_data_processes() -> None:
     error, _, summary = run("async", do="kill", processes=2, pause=0.02)
     assert not error
     assert list(summary["lost"]) == ["worker 1"]
+
+
+def test_a_codec_that_cannot_be_prepared(tmp_path: Path) -> None:
+    """A library that a codec needs is broken: the workers say so, each for itself."""
+    (tmp_path / "google_crc32c.py").write_text("")
+    (tmp_path / "train.py").write_text(
+        "import torch, polyrhythm as pr\nsession, model = pr.init(), torch.nn.Linear(20, 5)\n"
+        "model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters()))\n"
+        "model(torch.ones(1, 20)).sum().backward()\noptimizer.step()\n"
+    )
+    places = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    command = [
+        sys.executable,
+        "-m",
+        "polyrhythm",
+        "run",
+        "train.py",
+        "--workers=1",
+        "--strategy=allreduce+topk",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": places}, cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert "worker 0 failed: AttributeError: module 'google_crc32c'" in done.stderr

@@ -18,6 +18,7 @@ import polyrhythm as pr
 
 SHAPES = [(20, 30), (30,), (40, 20), (5, 4, 3), (7,), (30, 30)]
 STEPS = 5
+LOTS = ("qsgd", "terngrad")  # draw again for a step that is tried again
 CAP = 0.002  # MB: a few buckets for so small a model
 
 
@@ -58,6 +59,7 @@ def given(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def made(module: nn.Module, codec: str, **more: Any) -> tuple[DistributedDataParallel, Any]:
     model = DistributedDataParallel(module, bucket_cap_mb=more.pop("cap", CAP))
+    more.setdefault("optimizer", torch.optim.SGD(module.parameters(), lr=0.1))
     state, function = pr.integrations.ddp.hook(codec, **more)
     model.register_comm_hook(state, function)
     return model, state
@@ -129,6 +131,61 @@ def resume(rank: int, codec: str) -> tuple[list[Tensor], list[Tensor]]:
     return seen
 
 
+class Two(nn.Module):
+    """Two parameters in two buckets; the gradient of the second is of 16 bits, and soon overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000))
+
+    def forward(self, step: int) -> Tensor:
+        a, b = torch.randn(2, 1000, generator=torch.Generator().manual_seed(step)).abs().add_(1)
+        return (self.wide * a).sum() + (self.narrow.half() * b.half()).sum().float()
+
+
+def scaled(codec: str) -> dict[str, Any]:
+    """Twenty steps that are taken: with a scaler, which skips some and doubles its scale, and without one."""
+    ends, skipped = [], 0
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=4)):
+        module = Two()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        model, state = made(module, codec, model=module, optimizer=optimizer, scaler=scaler)
+        fresh = state.state_dict()
+        model(0).backward()
+        state.load_state_dict(fresh)  # as nothing had been, but the buckets are those that stay
+        step = 0
+        while step < 20:
+            optimizer.zero_grad()
+            if scaler is None:
+                model(step).backward()
+                optimizer.step()
+                step += 1
+                continue
+            scaler.scale(model(step)).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            step += scaler.get_scale() >= before  # one that is skipped is tried again
+            skipped += scaler.get_scale() < before
+        owed = [v for home in state.state_dict()["homes"] for _, v in sorted(home["vectors"].items())]
+        ends.append(flat([*module.parameters(), *owed]))
+    return {"ends": ends, "skipped": skipped}
+
+
+def compiled() -> list[int]:
+    """How much is compiled: before there is a hook, when there is one, and after a step."""
+    from polyrhythm.codecs.dense import loops
+
+    def count() -> int:
+        return sum(len(getattr(each, "signatures", ())) for each in vars(loops).values())
+
+    counts = [count()]
+    model, _ = made(network(), "int8")
+    counts.append(count())
+    model(batch(0, 0)[0]).sum().backward()
+    return [*counts, count()]
+
+
 def save(state: dict[str, Any]) -> Path:
     path = Path(sys.argv[1]) / f"state{dist.get_rank()}.pt"
     torch.save(state, path)
@@ -162,6 +219,35 @@ def mistakes() -> list[str]:
         refused(lambda: hook("topq")),
         refused(lambda: hook("dgc", optimizer=momentum)),
         refused(lambda: hook("topk")[0].load_state_dict({"codec": "powersgd"})),
+        refused(lambda: hook("dgc")),
+        refused(lambda: hook("topk", nn.Sequential(nn.Embedding(9, 4, sparse=True)))),
+        refused(lambda: step(nn.Embedding(9, 4, sparse=True), torch.tensor([1, 2]))),
+        *moved(),
+    ]
+
+
+def step(module: nn.Module, x: Tensor, state: dict[str, Any] | None = None, named: bool = False) -> Any:
+    """The state after a step, from the one that is given."""
+    model, mine = made(module, "topk", model=module if named else None)
+    if state is not None:
+        mine.load_state_dict(state)
+    model(x).sum().backward()
+    return mine.state_dict()
+
+
+def moved() -> list[str]:
+    """States that are loaded for other parameters than they were saved of."""
+    x = torch.ones(1, 4)
+    for_one, for_two = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    turned = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+    state, named = step(for_two, x), step(for_two, x, named=True)
+    step(for_two, x, state)  # the same model: all is well
+    step(for_two, x, named, named=True)
+    return [
+        refused(lambda: step(turned, x, state)),
+        refused(lambda: step(for_one, x, state)),
+        refused(lambda: step(turned, x, named, named=True)),
+        refused(lambda: step(for_two, x, named)),
     ]
 
 
@@ -172,7 +258,10 @@ def main() -> None:
     owing = ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
     resumed = ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"]
     single = ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"]
+    counts = compiled()  # before anything else is
     results: dict[str, Any] = {
+        "compiled": counts,
+        "scaled": {codec: scaled(codec) for codec in codecs if codec not in LOTS},
         "float32": {codec: train(rank, codec) for codec in codecs},
         "bfloat16": {codec: train(rank, codec, torch.bfloat16) for codec in codecs},
         "float64": {codec: train(rank, codec, torch.float64) for codec in codecs},

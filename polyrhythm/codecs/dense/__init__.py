@@ -17,9 +17,12 @@ number is left, then halves of the row of these.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from polyrhythm.codecs.kernels import missing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +41,12 @@ def road(tensor: Tensor) -> ModuleType:
 
 @cache
 def _compiled() -> ModuleType | None:
-    """The compiled road, if numba is here."""
-    try:
-        from polyrhythm.codecs.dense import compiled
-    except ImportError:
+    """The compiled road, if numba is here. If not, says so, once."""
+    if why := missing("numba"):
+        warnings.warn(f"quantizers are about five times slower on a CPU without {why}", stacklevel=2)
         return None
+    from polyrhythm.codecs.dense import compiled
+
     return compiled
 
 

@@ -11,24 +11,17 @@ file of the outermost loop is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
 from polyrhythm.codecs.dense import BITS, SUMS, TRITS
+from polyrhythm.codecs.kernels.compiled import compiled
 
 Array = np.ndarray[Any, Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 FULL = 0x43E00000  # 448 as a 32-bit float, the largest of the 8-bit ones
 LEAST = 0x3C800000  # 2**-6, the smallest of them that is not subnormal
-
-
-def compiled(function: Function) -> Function:
-    """Compiled on its first call, kept on disk for the next process, and run without Python's lock."""
-    return cast(Function, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 @compiled

@@ -7,6 +7,7 @@ Modules in here import numba, which takes half a second, so nothing imports them
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,14 +23,27 @@ class Kernels(NamedTuple):
 
 @cache
 def load() -> Kernels:
-    """The compiled modules; UsageError if what they need is not installed."""
-    try:
-        import google_crc32c  # noqa: F401
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"sparse codecs need {error.name}, which is not installed: pip install 'polyrhythm[codecs]'"
-        ) from None
+    """The compiled modules; UsageError if what they need is not there."""
+    if why := missing("google_crc32c", "numba"):
+        raise UsageError(f"sparse codecs need {why}")
     from polyrhythm.codecs.kernels import rice, scan
 
     return Kernels(rice, scan)
+
+
+def missing(*names: str) -> str:
+    """Of these modules the first that cannot be imported, with the reason; empty if all can."""
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name == name:
+                return f"{name}, which is not installed: pip install 'polyrhythm[codecs]'"
+            return _broken(name, error)
+        except Exception as error:  # numba refuses a NumPy that is too new for it; a library is not there
+            return _broken(name, error)
+    return ""
+
+
+def _broken(name: str, error: Exception) -> str:
+    return f"{name}, which is installed but cannot be imported ({type(error).__name__}: {error})"

@@ -1,4 +1,4 @@
-"""How every loop in this folder is compiled."""
+"""How every loop of a codec is compiled: those in this folder, and those in `dense`."""
 
 from __future__ import annotations
 
