@@ -209,13 +209,12 @@ class Sender(Coder):
         codes = iter(self.send(vectors, norm))
         return [next(codes) if each.coded else each.of(vectors) for each in self.stretches]
 
-    def settle(self, vectors: Sequence[Tensor], keep: bool = False) -> None:
-        """Adds all that was not sent yet to the vectors; it is owed no longer, unless it is kept."""
+    def settle(self, vectors: Sequence[Tensor]) -> None:
+        """Adds all that was not sent yet to the vectors: it is owed no longer."""
         for stretch, memory in zip(self.coded, self.memories, strict=True):
             if memory.residual is not None:
                 stretch.of(vectors).add_(memory.residual)
-                if not keep:
-                    memory.residual.zero_()
+                memory.residual.zero_()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

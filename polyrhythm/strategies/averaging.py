@@ -120,9 +120,10 @@ class Averaging(Rounds):
 
         `full`: without the codec.
         """
-        weight, base = self.weight(node, replica), replica.buffer("base")
+        weight = self.weight(node, replica)
         if weight == 1 and self.codec is None:
             return mean(node, replica, None, vectors, *flags)
+        base = replica.buffer("base")
         # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
         own, others = vectors[: len(base)], vectors[len(base) :]
         check_way(node, replica, self.codec)
