@@ -47,7 +47,7 @@ class System:
 
     name: str
     hook: str | None = None  # of DDP: "" for none, "alone" for no exchange at all
-    rate: float = 0.05
+    rate: float = 0.1  # dense was better with it than with 0.05; others were not tried
     momentum: float = 0.9
     optimizer: str = "SGD"
     period: int = 8  # steps are counted in multiples of this: of averaging strategies, their period
@@ -67,14 +67,14 @@ DDP = System("DDP", "", period=1, warmup=1)
 HALF = System("DDP, fp16 hook", "fp16", period=1, warmup=1)
 POWER = System("DDP, PowerSGD rank 1 hook", "powersgd", warmup=4)  # the first two of torch's are dense
 THEIRS = (ALONE, DDP, HALF, POWER)
-CHOSEN = System("local:8+topk:0.05")  # what the bars are for
+CHOSEN = System("local:4+topk:0.05")  # what the bars are for
 OURS = (
     System("allreduce+bf16", period=1, warmup=1),
     System("allreduce+powersgd:1"),
     System("allreduce+topk:0.01"),
     CHOSEN,
     System("diloco:50+bf16", optimizer="AdamW", rate=0.001, period=50, warmup=50),
-    System("async+topk:0.01", lockstep=False),
+    System("async+topk:0.01", momentum=0.0, lockstep=False),
 )
 QUICK = {DDP.name, POWER.name, "allreduce+topk:0.01", CHOSEN.name}
 FEW = {DDP.name, HALF.name, "allreduce+bf16"}  # steps that take seconds: a few are enough
@@ -83,7 +83,7 @@ PLAIN = {ALONE.name, HALF.name, "allreduce+bf16"}  # of which nobody asks how ac
 BARS = {FAST: 5.0, SLOW: 30.0}  # times DDP's samples/s,
 AGAINST_POWER = 1.4  # on the faster links times PowerSGD's,
 POINTS = 0.5  # and fewer points of accuracy below DDP than this, on average over
-SEEDS = (1, 2)
+SEEDS = (11, 12)  # others than those on which what is chosen was chosen
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from programs import Half, Mixed
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.replica import Replica
@@ -64,6 +65,7 @@ class Plane:
     groups: bool = False  # the biases learn at a fifth of the rate
     skips: Callable[[int, int, int], bool] = lambda rank, step, index: False  # parameters without a gradient
     look: bool = False  # at the consensus, after each step
+    early: bool = False  # it leaves before all data is seen: what waits is then pushed
     x: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     shown: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     replicas: dict[int, Replica] = field(default_factory=dict)
@@ -71,7 +73,10 @@ class Plane:
     def __call__(self) -> None:
         here = pr.init()
         model = self.model()
-        model, optimizer = here.prepare(model, self.optimizer(self.divided(model)))
+        loader: Any = DataLoader(range(64))
+        model, optimizer, loader = here.prepare(model, self.optimizer(self.divided(model)), loader)
+        if self.early:
+            next(iter(loader))  # one batch, and no other
         mine = here.rank
         self.replicas[mine] = here._replica
         self.x[mine], self.shown[mine] = [], []

@@ -110,8 +110,11 @@ def test_unbiased_codecs_keep_it_if_they_are_told_to(simulate: Any, codec: str) 
     assert near(moved(found, plane.owed([0.5])), dense(simulate, plane, "allreduce"))
 
 
-@pytest.mark.parametrize("codec", [codec for codec in HOPS if parse_codec(codec).feedback])
-@pytest.mark.parametrize("workers", [2, 3, 5])
+ROUND = [codec for codec in HOPS if parse_codec(codec).feedback]
+
+
+@pytest.mark.parametrize("codec", [*ROUND, "qsgd:feedback=yes", *(f"{codec}:per=layer" for codec in ROUND)])
+@pytest.mark.parametrize("workers", [2, 3, 6])  # more than the shortest layer is long
 def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, workers: int) -> None:
     """Each hop codes a partial sum: what that leaves out stays with the worker that made the code."""
     plane = Plane(11)
@@ -120,6 +123,18 @@ def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, wor
     assert near(moved(found, plane.owed([0.5])), law)
     assert not near(found, law, 1e-6)
     assert all(equal(plane.x[rank][-1], plane.x[0][-1]) for rank in range(workers))
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("fp16:feedback=yes", 11), ("bf16:feedback=yes", 8)])
+def test_a_sum_in_short_floats_rounds_once_more(simulate: Any, codec: str, bits: int) -> None:
+    """Where codes are summed on their way it is the mean that is rounded, to half of its last bit: nobody
+    has that to keep. One worker alone loses nothing."""
+    for workers in (1, WORKERS):
+        plane = Plane(11)
+        found = moved(trained(simulate(plane, f"allreduce+{codec}", workers)), plane.owed([0.5]))
+        law = dense(simulate, plane, "allreduce", workers)
+        assert near(found, law) == (workers == 1)
+        assert all(float((found[name] - law[name]).abs().max()) <= 11 * 0.5 * 4 * 2.0**-bits for name in law)
 
 
 @pytest.mark.parametrize("codec", ways(FEEDBACK))
@@ -209,7 +224,7 @@ LOOKED = ["allreduce", "local:3", "average:3", "slowmo:3", "diloco:3", "postloca
 LOOKED += ["streaming-diloco:6,fragments=3", "streaming-diloco:4,fragments=2,overlap=1,mix=0.3"]
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "int4", "powersgd", "randomk:0.2", "fp16"])
+@pytest.mark.parametrize("codec", ["topk:0.1", "powersgd", "fp16"])
 @pytest.mark.parametrize("strategy", LOOKED)
 def test_looking_changes_nothing(simulate: Any, strategy: str, codec: str) -> None:
     """The consensus in the middle of a round shows what the run would end with, and leaves what waits."""
@@ -219,7 +234,7 @@ def test_looking_changes_nothing(simulate: Any, strategy: str, codec: str) -> No
     for rank in range(WORKERS):
         assert all(equal(a, b) for a, b in zip(seen.x[rank], law.x[rank], strict=True))
         assert all(equal(a, b) for a, b in zip(seen.shown[rank], seen.shown[0], strict=True))
-    for steps in (1, 2, 3, 5, 8):
+    for steps in (1, 3, 5):
         ended = trained(simulate(Plane(steps), f"{strategy}+{codec}", WORKERS))
         shown = dict(zip(NAMES, seen.shown[0][steps - 1], strict=True))
         assert same(ended, shown), steps

@@ -192,8 +192,8 @@ def test_every_code_goes_to_all_others(simulate: Any, codec: str, workers: int) 
         for size in sizes
     )
     start = (workers - 1) * 8 * total
-    flags = 2 * (workers - 1) * 4 * len(list(layers().parameters()))
-    assert summary["bytes_sent"] == start + steps * (workers * (workers - 1) * codes + flags)
+    flags = 4 * len(list(layers().parameters()))  # which parameters have a gradient: they go along
+    assert summary["bytes_sent"] == start + steps * workers * (workers - 1) * (codes + flags)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,16 @@ def test_models_of_two_kinds_of_numbers(simulate: Any, strategy: str, codec: str
     kept = [replica.buffers.get("sent: residual", ()) for replica in plane.replicas.values()]
     assert all(part.element_size() >= 4 for parts in kept for part in parts)
     assert any(kept) == parse_codec(codec).feedback
+
+
+@pytest.mark.parametrize("model", ["mixed", "half"])
+@pytest.mark.parametrize("codec", HOPS)
+def test_two_kinds_of_numbers_round_a_ring(simulate: Any, codec: str, model: str) -> None:
+    """Each kind is cut into chunks by itself."""
+    plane = Plane(6, model=MODELS[model])
+    simulate(plane, f"allreduce+{codec}", 4, collective="ring")
+    for step in range(6):
+        assert all(equal(plane.x[rank][step], plane.x[0][step]) for rank in range(4)), step
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
