@@ -42,7 +42,7 @@ def road(tensor: Tensor) -> ModuleType:
 @cache
 def _compiled() -> ModuleType | None:
     """The compiled road, if numba is here. If not, says so, once."""
-    if why := missing("numba"):
+    if why := missing(checksums=False):
         warnings.warn(f"quantizers are about five times slower on a CPU without {why}", stacklevel=2)
         return None
     from polyrhythm.codecs.dense import compiled

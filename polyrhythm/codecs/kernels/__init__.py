@@ -7,7 +7,6 @@ Modules in here import numba, which takes half a second, so nothing imports them
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,24 +23,28 @@ class Kernels(NamedTuple):
 @cache
 def load() -> Kernels:
     """The compiled modules; UsageError if what they need is not there."""
-    if why := missing("google_crc32c", "numba"):
+    if why := missing():
         raise UsageError(f"sparse codecs need {why}")
     from polyrhythm.codecs.kernels import rice, scan
 
     return Kernels(rice, scan)
 
 
-def missing(*names: str) -> str:
-    """Of these modules the first that cannot be imported, with the reason; empty if all can."""
-    for name in names:
-        try:
-            import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name == name:
-                return f"{name}, which is not installed: pip install 'polyrhythm[codecs]'"
-            return _broken(name, error)
-        except Exception as error:  # numba refuses a NumPy that is too new for it; a library is not there
-            return _broken(name, error)
+def missing(checksums: bool = True) -> str:
+    """What of numba, and of what checksums need, cannot be imported, with the reason; empty if all can."""
+    name = "numba"
+    try:
+        import numba  # noqa: F401
+
+        if checksums:
+            name = "google_crc32c"
+            import google_crc32c  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return f"{name}, which is not installed: pip install 'polyrhythm[codecs]'"
+        return _broken(name, error)
+    except Exception as error:  # numba refuses a NumPy that is too new for it; a library is not there
+        return _broken(name, error)
     return ""
 
 
