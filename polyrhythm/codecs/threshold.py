@@ -86,8 +86,8 @@ class Threshold(Codec):
     def prepare(self, dtype: torch.dtype) -> None:
         selection.warm(dtype)
 
-    def tau_for(self, memory: Memory, values: Tensor) -> float:
-        """The size of a pulse now."""
+    def tau_for(self, memory: Memory, values: Tensor | None = None) -> float:
+        """The size of a pulse now, for these values."""
         tau = tau_now(memory.numbers.get("tau", self.tau), self.warmup, memory.count)
         if not self.exact:
             return selection.single(tau)
@@ -118,10 +118,12 @@ class Answers(Threshold):
     about the share `high` of the entries is sent, in whole multiples.
     """
 
-    def tau_for(self, memory: Memory, values: Tensor) -> float:
+    def tau_for(self, memory: Memory, values: Tensor | None = None) -> float:
+        if values is None:
+            return super().tau_for(memory)
         few = max(1, round(self.high * len(values)))
         taken = values[selection.largest(values, few, exact=False).to(values.device)]
         if not len(taken):
-            return super().tau_for(memory, values)
+            return super().tau_for(memory)
         least = min(max(float(taken.abs().min()), SMALLEST), LARGEST)
         return 2.0 ** math.floor(math.log2(least))

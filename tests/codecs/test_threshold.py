@@ -172,12 +172,16 @@ def test_warm_up_begins_at_a_64th_of_tau():
     assert taus[:7] == [0.5 / 2**left for left in range(6, -1, -1)]
 
 
-def test_an_answer_leaves_less_than_tau():
-    """The difference to what a worker has is the residual, whatever was sent before."""
-    codec = Threshold(0.25, warmup=5).reply()
-    theirs, mine = torch.zeros(1000), noise(1000, 0) * 10
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_an_answer_has_a_tau_of_its_own(size: float):
+    """Parameters have another size than gradients: the largest changes go, in multiples, whatever tau is."""
+    codec = Threshold(0.25, high=0.05, warmup=5).reply()
+    theirs, mine = torch.zeros(1000), noise(1000, 0) * size
     codec.decode(codec.send(mine - theirs, Memory.alone(count=1000, feedback=False)), theirs)
-    assert (mine - theirs).abs().max() <= 0.25 * (1 + 1e-5)
+    sent = theirs != 0
+    assert 50 <= sent.sum() <= 200
+    assert (mine - theirs)[sent].abs().max() < mine[sent].abs().min()
+    assert mine[~sent].abs().max() <= mine[sent].abs().min()
 
 
 @pytest.mark.parametrize(
