@@ -179,7 +179,7 @@ def test_an_answer_has_a_tau_of_its_own(size: float):
     theirs, mine = torch.zeros(1000), noise(1000, 0) * size
     codec.decode(codec.send(mine - theirs, Memory.alone(count=1000, feedback=False)), theirs)
     sent = theirs != 0
-    assert 50 <= sent.sum() <= 200
+    assert 50 <= sent.sum() <= 350  # the power of two below lets more through
     assert (mine - theirs)[sent].abs().max() < mine[sent].abs().min()
     assert mine[~sent].abs().max() <= mine[sent].abs().min()
 
