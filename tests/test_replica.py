@@ -150,7 +150,7 @@ def test_the_finite_check_tells_overflow_from_nan() -> None:
     replica.gradient[0][7] = float("nan")
     replica.steps = 9
     replica.after_backward()
-    with pytest.raises(NotFinite, match="worker 3: the gradient at step 9"):
+    with pytest.raises(NotFinite, match=r"worker 3: the gradient of 0\.weight at step 9"):
         replica.check_finite("worker 3")
 
 
