@@ -42,9 +42,8 @@ class Member(Session):
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
-        self._group = list(
-            range(self.workers)
-        )  # who shares the data in equal parts, where some may come and go
+        self._group = list(range(self.workers))  # who shares the data, where they step together
+        self._group_number = 0  # how many groups there were before this one
         self._late: bool = welcome["life"] > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
@@ -316,9 +315,9 @@ class Member(Session):
 
     def _join_group(self, ranks: list[int], number: int) -> None:
         """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
-        if ranks != self._group:
+        if number != self._group_number:
             assert self._replica is not None
-            self._group = ranks
+            self._group, self._group_number = ranks, number
             with torch.no_grad(), self._seat.away():
                 self.strategy.regroup(self._node, self._replica, ranks, number)
 

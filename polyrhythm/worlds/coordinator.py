@@ -269,8 +269,9 @@ class Coordinator:
 
     def _deal(self) -> None:
         """Answers those who wait to begin an epoch, if all are there."""
-        there = {each for each in self.members if each.role == "worker" and each not in self._leaving}
-        self._deals.answer(there - {self._bringer})
+        done = {self._bringer, *self._leaving}
+        workers = (each for each in self.members if each.role == "worker" and each not in done)
+        self._deals.answer({each: self.lives[each] for each in workers})
 
     def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
         """The last worker has brought the final parameters, in safetensors form."""

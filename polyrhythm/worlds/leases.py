@@ -8,7 +8,7 @@ at the latest in the next epoch. No I/O here: the coordinator asks and tells.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ class Deals:
         self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
         self._epochs: dict[int, int] = {}  # which that was
         self._number = 0  # how often a group has been another than the one before
-        self._last: Collection[Peer] = self._first
+        self._last = {worker: 0 for worker in self._first}  # its workers, and which of their lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
     def ask(self, worker: Peer, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]) -> None:
@@ -119,8 +119,8 @@ class Deals:
         else:
             self._waiting.setdefault((loader, epoch), {})[worker] = respond
 
-    def answer(self, there: Collection[Peer]) -> None:
-        """Begins what can begin; `there` are the workers that are still to be waited for."""
+    def answer(self, there: Mapping[Peer, int]) -> None:
+        """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
             for gone in [worker for worker in waiting if worker not in there]:
                 del waiting[gone]
@@ -130,7 +130,8 @@ class Deals:
             del self._waiting[loader, epoch]
             group = sorted(waiting)
             self._groups[loader], self._epochs[loader] = group, epoch
-            if set(group) != set(self._last):
-                self._number, self._last = self._number + 1, group
+            lives = {worker: there[worker] for worker in group}
+            if lives != self._last:
+                self._number, self._last = self._number + 1, lives
             for respond in waiting.values():
                 respond({"ranks": [worker.rank for worker in group], "number": self._number})
