@@ -42,6 +42,8 @@ class Member(Session):
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
+        self._group = list(range(self.workers))  # who shares the data, where they step together
+        self._group_number = 0  # how many groups there were before this one
         self._late: bool = welcome["life"] > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
@@ -293,6 +295,13 @@ class Member(Session):
         def give_back(unseen: int) -> None:
             self._seat.request("give_back", loader=number, unseen=unseen)
 
+        def deal(epoch: int) -> tuple[int, int] | None:
+            answer = self._seat.request("deal", loader=number, epoch=epoch)
+            if "over" in answer:
+                return None
+            self._join_group(answer["ranks"], answer["number"])
+            return self._group.index(self.rank), len(self._group)
+
         return SharedLoader(
             loader,
             rank=self.rank,
@@ -300,8 +309,17 @@ class Member(Session):
             seed=self.seed,
             leases=None if self.strategy.lockstep else (take, give_back),
             counted=self._counted,
+            deal=deal if self.strategy.lockstep and self.strategy.survives else None,
             processes=self._seat.processes,
         )
+
+    def _join_group(self, ranks: list[int], number: int) -> None:
+        """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
+        if number != self._group_number:
+            assert self._replica is not None
+            self._group, self._group_number = ranks, number
+            with torch.no_grad(), self._seat.away():
+                self.strategy.regroup(self._node, self._replica, ranks, number)
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None

@@ -3,12 +3,13 @@
 A strategy is plain blocking code against `Node`. What blocking means is the world's business: in
 `worlds.processes` it is a wait on a socket, in `worlds.simulated` it is a switch to the event queue.
 
-Two ways to talk, and one to agree:
+Ways to talk, and one to agree:
 
 - `send` is one way. The payload is snapshotted: the sender may overwrite it at once.
 - `ask` lends. The tensors that go out, and those in `into` that the answer will fill, belong to the
   conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
   answer is written straight into its place.
+- `listen` has a function take what others send while the script computes; `exclusive` keeps the two apart.
 - `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
   rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +106,7 @@ class Node(ABC):
 
     me: Peer
     seed: int
+    life: int = 0  # how many workers of this rank have died before this one
 
     @property
     def rank(self) -> int:
@@ -153,6 +156,21 @@ class Node(ABC):
         """The next message of one of these kinds (of any, if none is named), in order of arrival.
 
         None tells that membership changed while waiting: look at `workers` again, and call again.
+        """
+
+    @abstractmethod
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        """From here on, beside the script, has each message of these kinds heard as it comes, one at a time.
+
+        `hear(None)` tells that membership changed. It must not wait for anybody: others wait for it. What it
+        raises ends the run.
+        """
+
+    @abstractmethod
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Around what the script's own thread and what it listens with must not do at the same time.
+
+        No wait inside: whoever waits for this node would wait for both.
         """
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:

@@ -168,6 +168,7 @@ class Strategy(Configured):
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
     sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
+    peers: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -187,6 +188,11 @@ class Strategy(Configured):
     def lockstep(self) -> bool:
         """Whether all workers take the same number of steps, together."""
         return True
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others can go on when a worker dies."""
+        return not self.lockstep
 
     @property
     def overlaps(self) -> bool:
@@ -215,6 +221,12 @@ class Strategy(Configured):
     @abstractmethod
     def step(self, node: Node, replica: Replica) -> None:
         """Runs on every worker in place of `optimizer.step()`."""
+
+    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
+        """Other workers than before share the epoch that begins: this is their `number`-th group.
+
+        For those in lockstep that survive; called by all in the group before the first step of the epoch.
+        """
 
     def finish(self, node: Node, replica: Replica) -> None:
         """Runs on every worker after its last step."""

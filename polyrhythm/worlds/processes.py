@@ -6,9 +6,11 @@ and all that goes to another host, travel as bytes. Tensors on a GPU are staged 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -114,6 +116,9 @@ class ProcessNode(Node):
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
         self._dead: dict[Peer, int] = {}  # the same, of those that died
         self._over = False
+        self._changes = 0  # of who is there
+        self._told = threading.local()  # of how many each thread knows
+        self._hearing = threading.RLock()
         self._lines: list[dict[str, Any]] = []
         self._totals: dict[str, Any] | None = None
         self._flushed = 0.0
@@ -205,10 +210,11 @@ class ProcessNode(Node):
         included; a replacement may be waiting for that."""
         if not self._handled:
             return
-        for notice in self._handled:
+        with self._lock:
+            handled, self._handled = self._handled, []
+        for notice in handled:
             fields = {key: value for key, value in notice.fields.items() if key in ("life", "reason")}
             self.log(notice.kind, peer=str(notice.peer), **fields)
-        self._handled.clear()
         self.flush()
 
     # --- messages -----------------------------------------------------------------------------------
@@ -235,8 +241,9 @@ class ProcessNode(Node):
             wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
             # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
             notice = self._notices[0] if self._notices else None
+            news = getattr(self._told, "changes", 0) != self._changes
             if notice is None:
-                incoming = self.transport.receive(kinds, since=wakes)
+                incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
             else:
                 incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
             if incoming is not None:
@@ -246,12 +253,45 @@ class ProcessNode(Node):
                 self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
                 if not late:  # otherwise its memory may be another's by now
                     return message
-            elif notice is not None:
-                self._notices.popleft()
-                self._heed(notice)
-                if notice.peer is not None:
-                    self._handled.append(notice)
+            elif notice is not None or news:
+                with self._lock:
+                    # Each thread is told, but only one of them is the first to hear of it.
+                    if notice is not None and self._notices and self._notices[0] is notice:
+                        self._notices.popleft()
+                        self._heed(notice)
+                        if notice.peer is not None:
+                            self._handled.append(notice)
+                        self._changes += 1
+                    self._told.changes = self._changes
                 return None
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        try:
+                            message = self.receive(*kinds)
+                        except WaitError:
+                            if self.transport.closed:
+                                return
+                            continue  # nobody had anything to say
+                        hear(message)
+            except Exception as error:
+                if self.transport.closed:
+                    return
+                known = isinstance(error, PolyrhythmError)
+                if not known:
+                    traceback.print_exc()
+                what = str(error) if known else f"{self.me} failed: {type(error).__name__}: {error}"
+                code = error.exit_code if isinstance(error, PolyrhythmError) else 1
+                with contextlib.suppress(PolyrhythmError):
+                    self.transport.send(COORDINATOR, "failed", (), {"error": what, "exit_code": code})
+
+        _Thread(ear, ())
+
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        return self._hearing
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
@@ -368,7 +408,7 @@ class ProcessSeat(Seat):
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed = welcome["seed"]
+        node.seed, node.life = welcome["seed"], welcome["life"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
 

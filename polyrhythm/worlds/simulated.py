@@ -29,7 +29,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives import hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.member import Member
 from polyrhythm.node import LIFE, Coding, Field, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, seat, session
@@ -60,12 +60,21 @@ class _SimulatedReply(Reply):
         self.node, self.to, self.kind, self.into = node, to, kind, into
         self.message: Message | None = None
         self.fiber: Fiber | None = None
+        self.lost = False
 
     def wait(self) -> Message:
         while self.message is None:
+            if self.lost:
+                raise PeerLost(f"{self.node.me} waited for {self.to} to answer {self.kind!r}, which is gone")
             self.fiber = self.node.current()
             self.fiber.block(str(self.to), "to answer", repr(self.kind))
         return self.message
+
+    def lose(self) -> None:
+        """Whoever was asked is gone, and had not answered."""
+        self.lost = True
+        if self.fiber is not None:
+            self.node.world.loop.at(self.node.now(), self.fiber.resume, None)
 
     def arrive(self, message: Message) -> None:
         self.message = message
@@ -116,8 +125,14 @@ class _Collective(Task):
         self.coding: Coding | None = None  # of a gather,
         self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
         self.flags: Sequence[Tensor] = ()  # and what goes along
-        self._done = False
+        self._done = self._lost = False
         self._waiter: Fiber | None = None
+
+    def lose(self) -> None:
+        """One of those that would have to come is dead."""
+        self._lost = True
+        if self._waiter is not None:
+            self.node.world.loop.at(self.node.now(), self._waiter.resume, None)
 
     def finish(self, _: object = None) -> None:
         self._done = True
@@ -126,6 +141,9 @@ class _Collective(Task):
 
     def join(self) -> None:
         while not self._done:
+            if self._lost:
+                gone = ", ".join(self.node.world.coordinator.lost)
+                raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
             self._waiter.block(self.kind, f"number {self._number} with all workers")
 
@@ -148,12 +166,15 @@ class SimulatedNode(Node):
         self.world, self.me, self.life, self.seed = world, me, life, world.seed
         self.fibers: list[Fiber] = []
         self.crashed = False
+        self.excluding = False
         self.fiber: Fiber | None = None
         self.random_state: Tensor | None = None
         self.bytes_sent = 0
         self._key = (me.role, me.rank)
         self._inbox: deque[Message | _Notice] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
+        self._asked: dict[_SimulatedReply, None] = {}  # of this node, and not answered yet
+        self._changes = 0  # of who is there
         self._sequence = life << LIFE
         self._workers: Sequence[Peer] = ()
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
@@ -207,7 +228,10 @@ class SimulatedNode(Node):
         self._sequence += 1
         message = _Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
         reply = message.reply = _SimulatedReply(self, to, kind, into)
-        self._post(to, message)
+        if to in self._dead and to not in self._workers:
+            reply.lose()
+        else:
+            self._post(to, message)
         return reply
 
     def _post(self, to: Peer, message: Message) -> None:
@@ -219,6 +243,13 @@ class SimulatedNode(Node):
         self.world.carry(self._key, there._key, nbytes, there._arrive, message)
 
     def _arrive(self, message: Message) -> None:
+        reply = message.reply if isinstance(message, _Asked) else None
+        if self.crashed:
+            if reply is not None:
+                reply.lose()
+            return
+        if reply is not None:
+            self._asked[reply] = None
         self._inbox.append(message)
         for index, (fiber, kinds) in enumerate(self._receivers):
             if not kinds or message.kind in kinds:
@@ -233,6 +264,7 @@ class SimulatedNode(Node):
                 if isinstance(message, _Notice):
                     del inbox[index]
                     self._heed(message)
+                    fiber.told = self._changes
                     return None
                 if not kinds or message.kind in kinds:
                     del inbox[index]
@@ -247,12 +279,36 @@ class SimulatedNode(Node):
                         self._take_time(self.world.costs.apply_time(self.rank))
                     return message
             else:
+                if fiber.told != self._changes:  # another has heeded it
+                    fiber.told = self._changes
+                    return None
                 self._receivers.append((fiber, kinds))
                 fiber.block("a message", *kinds)
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        hear(self.receive(*kinds))
+            except Exception as error:
+                if not self.crashed:
+                    self.world.failed(self.me, error)
+
+        self.spawn(ear)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        before, self.excluding = self.excluding, True
+        try:
+            yield
+        finally:
+            self.excluding = before
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Asked) and message.reply is not None, "this was answered already"
         reply, message.reply = message.reply, None
+        self._asked.pop(reply, None)
         if reply.node.crashed:
             return
         nbytes = 0
@@ -276,6 +332,7 @@ class SimulatedNode(Node):
 
     def _heed(self, notice: _Notice) -> None:
         """From here on this node knows of it."""
+        self._changes += 1
         peer, fields = notice.peer, notice.fields
         if peer is None:
             self._over = True
@@ -294,6 +351,8 @@ class SimulatedNode(Node):
         self.crashed = True
         for fiber in self.fibers:
             fiber.kill()
+        for reply in self._asked:
+            reply.lose()
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -327,6 +386,8 @@ class SimulatedNode(Node):
         """Enters the next collective; the last to come does the arithmetic for all."""
         here = self.world.collectives.setdefault(self._rounds, {})
         here[self.rank] = mine
+        if self.world.coordinator.lost:
+            mine.lose()
         if len(here) == self.world.workers:
             del self.world.collectives[self._rounds]
             self._complete(here)
@@ -608,6 +669,9 @@ class Simulated:
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
         if self.coordinator.failure is None:
             self.nodes[peer].crash()
+            for here in self.collectives.values():
+                for part in here.values():
+                    part.lose()
             if crash.back is not None:
                 self.loop.at(crash.back, self._come_back, peer)
 
@@ -636,15 +700,18 @@ class Simulated:
             mine.close()
         except (ServerDone, GreenletExit):
             pass
-        except PolyrhythmError as error:
-            if not node.crashed:
-                self.coordinator.fail(str(error), error.exit_code)
         except Exception as error:
-            if node.crashed:
-                return  # while it was stopped: a process that is killed says nothing either
-            for line in traceback.format_exc().rstrip().splitlines():
-                self._say(f"[{node.me}] {line}")
-            self.coordinator.fail(f"{node.me} failed: {type(error).__name__}: {error}")
+            if not node.crashed:  # while it was stopped: a process that is killed says nothing either
+                self.failed(node.me, error)
+
+    def failed(self, peer: Peer, error: Exception) -> None:
+        """A node cannot go on, and so the run cannot."""
+        if isinstance(error, PolyrhythmError):
+            self.coordinator.fail(str(error), error.exit_code)
+            return
+        for line in "".join(traceback.format_exception(error)).rstrip().splitlines():
+            self._say(f"[{peer}] {line}")
+        self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Tells every member, but not whom it is about, what happened."""
