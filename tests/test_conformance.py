@@ -112,6 +112,9 @@ CODED = [
     Row("allreduce+qsgd:1"),
     Row("sync+terngrad", 2),
     Row("ssp:1+sign"),
+    Row("choco:0.5+topk:0.3"),
+    Row("choco:topology=complete+int8"),
+    Row("choco+sign:dense=1d"),
 ]
 ROWS = [*(Row(each.name) for each in describe()), *MORE, *CODED]
 KEYS = {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.strategies.desk import copied
-from polyrhythm.strategies.mixing import Mixing, board_of, pull
+from polyrhythm.strategies.mixing import Mixing, board_of, pull, spare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,15 +59,11 @@ class Gossip(Mixing):
             self._mix(node, replica)
 
     def _show(self, replica: Replica) -> None:
-        """Shows a copy: the next step changes the parameters, and a slow neighbour may still read them."""
         board = board_of(replica)
-        kept = board.forget()
-        places = (replica.buffer(f"shown {number}") for number in count())
-        free = next(place for place in places if all(place is not each for each in kept))
-        board.show(copied(replica.parameters, free) if board.neighbours(board.round + 1) else ())
+        board.show(spare(replica, replica.parameters) if board.neighbours(board.round + 1) else ())
 
     def _ask(self, replica: Replica) -> None:
-        board_of(replica).ask(lambda number: replica.buffer(f"theirs {number}"))
+        board_of(replica).ask(lambda number, _: replica.buffer(f"theirs {number}"))
 
     def _mix(self, node: Node, replica: Replica) -> None:
         board = board_of(replica)

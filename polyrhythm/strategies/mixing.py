@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import BLOCK
 from polyrhythm.errors import PeerLost
 from polyrhythm.node import Message, Peer
+from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.peers import Peers
 from polyrhythm.topology import Topology, check_weights, graph, matrix, parse_topology, regraph
 
@@ -44,7 +46,6 @@ class Board:
         self.round = -1  # what was shown last
         self.shown: dict[int, Sequence[Tensor]] = {}  # by round, as long as somebody needs it
         self.unread: dict[int, set[Peer]] = {}  # who has not got it yet
-        self.fields: dict[str, float] = {}  # what goes along
         self.held: list[Message] = []  # asks for what was not shown yet
         self.over = False  # nothing will be
         self.asked: list[tuple[Peer, Reply]] = []
@@ -59,6 +60,7 @@ class Board:
     def show(self, tensors: Sequence[Tensor]) -> None:
         """Shows the next round to whoever has asked or will ask; the tensors stay as they are for so long."""
         with self.node.exclusive():
+            self.forget()
             self.round += 1
             self.shown[self.round] = tensors
             self.unread[self.round] = set(self.neighbours(self.round))
@@ -71,11 +73,11 @@ class Board:
                 del self.unread[round_], self.shown[round_]
             return list(self.shown.values())
 
-    def ask(self, into: Callable[[int], Sequence[Tensor]] = lambda number: ()) -> None:
+    def ask(self, into: Callable[[int, Peer], Sequence[Tensor]] = lambda *_: ()) -> None:
         """Asks for what the neighbours will show in the round after the last one shown here."""
         node, round_ = self.node, self.round + 1
         for number, peer in enumerate(self.neighbours(round_)):
-            reply = node.ask(peer, "mix", into=into(number), group=self.group, round=round_)
+            reply = node.ask(peer, "mix", into=into(number, peer), group=self.group, round=round_)
             self.asked.append((peer, reply))
 
     def answers(self) -> Iterator[tuple[int, float, Message]]:
@@ -160,7 +162,7 @@ class Board:
         if not tensors:
             self.node.answer(message, over=True)
             return True
-        self.node.answer(message, *tensors, **self.fields)
+        self.node.answer(message, *tensors)
         with self.node.exclusive():
             if message["group"] == self.group:
                 self.unread.get(message["round"], set()).discard(message.sender)
@@ -229,6 +231,13 @@ def board_of(replica: Replica) -> Board:
     return board
 
 
+def spare(replica: Replica, vectors: Sequence[Tensor], exact: bool = False) -> Sequence[Tensor]:
+    """A copy to show: the next step changes the vectors, and a slow neighbour may still have to read them."""
+    kept = board_of(replica).forget()
+    places = (replica.buffer(f"shown {number}", exact) for number in count())
+    return copied(vectors, next(place for place in places if all(place is not each for each in kept)))
+
+
 @lru_cache(maxsize=8)
 def _weights(topology: Topology, ranks: tuple[int, ...], seed: int) -> list[dict[int, dict[int, float]]]:
     """For each turn what each of these workers gives each of its neighbours, checked.
@@ -257,6 +266,8 @@ def pull(
     """
     import torch
 
+    if not given:
+        return
     for part, (target, mine) in enumerate(zip(own, shown, strict=True)):
         exact = torch.promote_types(target.dtype, torch.float32)
         spare = torch.empty(min(BLOCK, target.numel()), dtype=exact, device=target.device)
