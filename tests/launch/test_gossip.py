@@ -63,7 +63,7 @@ def test_a_neighbour_is_killed(tmp_path: Path, strategy: str, restarts: int, vic
 @pytest.mark.parametrize("strategy", FAMILY)
 def test_over_tcp(tmp_path: Path, strategy: str) -> None:
     """Without shared memory it is the same; undisturbed, to the last bit."""
-    plain, tcp = (run(tmp_path, strategy, {}, pause=0.0, listen=how) for how in ("", "tcp:127.0.0.1:0"))
+    plain, tcp = (run(tmp_path, strategy, {}, pause=0.0, listen=how) for how in ("unix:", "tcp:127.0.0.1:0"))
     assert plain["digest"] == tcp["digest"]
     summary = run(tmp_path, strategy, {1: 3}, restarts=1, listen="tcp:127.0.0.1:0")
     assert summary["joined"] == 1 and summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
