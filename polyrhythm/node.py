@@ -107,6 +107,7 @@ class Node(ABC):
     me: Peer
     seed: int
     life: int = 0  # how many workers of this rank have died before this one
+    group: int = 0  # of those that share the data: the number of the one that was there when it joined
 
     @property
     def rank(self) -> int:

@@ -77,6 +77,9 @@ MORE = [
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
+    Row("gossip:complete,order=step-then-mix"),
+    Row("gossip:exponential"),
+    Row("gossip:doubling"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -109,6 +112,9 @@ CODED = [
     Row("allreduce+qsgd:1"),
     Row("sync+terngrad", 2),
     Row("ssp:1+sign"),
+    Row("choco:0.5+topk:0.3"),
+    Row("choco:topology=complete+int8"),
+    Row("choco+sign:dense=1d"),
 ]
 ROWS = [*(Row(each.name) for each in describe()), *MORE, *CODED]
 KEYS = {

@@ -156,7 +156,7 @@ class Coordinator:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer], "batch_norm": self.batch_norm,
+            "life": self.lives[peer], "batch_norm": self.batch_norm, "group": self._deals.number,
         }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:

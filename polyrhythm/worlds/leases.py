@@ -108,7 +108,7 @@ class Deals:
         self._first = frozenset(Peer("worker", rank) for rank in range(workers))
         self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
         self._epochs: dict[int, int] = {}  # which that was
-        self._number = 0  # how often a group has been another than the one before
+        self.number = 0  # how often a group has been another than the one before
         self._last = dict.fromkeys(self._first, 0)  # its workers, and which of their lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
@@ -132,6 +132,6 @@ class Deals:
             self._groups[loader], self._epochs[loader] = group, epoch
             lives = {worker: there[worker] for worker in group}
             if lives != self._last:
-                self._number, self._last = self._number + 1, lives
+                self.number, self._last = self.number + 1, lives
             for respond in waiting.values():
-                respond({"ranks": [worker.rank for worker in group], "number": self._number})
+                respond({"ranks": [worker.rank for worker in group], "number": self.number})

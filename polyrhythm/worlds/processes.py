@@ -408,7 +408,7 @@ class ProcessSeat(Seat):
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed, node.life = welcome["seed"], welcome["life"]
+        node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
 

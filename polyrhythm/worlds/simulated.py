@@ -503,6 +503,7 @@ class _SimulatedSeat(Seat):
 
     def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
+        self.node.group = welcome["group"]
         self.node.meet()
         return welcome
 
