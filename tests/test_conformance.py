@@ -77,6 +77,7 @@ MORE = [
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
+    Row("adpsgd:ring"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -443,7 +444,7 @@ at = "63 ms"
 def adds_up(summary: dict[str, Any]) -> None:
     """Each push that came was applied or dropped, once; on every server versions follow each other."""
     lines = events(summary, "apply", "drop", "deliver")
-    for server in {line["node"] for line in lines}:
+    for server in {line["node"] for line in lines if line["node"].startswith("server")}:
         mine = [line for line in lines if line["node"] == server]
         pushed = [
             (line["sender"], line["sequence"])

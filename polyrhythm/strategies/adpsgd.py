@@ -1,0 +1,231 @@
+"""Workers that average with one other at a time, while both compute."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from polyrhythm.collectives.arithmetic import BLOCK, cut
+from polyrhythm.errors import PeerLost, WireError
+from polyrhythm.node import Peer
+from polyrhythm.strategies.peers import Peers
+from polyrhythm.topology import graph, parse_topology, regraph
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.node import Message, Node
+    from polyrhythm.replica import Replica
+
+
+LARGE = 1 << 20  # bytes: more than a connection takes at once, so that a slow peer would hold up the others
+
+
+@dataclass(frozen=True)
+class ADPSGD(Peers):
+    """Each averages with a random neighbour while it computes its gradient, and nobody waits (AD-PSGD).
+
+    Both become (x_i + x_j) / 2, in one piece; then x_i <- x_i - update, with the gradient at x_i as it was
+    when the batch began. The graph has two sides. Workers of the one ask: at the end of a step, for the next
+    one. Those of the other only answer, at once, whatever they are computing. So nobody can wait for one that
+    waits. `topology` says who may be whose neighbour (see `gossip`); edges within a side are not used.
+
+    d = (x_i - x_j) / 2 is computed once, by the one that is asked: x_j gains what x_i loses, whatever either
+    of them has done meanwhile, so the sum of all x moves by updates only. Staleness counts the averages that
+    came between a gradient's beginning and its step.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("adpsgd:ring").topology
+    'ring'
+    """
+
+    name: ClassVar[str] = "adpsgd"
+    main: ClassVar[str | None] = "topology"
+    kinds: ClassVar[tuple[str, ...]] = ("average", "done")
+    paper: ClassVar[str] = "Lian, Zhang, Zhang, Liu 2018, Asynchronous Decentralized Parallel SGD"
+
+    topology: str = "complete"
+
+    def __post_init__(self) -> None:
+        parse_topology(self.topology)
+
+    @property
+    def lockstep(self) -> bool:
+        return False
+
+    def check(self, workers: int, servers: int) -> None:
+        graph(parse_topology(self.topology), workers)
+
+    # x is the model's own parameters, which stay as they are while it computes, and the drift: what averages
+    # have added to them since.
+
+    def shown(self, replica: Replica, start: int, stop: int) -> tuple[Tensor, ...]:
+        x = super().shown(replica, start, stop)
+        if replica.notes.get("averages"):
+            for part, drift in zip(x, cut(_drift(replica), start, stop), strict=True):
+                part.add_(drift)
+        return x
+
+    def step(self, node: Node, replica: Replica) -> None:
+        averages = self._join(node, replica)
+        with node.exclusive():
+            averages += _settle(replica)
+            replica.apply()
+        node.log("apply", staleness=averages)
+        self._ask(node, replica)
+
+    def finish(self, node: Node, replica: Replica) -> None:
+        self._join(node, replica)
+
+    def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
+        if message is None:
+            for peer in [peer for peer in _given(replica) if peer not in node.workers]:
+                _let_go(replica, peer)
+        elif message.kind == "average":
+            self._average(node, replica, message)
+        elif message.kind == "done":
+            if _given(replica).get(message.sender, ((), ()))[0] == _name(message):
+                _let_go(replica, message.sender)
+        else:
+            super().hear(node, replica, message)
+
+    # The side that asks.
+
+    def _ask(self, node: Node, replica: Replica) -> None:
+        neighbour = self._neighbour(node, replica)
+        if neighbour is None:
+            return
+        x = replica.buffer("x")  # lent until it is answered, when d is in its place
+        with node.exclusive():
+            for place, mine, drift in _pieces(x, replica.parameters, _drift(replica)):
+                place.copy_(mine)
+                if replica.notes.get("averages"):
+                    place.add_(drift)
+        with contextlib.suppress(PeerLost):
+            reply = node.ask(neighbour, "average", *x, into=x, step=replica.steps)
+            replica.outstanding.append((neighbour, reply))
+
+    def _join(self, node: Node, replica: Replica) -> int:
+        """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
+        joined = 0
+        for neighbour, reply in replica.outstanding:
+            with contextlib.suppress(PeerLost):
+                answer = reply.wait()
+                with node.exclusive():
+                    for mine, d in _pieces(replica.parameters, replica.buffer("x")):
+                        mine.sub_(d)
+                joined += 1
+                node.send(neighbour, "done", step=answer["step"])
+        replica.outstanding.clear()
+        return joined
+
+    def _neighbour(self, node: Node, replica: Replica) -> Peer | None:
+        """Whom to ask in this step, by lot; None for those that do not ask."""
+        known, near = replica.notes.get("neighbours", (None, ()))
+        if known != node.workers:
+            ranks = sorted({node.rank, *(peer.rank for peer in node.workers)})
+            near = asked(self.topology, tuple(ranks), node.seed)[node.rank]
+            replica.notes["neighbours"] = list(node.workers), near
+        if not near:
+            return None
+        lot = hashlib.blake2b(repr((node.seed, node.rank, replica.steps)).encode(), digest_size=8).digest()
+        return Peer("worker", near[int.from_bytes(lot, "little") % len(near)])
+
+    # The side that is asked.
+
+    def _average(self, node: Node, replica: Replica, message: Message) -> None:
+        if _shape(message.tensors) != _shape(replica.parameters):
+            raise WireError(f"{message.sender} wants to average with other parameters than {node.me} has")
+        name, d = _given(replica).get(message.sender, (None, ()))
+        if name != _name(message):  # otherwise only the answer was lost: what has been given is given
+            _let_go(replica, message.sender)
+            d = _spare(replica)
+            with node.exclusive():
+                theirs = [part.to(place.device) for part, place in zip(message.tensors, d, strict=True)]
+                for place, x_i, mine, drift in _pieces(d, theirs, replica.parameters, _drift(replica)):
+                    place.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
+                    drift.add_(place)
+                replica.notes["averages"] = replica.notes.get("averages", 0) + 1
+            _given(replica)[message.sender] = (_name(message), d)
+        if sum(part.nbytes for part in d) > LARGE:
+            node.spawn(_answer, node, message, d)
+        else:
+            _answer(node, message, d)
+
+
+def _answer(node: Node, message: Message, d: Sequence[Tensor]) -> None:
+    node.answer(message, *d, step=message["step"])
+
+
+@lru_cache(maxsize=16)
+def asked(topology: str, ranks: tuple[int, ...], seed: int) -> Mapping[int, Sequence[int]]:
+    """Whom each of these workers may ask: nobody, if it is of the side that answers.
+
+    The sides are every other one along a walk through the graph. So each step of the walk leads from one side
+    to the other, and what is left of the graph still holds together.
+    """
+    near = regraph(parse_topology(topology), ranks, seed)
+    side: dict[int, int] = {}
+    ahead = [(ranks[0], 0)]
+    while ahead:
+        rank, turn = ahead.pop()
+        if rank not in side:
+            side[rank] = turn
+            ahead += [(other, 1 - turn) for other in reversed(near[rank]) if other not in side]
+    return {rank: () if side[rank] else tuple(other for other in near[rank] if side[other]) for rank in ranks}
+
+
+def _drift(replica: Replica) -> Sequence[Tensor]:
+    return replica.buffer("drift", exact=True)
+
+
+def _settle(replica: Replica) -> int:
+    """Moves the model's parameters to x; how many averages have come since they were there."""
+    averages = int(replica.notes.get("averages", 0))
+    if averages:
+        for mine, drift in _pieces(replica.parameters, _drift(replica)):
+            mine.add_(drift)
+            drift.zero_()
+    replica.notes["averages"] = 0
+    return averages
+
+
+# What was given to each that asked, until it says that it has it: its connection may break on the way, and
+# then it asks again.
+
+
+def _given(replica: Replica) -> dict[Peer, tuple[tuple[int, int], Sequence[Tensor]]]:
+    given: dict[Peer, tuple[tuple[int, int], Sequence[Tensor]]] = replica.notes.setdefault("given", {})
+    return given
+
+
+def _spare(replica: Replica) -> Sequence[Tensor]:
+    import torch
+
+    spare = replica.notes.get("spare")
+    return spare.pop() if spare else [torch.empty_like(part) for part in replica.parameters]
+
+
+def _let_go(replica: Replica, peer: Peer) -> None:
+    if peer in _given(replica):
+        replica.notes.setdefault("spare", []).append(_given(replica).pop(peer)[1])
+
+
+def _name(message: Message) -> tuple[int, int]:
+    """Which of its sender's averages a message is about."""
+    return message.life, message["step"]
+
+
+def _shape(vectors: Sequence[Tensor]) -> list[tuple[object, int]]:
+    return [(vector.dtype, vector.numel()) for vector in vectors]
+
+
+def _pieces(*vectors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The same stretches of several vectors, short enough to stay in a core's cache."""
+    for parts in zip(*vectors, strict=True):
+        for start in range(0, parts[0].numel(), BLOCK):
+            yield [part[start : start + BLOCK] for part in parts]
