@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import BLOCK, cut
-from polyrhythm.errors import PeerLost, WireError
+from polyrhythm.errors import PeerLost, PolyrhythmError, WireError
 from polyrhythm.node import Peer
 from polyrhythm.strategies.peers import Peers
 from polyrhythm.topology import graph, parse_topology, regraph
@@ -18,7 +18,7 @@ from polyrhythm.topology import graph, parse_topology, regraph
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node
+    from polyrhythm.node import Message, Node, Task
     from polyrhythm.replica import Replica
 
 
@@ -82,13 +82,17 @@ class ADPSGD(Peers):
         self._join(node, replica)
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
+        given = _given(replica)
         if message is None:
-            for peer in [peer for peer in _given(replica) if peer not in node.workers]:
+            for peer in [peer for peer in given if peer not in node.workers]:
+                if (task := given[peer].task) is not None:
+                    with contextlib.suppress(PolyrhythmError):
+                        task.join()  # it may be writing to memory that the next life of this peer will have
                 _let_go(replica, peer)
         elif message.kind == "average":
             self._average(node, replica, message)
         elif message.kind == "done":
-            if _given(replica).get(message.sender, ((), ()))[0] == _name(message):
+            if message.sender in given and given[message.sender].name == _name(message):
                 _let_go(replica, message.sender)
         else:
             super().hear(node, replica, message)
@@ -108,18 +112,19 @@ class ADPSGD(Peers):
         with contextlib.suppress(PeerLost):
             reply = node.ask(neighbour, "average", *x, into=x, step=replica.steps)
             replica.outstanding.append((neighbour, reply))
+            replica.notes["asked at"] = replica.steps
 
     def _join(self, node: Node, replica: Replica) -> int:
         """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
         joined = 0
         for neighbour, reply in replica.outstanding:
             with contextlib.suppress(PeerLost):
-                answer = reply.wait()
+                reply.wait()
                 with node.exclusive():
                     for mine, d in _pieces(replica.parameters, replica.buffer("x")):
                         mine.sub_(d)
                 joined += 1
-                node.send(neighbour, "done", step=answer["step"])
+                node.send(neighbour, "done", step=replica.notes["asked at"])
         replica.outstanding.clear()
         return joined
 
@@ -140,25 +145,31 @@ class ADPSGD(Peers):
     def _average(self, node: Node, replica: Replica, message: Message) -> None:
         if _shape(message.tensors) != _shape(replica.parameters):
             raise WireError(f"{message.sender} wants to average with other parameters than {node.me} has")
-        name, d = _given(replica).get(message.sender, (None, ()))
-        if name != _name(message):  # otherwise only the answer was lost: what has been given is given
+        given = _given(replica).get(message.sender)
+        if given is None or given.name != _name(message):
             _let_go(replica, message.sender)
-            d = _spare(replica)
+            given = _given(replica)[message.sender] = Given(_name(message), _spare(replica))
             with node.exclusive():
-                theirs = [part.to(place.device) for part, place in zip(message.tensors, d, strict=True)]
-                for place, x_i, mine, drift in _pieces(d, theirs, replica.parameters, _drift(replica)):
-                    place.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
-                    drift.add_(place)
+                theirs = [part.to(d.device) for part, d in zip(message.tensors, given.d, strict=True)]
+                for d, x_i, mine, drift in _pieces(given.d, theirs, replica.parameters, _drift(replica)):
+                    d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
+                    drift.add_(d)
                 replica.notes["averages"] = replica.notes.get("averages", 0) + 1
-            _given(replica)[message.sender] = (_name(message), d)
-        if sum(part.nbytes for part in d) > LARGE:
-            node.spawn(_answer, node, message, d)
+        # Otherwise only the answer was lost: what has been given is given.
+        if sum(d.nbytes for d in given.d) > LARGE:
+            given.task = node.spawn(node.answer, message, *given.d)
         else:
-            _answer(node, message, d)
+            node.answer(message, *given.d)
 
 
-def _answer(node: Node, message: Message, d: Sequence[Tensor]) -> None:
-    node.answer(message, *d, step=message["step"])
+@dataclass
+class Given:
+    """What was given to one that asked. It is kept until that says it has it, for its connection may break on
+    the way, and then it asks again."""
+
+    name: tuple[int, int]
+    d: Sequence[Tensor]
+    task: Task | None = None  # that answers
 
 
 @lru_cache(maxsize=16)
@@ -194,12 +205,8 @@ def _settle(replica: Replica) -> int:
     return averages
 
 
-# What was given to each that asked, until it says that it has it: its connection may break on the way, and
-# then it asks again.
-
-
-def _given(replica: Replica) -> dict[Peer, tuple[tuple[int, int], Sequence[Tensor]]]:
-    given: dict[Peer, tuple[tuple[int, int], Sequence[Tensor]]] = replica.notes.setdefault("given", {})
+def _given(replica: Replica) -> dict[Peer, Given]:
+    given: dict[Peer, Given] = replica.notes.setdefault("given", {})
     return given
 
 
@@ -212,7 +219,7 @@ def _spare(replica: Replica) -> Sequence[Tensor]:
 
 def _let_go(replica: Replica, peer: Peer) -> None:
     if peer in _given(replica):
-        replica.notes.setdefault("spare", []).append(_given(replica).pop(peer)[1])
+        replica.notes.setdefault("spare", []).append(_given(replica).pop(peer).d)
 
 
 def _name(message: Message) -> tuple[int, int]:
