@@ -109,7 +109,7 @@ class Deals:
         self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
         self._epochs: dict[int, int] = {}  # which that was
         self._number = 0  # how often a group has been another than the one before
-        self._last = {worker: 0 for worker in self._first}  # its workers, and which of their lives
+        self._last = dict.fromkeys(self._first, 0)  # its workers, and which of their lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
     def ask(self, worker: Peer, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]) -> None:
