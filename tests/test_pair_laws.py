@@ -17,6 +17,7 @@ import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
 from polyrhythm.strategies.adpsgd import ADPSGD, asked
+from polyrhythm.strategies.handing import gifts_of
 from polyrhythm.topology import parse_topology, regraph
 from polyrhythm.worlds.fibers import Loop
 from polyrhythm.worlds.simulated import _Asked, _SimulatedReply
@@ -84,10 +85,10 @@ def test_the_sum_moves_by_updates_only(simulate: Any, monkeypatch: pytest.Monkey
         strategy, total = ADPSGD(topology), torch.zeros_like(way[0])
         for rank, replica in plane.replicas.items():
             total += flat(strategy.shown(replica, 0, replica.layout.total))
-            for peer, part in replica.notes.get("given", {}).items():
+            for (peer, name), gift in gifts_of(replica).given.items():
                 asker = plane.replicas[peer.rank]
-                if asker.outstanding and part.name == (0, asker.notes["asked at"]):
-                    total -= flat(part.d)
+                if asker.outstanding and name == asker.notes["asked"]:
+                    total -= flat(gift.vectors)
                     seen.append(rank)
         if not start:
             start.append(total)

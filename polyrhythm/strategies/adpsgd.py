@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.collectives.arithmetic import BLOCK, cut
-from polyrhythm.errors import PeerLost, PolyrhythmError, WireError
+from polyrhythm.collectives.arithmetic import cut
+from polyrhythm.errors import PeerLost, WireError
 from polyrhythm.node import Peer
+from polyrhythm.strategies.handing import Gift, gifts_of, pieces
 from polyrhythm.strategies.peers import Peers
 from polyrhythm.topology import graph, parse_topology, regraph
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node, Task
+    from polyrhythm.node import Message, Node
     from polyrhythm.replica import Replica
-
-
-LARGE = 1 << 20  # bytes: more than a connection takes at once, so that a slow peer would hold up the others
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class ADPSGD(Peers):
 
     name: ClassVar[str] = "adpsgd"
     main: ClassVar[str | None] = "topology"
-    kinds: ClassVar[tuple[str, ...]] = ("average", "done")
+    kinds: ClassVar[tuple[str, ...]] = ("average", "got")
     paper: ClassVar[str] = "Lian, Zhang, Zhang, Liu 2018, Asynchronous Decentralized Parallel SGD"
 
     topology: str = "complete"
@@ -82,18 +80,13 @@ class ADPSGD(Peers):
         self._join(node, replica)
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
-        given = _given(replica)
         if message is None:
-            for peer in [peer for peer in given if peer not in node.workers]:
-                if (task := given[peer].task) is not None:
-                    with contextlib.suppress(PolyrhythmError):
-                        task.join()  # it may be writing to memory that the next life of this peer will have
-                _let_go(replica, peer)
+            for gift in gifts_of(replica).left(node):
+                gift.settle()
         elif message.kind == "average":
             self._average(node, replica, message)
-        elif message.kind == "done":
-            if message.sender in given and given[message.sender].name == _name(message):
-                _let_go(replica, message.sender)
+        elif message.kind == "got":
+            gifts_of(replica).arrived(message.sender, message["name"])
         else:
             super().hear(node, replica, message)
 
@@ -105,14 +98,14 @@ class ADPSGD(Peers):
             return
         x = replica.buffer("x")  # lent until it is answered, when d is in its place
         with node.exclusive():
-            for place, mine, drift in _pieces(x, replica.parameters, _drift(replica)):
+            for place, mine, drift in pieces(x, replica.parameters, _drift(replica)):
                 place.copy_(mine)
                 if replica.notes.get("averages"):
                     place.add_(drift)
+        name = replica.notes["asked"] = f"{node.life}/{replica.steps}"
         with contextlib.suppress(PeerLost):
-            reply = node.ask(neighbour, "average", *x, into=x, step=replica.steps)
+            reply = node.ask(neighbour, "average", *x, into=x, name=name)
             replica.outstanding.append((neighbour, reply))
-            replica.notes["asked at"] = replica.steps
 
     def _join(self, node: Node, replica: Replica) -> int:
         """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
@@ -121,10 +114,10 @@ class ADPSGD(Peers):
             with contextlib.suppress(PeerLost):
                 reply.wait()
                 with node.exclusive():
-                    for mine, d in _pieces(replica.parameters, replica.buffer("x")):
+                    for mine, d in pieces(replica.parameters, replica.buffer("x")):
                         mine.sub_(d)
                 joined += 1
-                node.send(neighbour, "done", step=replica.notes["asked at"])
+                node.send(neighbour, "got", name=replica.notes["asked"])
         replica.outstanding.clear()
         return joined
 
@@ -145,31 +138,18 @@ class ADPSGD(Peers):
     def _average(self, node: Node, replica: Replica, message: Message) -> None:
         if _shape(message.tensors) != _shape(replica.parameters):
             raise WireError(f"{message.sender} wants to average with other parameters than {node.me} has")
-        given = _given(replica).get(message.sender)
-        if given is None or given.name != _name(message):
-            _let_go(replica, message.sender)
-            given = _given(replica)[message.sender] = Given(_name(message), _spare(replica))
+        gifts, key = gifts_of(replica), (message.sender, message["name"])
+        if key not in gifts.given:  # otherwise only the answer was lost: what has been given is given
+            for peer, name in [each for each in gifts.given if each[0] == message.sender]:
+                gifts.arrived(peer, name)  # it says so, but its word may have got lost
+            gift = gifts.given[key] = Gift(gifts.room(replica))
+            theirs = [part.to(d.device) for part, d in zip(message.tensors, gift.vectors, strict=True)]
             with node.exclusive():
-                theirs = [part.to(d.device) for part, d in zip(message.tensors, given.d, strict=True)]
-                for d, x_i, mine, drift in _pieces(given.d, theirs, replica.parameters, _drift(replica)):
+                for d, x_i, mine, drift in pieces(gift.vectors, theirs, replica.parameters, _drift(replica)):
                     d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
                     drift.add_(d)
                 replica.notes["averages"] = replica.notes.get("averages", 0) + 1
-        # Otherwise only the answer was lost: what has been given is given.
-        if sum(d.nbytes for d in given.d) > LARGE:
-            given.task = node.spawn(node.answer, message, *given.d)
-        else:
-            node.answer(message, *given.d)
-
-
-@dataclass
-class Given:
-    """What was given to one that asked. It is kept until that says it has it, for its connection may break on
-    the way, and then it asks again."""
-
-    name: tuple[int, int]
-    d: Sequence[Tensor]
-    task: Task | None = None  # that answers
+        gifts.given[key].answer(node, message)
 
 
 @lru_cache(maxsize=16)
@@ -198,41 +178,12 @@ def _settle(replica: Replica) -> int:
     """Moves the model's parameters to x; how many averages have come since they were there."""
     averages = int(replica.notes.get("averages", 0))
     if averages:
-        for mine, drift in _pieces(replica.parameters, _drift(replica)):
+        for mine, drift in pieces(replica.parameters, _drift(replica)):
             mine.add_(drift)
             drift.zero_()
     replica.notes["averages"] = 0
     return averages
 
 
-def _given(replica: Replica) -> dict[Peer, Given]:
-    given: dict[Peer, Given] = replica.notes.setdefault("given", {})
-    return given
-
-
-def _spare(replica: Replica) -> Sequence[Tensor]:
-    import torch
-
-    spare = replica.notes.get("spare")
-    return spare.pop() if spare else [torch.empty_like(part) for part in replica.parameters]
-
-
-def _let_go(replica: Replica, peer: Peer) -> None:
-    if peer in _given(replica):
-        replica.notes.setdefault("spare", []).append(_given(replica).pop(peer).d)
-
-
-def _name(message: Message) -> tuple[int, int]:
-    """Which of its sender's averages a message is about."""
-    return message.life, message["step"]
-
-
 def _shape(vectors: Sequence[Tensor]) -> list[tuple[object, int]]:
     return [(vector.dtype, vector.numel()) for vector in vectors]
-
-
-def _pieces(*vectors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The same stretches of several vectors, short enough to stay in a core's cache."""
-    for parts in zip(*vectors, strict=True):
-        for start in range(0, parts[0].numel(), BLOCK):
-            yield [part[start : start + BLOCK] for part in parts]
