@@ -78,6 +78,9 @@ MORE = [
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
     Row("adpsgd:ring"),
+    Row("push:1"),
+    Row("push:2,fanout=2"),
+    Row("noloco:4"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -150,6 +153,7 @@ def go(
 # With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
+    "noloco",
 }  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class ADPSGD(Peers):
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
         if message is None:
-            for gift in gifts_of(replica).left(node):
+            gone = {peer for peer, _ in gifts_of(replica).given if peer not in node.workers}
+            for gift in gifts_of(replica).left(gone).values():
                 gift.settle()
         elif message.kind == "average":
             self._average(node, replica, message)

@@ -7,7 +7,7 @@ then it asks again, and is given the same. So what one has given up another gets
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -75,9 +75,9 @@ class Gifts:
         if gift is not None:
             self.spare.append(gift.vectors)
 
-    def left(self, node: Node) -> list[Gift]:
-        """What was for workers that are gone."""
-        return [self.given.pop(key) for key in list(self.given) if key[0] not in node.workers]
+    def left(self, gone: Collection[Peer]) -> dict[tuple[Peer, str], Gift]:
+        """Gives up what was for workers that are gone."""
+        return {key: self.given.pop(key) for key in list(self.given) if key[0] in gone}
 
 
 @dataclass
@@ -87,10 +87,18 @@ class Group:
     ranks: Sequence[int]
     number: int = 0
     waiting: dict[tuple[Peer, str], Message] = field(default_factory=dict)
+    seen: set[Peer] = field(default_factory=set)
+    gone: set[Peer] = field(default_factory=set)  # they died; who came in their place is not in this group
 
     def name(self, turn: int) -> str:
         """What is handed over in a round, from each to each."""
         return f"{self.number}/{turn}"
+
+    def look(self, node: Node) -> None:
+        """Who was there and is not is gone. Of one that has just come this worker may not have heard yet."""
+        there = set(node.workers)
+        self.gone |= self.seen - there
+        self.seen |= there
 
 
 class Fetched(NamedTuple):
@@ -108,8 +116,9 @@ class Handing(Peers):
     kinds: ClassVar[tuple[str, ...]] = ("fetch", "got")
 
     def begin(self, node: Node, replica: Replica) -> None:
-        gifts_of(replica)
-        replica.notes["group"] = Group([peer.rank for peer in node.workers])
+        # One that comes late is in no group yet.
+        ranks = [node.rank] if node.life else [peer.rank for peer in node.workers]
+        replica.notes["group"] = Group(ranks, seen=set(node.workers))
 
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         """From here on rounds are the new group's. Who waits for one of the old that never came is told."""
@@ -117,7 +126,7 @@ class Handing(Peers):
             before = group_of(replica)
             late = {key: each for key, each in before.waiting.items() if _group(key[1]) < number}
             early = {key: each for key, each in before.waiting.items() if key not in late}
-            replica.notes["group"] = Group(ranks, number, early)
+            replica.notes["group"] = Group(ranks, number, early, set(node.workers))
             for peer, name in list(gifts_of(replica).given):
                 if _group(name) < before.number:  # the old group's may still be on their way
                     gifts_of(replica).arrived(peer, name)
@@ -129,14 +138,13 @@ class Handing(Peers):
         self, node: Node, replica: Replica, to: int, turn: int, vectors: Sequence[Tensor], **words: Any
     ) -> bool:
         """Lets another worker have these vectors, in this round; False if it is gone."""
-        key = Peer("worker", to), group_of(replica).name(turn)
-        gift = Gift(vectors, words)
         with node.exclusive():
-            if key[0] not in node.workers:
-                gifts_of(replica).spare.append(vectors)
+            group = group_of(replica)
+            key = Peer("worker", to), group.name(turn)
+            if key[0] in group.gone:
                 return False
-            gifts_of(replica).given[key] = gift
-            message = group_of(replica).waiting.pop(key, None)
+            gift = gifts_of(replica).given[key] = Gift(vectors, words)
+            message = group.waiting.pop(key, None)
         if message is not None:
             gift.answer(node, message)
         return True
@@ -145,9 +153,11 @@ class Handing(Peers):
         self, node: Node, replica: Replica, sender: int, turn: int, into: Sequence[Tensor]
     ) -> Fetched | None:
         """Asks for what another worker hands to this one in a round; None if it is gone."""
-        peer, name = Peer("worker", sender), group_of(replica).name(turn)
-        with contextlib.suppress(PeerLost):
-            return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name))
+        group = group_of(replica)
+        peer, name = Peer("worker", sender), group.name(turn)
+        if peer not in group.gone:
+            with contextlib.suppress(PeerLost):
+                return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name))
         return None
 
     def wait(self, fetched: Fetched) -> Message | None:
@@ -172,14 +182,14 @@ class Handing(Peers):
         if message is None:
             self._mourn(node, replica)
         elif message.kind == "fetch":
-            self._give(node, replica, message)
+            self._fetched(node, replica, message)
         elif message.kind == "got":
             with node.exclusive():
                 gifts_of(replica).arrived(message.sender, message["name"])
         else:
             super().hear(node, replica, message)
 
-    def _give(self, node: Node, replica: Replica, message: Message) -> None:
+    def _fetched(self, node: Node, replica: Replica, message: Message) -> None:
         key = message.sender, message["name"]
         with node.exclusive():
             group, gift = group_of(replica), gifts_of(replica).given.get(key)
@@ -193,14 +203,15 @@ class Handing(Peers):
 
     def _mourn(self, node: Node, replica: Replica) -> None:
         with node.exclusive():
-            waiting = group_of(replica).waiting
-            for key in [key for key, message in waiting.items() if not node.alive(message)]:
-                del waiting[key]
-            left = gifts_of(replica).left(node)
-            for gift in left:
-                if not gift.answered:
+            group = group_of(replica)
+            group.look(node)
+            for key in [key for key, message in group.waiting.items() if not node.alive(message)]:
+                del group.waiting[key]
+            left = gifts_of(replica).left(group.gone)
+            for (_, name), gift in left.items():
+                if not gift.answered and _group(name) == group.number:
                     self.returned(replica, gift)
-        for gift in left:
+        for gift in left.values():
             gift.settle()
 
 
