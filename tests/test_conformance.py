@@ -80,6 +80,10 @@ MORE = [
     Row("gossip:complete,order=step-then-mix"),
     Row("gossip:exponential"),
     Row("gossip:doubling"),
+    Row("adpsgd:ring"),
+    Row("push:1"),
+    Row("push:2,fanout=2"),
+    Row("noloco:4"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -155,6 +159,7 @@ def go(
 # With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
+    "noloco",
 }  # fmt: skip
 
 
@@ -449,7 +454,7 @@ at = "63 ms"
 def adds_up(summary: dict[str, Any]) -> None:
     """Each push that came was applied or dropped, once; on every server versions follow each other."""
     lines = events(summary, "apply", "drop", "deliver")
-    for server in {line["node"] for line in lines}:
+    for server in {line["node"] for line in lines if line["node"].startswith("server")}:
         mine = [line for line in lines if line["node"] == server]
         pushed = [
             (line["sender"], line["sequence"])
