@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,7 +20,7 @@ from polyrhythm.strategies.peers import Peers, others
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node, Peer
+    from polyrhythm.node import Message, Node, Peer, Reply
     from polyrhythm.replica import Replica
 
 MOST = 1 << 30  # pulses of a parameter, in all
@@ -370,14 +371,13 @@ class Broadcast(Peers):
     def _settle(self, node: Node, replica: Replica, have: Have) -> dict[Peer, Have]:
         """Waits until all others have this much; what each of them has."""
         answers: dict[Peer, Have] = {}
-        for peer in others(node):
-            while peer not in answers:
-                try:
-                    answers[peer] = _have(node.ask(peer, "settle", have=dict(have)).wait())
-                except PeerLost:
-                    break
-                except WaitError:  # a connection broke, perhaps, and something was lost with it
-                    self._tell(node, replica)
+        asked = set(others(node))
+        while asked:
+            found, late = _ask_all(node, asked, "settle", have=have)
+            answers |= {peer: _have(answer) for peer, answer in found.items()}
+            asked = late & set(others(node))
+            if asked:  # a connection broke, perhaps, and something was lost with it
+                self._tell(node, replica)
         return answers
 
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -393,11 +393,8 @@ class Broadcast(Peers):
                 break
             self._post(node, replica, ahead, HAVE)
         node.log("replica", peer=str(node.me), digest=ledger.digest())
-        for peer in others(node):
-            try:
-                node.log("replica", peer=str(peer), digest=node.ask(peer, "digest").wait()["digest"])
-            except PeerLost:
-                continue
+        for peer, answer in _ask_all(node, others(node), "digest")[0].items():
+            node.log("replica", peer=str(peer), digest=answer["digest"])
         return self.consensus(node, replica)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -414,6 +411,26 @@ def _ledger(replica: Replica) -> Ledger:
 def _all(node: Node) -> list[Peer]:
     """All workers, this one too: one that has come late may not be among those it was told of."""
     return sorted({node.me, *node.workers})
+
+
+def _ask_all(
+    node: Node, peers: Iterable[Peer], kind: str, **fields: Any
+) -> tuple[dict[Peer, Message], set[Peer]]:
+    """Asks several at once: what they answer, and who has not, though it is there."""
+    asked: dict[Peer, Reply] = {}
+    answers: dict[Peer, Message] = {}
+    late: set[Peer] = set()
+    for peer in sorted(peers):
+        with suppress(PeerLost):
+            asked[peer] = node.ask(peer, kind, **fields)
+    for peer, reply in asked.items():
+        try:
+            answers[peer] = reply.wait()
+        except PeerLost:
+            continue
+        except WaitError:
+            late.add(peer)
+    return answers, late
 
 
 def _have(message: Message) -> Have:
