@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,7 +19,7 @@ from polyrhythm.strategies.peers import Peers, others
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node, Peer, Reply
+    from polyrhythm.node import Message, Node, Peer
     from polyrhythm.replica import Replica
 
 MOST = 1 << 30  # pulses of a parameter, in all
@@ -417,12 +416,9 @@ def _ask_all(
     node: Node, peers: Iterable[Peer], kind: str, **fields: Any
 ) -> tuple[dict[Peer, Message], set[Peer]]:
     """Asks several at once: what they answer, and who has not, though it is there."""
-    asked: dict[Peer, Reply] = {}
+    asked = {peer: node.ask(peer, kind, **fields) for peer in sorted(peers)}
     answers: dict[Peer, Message] = {}
     late: set[Peer] = set()
-    for peer in sorted(peers):
-        with suppress(PeerLost):
-            asked[peer] = node.ask(peer, kind, **fields)
     for peer, reply in asked.items():
         try:
             answers[peer] = reply.wait()
