@@ -67,6 +67,16 @@ class _ProcessReply(Reply):
         return message
 
 
+class _Unanswered(Reply):
+    """Whoever was asked was gone already."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def wait(self) -> Message:
+        raise self._error
+
+
 class _Thread(Task):
     def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         self._error: BaseException | None = None
@@ -232,8 +242,11 @@ class ProcessNode(Node):
             if host is not place:
                 staged.append((place, host))
             places.append(self._buffer(host))
-        pending = self.transport.ask(to, kind, [self._buffer(tensor) for tensor in tensors], places, fields)
-        return _ProcessReply(pending, staged)
+        buffers = [self._buffer(tensor) for tensor in tensors]
+        try:
+            return _ProcessReply(self.transport.ask(to, kind, buffers, places, fields), staged)
+        except PeerLost as error:
+            return _Unanswered(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._log_handled()

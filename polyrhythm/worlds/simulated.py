@@ -673,7 +673,7 @@ class Simulated:
             for here in self.collectives.values():
                 for part in here.values():
                     part.lose()
-            if crash.back is not None:
+            if crash.back is not None and peer in self.coordinator.expected:  # it was not done
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:
