@@ -95,6 +95,7 @@ class Coordinator:
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
+        self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
@@ -211,6 +212,8 @@ class Coordinator:
             self.staleness[line["staleness"]] += 1
         elif event == "drop":
             self.dropped += 1
+        elif event == "lost updates":
+            self.lost_updates = {key: line[key] for key in ("counted", "lost", "share")}
         elif event == "left" and peer.role == "server" and line["reason"] != "finished":
             self._let_go(line["peer"], line["life"])
         elif event == "totals":
@@ -338,7 +341,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         wall = max(self.ended - self.began, 1e-9)
         workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
-        summary = {
+        summary: dict[str, Any] = {
             "strategy": str(self.strategy),
             "workers": self.workers,
             "servers": self.servers,
@@ -359,6 +362,8 @@ class Coordinator:
             "batches_undone": self.leases.undone,
             "digest": self.digest,
         }
+        if self.lost_updates is not None:
+            summary["lost_updates"] = self.lost_updates
         if self._folder is not None:
             summary["folder"] = str(self._folder.path)
             self._folder.summary(summary)
