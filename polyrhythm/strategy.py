@@ -169,6 +169,7 @@ class Strategy(Configured):
     sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
+    lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
     one_host: ClassVar[bool] = False  # it works on memory that all workers share
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 

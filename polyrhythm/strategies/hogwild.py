@@ -41,6 +41,7 @@ class HogWild(Strategy):
     name: ClassVar[str] = "hogwild"
     sparse: ClassVar[bool] = True
     one_host: ClassVar[bool] = True
+    lease: ClassVar[int] = 64  # its steps may be so short that asking for more would take most of the time
     paper: ClassVar[str] = "Niu, Recht, Ré, Wright 2011, HOGWILD!: A Lock-Free Approach to Parallelizing SGD"
 
     lock: bool = False

@@ -185,8 +185,15 @@ class Coordinator:
         totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
         totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
+        longest = self.strategy.lease if self.strategy is not None else 1
         lease = self.leases.take(
-            peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
+            peer.rank,
+            fields["loader"],
+            fields["epoch"],
+            fields["batches"],
+            workers,
+            fields["unseen"],
+            longest,
         )
         if lease is None:
             respond({"over": True})
