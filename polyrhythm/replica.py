@@ -117,7 +117,7 @@ class Replica:
 
     def _touch(self, index: int, parameter: Tensor) -> None:
         """A gradient is complete; a bucket that it completes is handed on, after those before it."""
-        with self._lock, torch.no_grad():  # parameters on several devices have a thread each
+        with self._lock:  # parameters on several devices have a thread each
             if self._bucket_of[index] < self.begun:
                 raise UsageError(
                     f"the gradient of {self.layout.pieces[index].name} was completed twice in one backward "
@@ -126,10 +126,11 @@ class Replica:
             self.touched[index] = None
             if self._begin is None:
                 return
-            self._take(index, parameter)
-            self.buckets[self._bucket_of[index]].missing.discard(index)
-            while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
-                self.hand_on(self._begin)
+            with torch.no_grad():
+                self._take(index, parameter)
+                self.buckets[self._bucket_of[index]].missing.discard(index)
+                while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
+                    self.hand_on(self._begin)
 
     def hand_on(self, begin: Callable[[Bucket], None]) -> None:
         """Hands the next bucket on, for its exchange to begin."""
@@ -260,6 +261,9 @@ class Replica:
     def bind(self) -> None:
         """Shows the flat gradient in `.grad` again, after others may have added to it."""
         flags = self.present.tolist()
+        if flags == self._has:  # as whole as before
+            self.begun, self._begin, self._early = 0, None, False
+            return
         if any(math.isnan(present) for present in flags):
             raise PolyrhythmError(
                 "a backward pass has failed on another worker, whose script went on: a gradient is missing"

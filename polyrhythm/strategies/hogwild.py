@@ -140,7 +140,7 @@ class Tally:
                 continue
             counts = self._counts[start:stop]
             if gradient.is_sparse:
-                rows = gradient._indices()[0].numpy()
+                rows = gradient._indices().numpy()[0]
                 if shift:
                     rows = rows[rows & ((1 << shift) - 1) == 0] >> shift
                 self._made[made] += len(rows)
