@@ -68,7 +68,7 @@ class Member(Session):
         _check_optimizer(self.strategy, optimizer)
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
-        replica = self._replica = Replica(model, optimizer, node.empty)
+        replica = self._replica = Replica(model, optimizer, node.empty, self.strategy.sparse)
         replica.layout.check_servers(len(node.servers))
         self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
         self._seat.request("prepared", layout=replica.layout.hash)
@@ -89,6 +89,8 @@ class Member(Session):
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
+        if self.strategy.begins:
+            self._watch_forward(model)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -164,6 +166,20 @@ class Member(Session):
             yield
         finally:
             self._accumulating = False
+
+    def _watch_forward(self, model: nn.Module) -> None:
+        """Lets the strategy know when the script is about to read the parameters for a step."""
+
+        def begin(module: nn.Module, _: object) -> None:
+            # Not a copy of the model, which has this hook too, nor an evaluation.
+            if module is model and torch.is_grad_enabled():
+                assert self._replica is not None
+                before = self._node.now()
+                with torch.no_grad(), self._seat.away():
+                    self.strategy.begin(self._node, self._replica)
+                self._exchange += self._node.now() - before
+
+        model.register_forward_pre_hook(begin)
 
     def before_backward(self) -> None:
         self._depth += 1

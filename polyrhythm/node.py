@@ -85,6 +85,19 @@ class Task(ABC):
         """Blocks until it is done; raises what went wrong there."""
 
 
+class Lock(ABC):
+    """A lock that all workers of a host see under one name. Whoever waits gets it before one who had it; the
+    death of its holder frees it."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Blocks until this worker has it; nothing happens if it has it already."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets others have it; nothing happens if this worker does not have it."""
+
+
 class Coding(Protocol):
     """What a world needs to know of a codec in use (see `coder.Sender`)."""
 
@@ -218,6 +231,15 @@ class Node(ABC):
     @abstractmethod
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised flat tensor in memory that this node can lend to its neighbours without a copy."""
+
+    @abstractmethod
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in memory that all workers of this host see under this name, zero at first. It stays
+        when a worker dies, whoever asked for it first. UsageError if some workers are on another host."""
+
+    @abstractmethod
+    def lock(self, name: str) -> Lock:
+        """The lock of this name; of the workers of this host, as `shared` is."""
 
     @abstractmethod
     def log(self, event: str, /, **fields: Any) -> None:

@@ -169,6 +169,9 @@ class Strategy(Configured):
     sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     peers: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
+    sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
+    lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
+    one_host: ClassVar[bool] = False  # it works on memory that all workers share
     weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -199,6 +202,11 @@ class Strategy(Configured):
         """Whether it wants the gradient in parts while `backward()` goes on."""
         return False
 
+    @property
+    def begins(self) -> bool:
+        """Whether it wants to know when the script is about to read the parameters for a step."""
+        return False
+
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
 
@@ -208,6 +216,9 @@ class Strategy(Configured):
     def start(self, node: Node, replica: Replica) -> None:
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
+
+    def begin(self, node: Node, replica: Replica) -> None:
+        """A forward pass of the model begins that gradients may be wanted of; for those with `begins`."""
 
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
         """A part of the gradient is complete, and backward goes on: it must not wait.

@@ -84,6 +84,7 @@ MORE = [
     Row("push:1"),
     Row("push:2,fanout=2"),
     Row("noloco:4"),
+    Row("hogwild:lock=yes"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.

@@ -95,6 +95,7 @@ class Coordinator:
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
+        self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
@@ -187,8 +188,15 @@ class Coordinator:
         totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
         totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
+        longest = self.strategy.lease if self.strategy is not None else 1
         lease = self.leases.take(
-            peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
+            peer.rank,
+            fields["loader"],
+            fields["epoch"],
+            fields["batches"],
+            workers,
+            fields["unseen"],
+            longest,
         )
         if lease is None:
             respond({"over": True})
@@ -217,6 +225,8 @@ class Coordinator:
         elif event == "left" and line["reason"] != "finished":
             role, rank = line["peer"].split()
             self._let_go(peer, (Peer(role, int(rank)), line["life"]))
+        elif event == "lost updates":
+            self.lost_updates = {key: line[key] for key in ("counted", "lost", "share")}
         elif event == "totals":
             totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
@@ -378,7 +388,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         wall = max(self.ended - self.began, 1e-9)
         workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
-        summary = {
+        summary: dict[str, Any] = {
             "strategy": str(self.strategy),
             "workers": self.workers,
             "servers": self.servers,
@@ -399,6 +409,8 @@ class Coordinator:
             "batches_undone": self.leases.undone,
             "digest": self.digest,
         }
+        if self.lost_updates is not None:
+            summary["lost_updates"] = self.lost_updates
         if self._folder is not None:
             summary["folder"] = str(self._folder.path)
             self._folder.summary(summary)

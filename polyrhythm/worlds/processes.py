@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.errors import PeerLost, PolyrhythmError, WaitError
-from polyrhythm.node import Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.node import Coding, Field, Lock, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat
+from polyrhythm.wire.common import Common
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
@@ -121,6 +122,7 @@ class ProcessNode(Node):
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: Crew | None = None
+        self._together = True  # whether all workers are on this host
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
         self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
@@ -171,6 +173,7 @@ class ProcessNode(Node):
             if role == "worker":
                 places[peer] = Place(*place)
         self._crew = Crew(self, places, self._collective)
+        self._together = {place.host for place in places.values()} == {self.transport.host}
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
@@ -357,6 +360,25 @@ class ProcessNode(Node):
         nbytes = count * dtype.itemsize
         offset = self.arenas.allocate(self.arena, nbytes)
         return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        common, nbytes = self._common(), count * dtype.itemsize
+        return (
+            torch.frombuffer(common.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+
+    def lock(self, name: str) -> Lock:
+        return self._common().lock(name)
+
+    def _common(self) -> Common:
+        if self.arenas is None or not self._together:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return Common(self.arenas)
 
     def log(self, event: str, /, **fields: Any) -> None:
         with self._lock:

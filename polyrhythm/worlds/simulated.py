@@ -31,7 +31,7 @@ from polyrhythm.collectives import hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.member import Member
-from polyrhythm.node import LIFE, Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import LIFE, Coding, Field, Lock, Message, Node, Peer, Reply, Task
 from polyrhythm.session import Seat, ServerDone, seat, session
 from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
@@ -146,6 +146,34 @@ class _Collective(Task):
                 raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
             self._waiter.block(self.kind, f"number {self._number} with all workers")
+
+
+class _SimulatedLock(Lock):
+    """One node's handle on a lock: those who have it or want it, in order. The first has it."""
+
+    def __init__(self, node: SimulatedNode, name: str) -> None:
+        self._node, self._name = node, name
+        self._line: list[SimulatedNode] = node.world.locks.setdefault(name, [])
+
+    def take(self) -> None:
+        if self._node not in self._line:
+            self._line.append(self._node)
+        while self._line[0] is not self._node:
+            self._node.current().block("the lock", repr(self._name))
+
+    def release(self) -> None:
+        if self._line and self._line[0] is self._node:
+            leave(self._line, self._node)
+
+
+def leave(line: list[SimulatedNode], node: SimulatedNode) -> None:
+    """Takes a node out of the line for a lock; if it was the first, the next has the lock."""
+    first = line[0] is node
+    line.remove(node)
+    if first and line:
+        for fiber in line[0].fibers:
+            if fiber.waiting and fiber.waiting[0] == "the lock":
+                fiber.loop.at(fiber.loop.now, fiber.resume, None)
 
 
 class _Several(Task):
@@ -353,6 +381,9 @@ class SimulatedNode(Node):
             fiber.kill()
         for reply in self._asked:
             reply.lose()
+        for line in self.world.locks.values():
+            if self in line:
+                leave(line, self)
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -456,6 +487,12 @@ class SimulatedNode(Node):
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return torch.empty(count, dtype=dtype, device=device)
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
+
+    def lock(self, name: str) -> Lock:
+        return _SimulatedLock(self, name)
 
     def log(self, event: str, /, **fields: Any) -> None:
         line = {"t": self.world.loop.now, "event": event, **fields}
@@ -581,6 +618,8 @@ class Simulated:
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self.collectives: dict[int, dict[int, _Collective]] = {}
+        self.memory: dict[str, Tensor] = {}  # that all workers share, by name
+        self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
         self.collectives_free = 0.0  # when the last one that all have entered is over
         self.costs: Costs = cluster.place(workers, servers, seed, colocated)
         self._fibers: list[Fiber] = []
