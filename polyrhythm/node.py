@@ -11,6 +11,7 @@ Two ways to talk, and one to agree:
   answer is written straight into its place.
 - `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
   rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
+  `among` is the same node with a part of the workers for all: its collectives are theirs.
 """
 
 from __future__ import annotations
@@ -98,12 +99,15 @@ class Coding(Protocol):
 
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
 
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
 
 class Node(ABC):
     """One worker or server, as a strategy sees it."""
 
     me: Peer
     seed: int
+    sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
 
     @property
     def rank(self) -> int:
@@ -191,6 +195,14 @@ class Node(ABC):
     @abstractmethod
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         """Overwrites each tensor with that of worker `root`, in place."""
+
+    @abstractmethod
+    def among(self, workers: Sequence[Peer]) -> Node:
+        """This node among a part of the workers, of which it is one: `workers`, `rank` (its place among them,
+        from 0) and collectives are those of the part. All else is as it is here.
+
+        Each of the part asks for it; once is enough, for the same part is the same node.
+        """
 
     @abstractmethod
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:

@@ -8,7 +8,7 @@ calls it directly; both hand in a `respond` that it may call now or later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Coordinator:
         batch_norm: str | None = None,
         collective: str = "auto",
         say: Callable[[str], None] = lambda line: None,
+        sites: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.workers = workers
         self.servers = servers
@@ -95,6 +96,7 @@ class Coordinator:
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
+        self.passed: int | None = None  # bytes that have left a site, where somebody counts them
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
@@ -108,6 +110,7 @@ class Coordinator:
         self._restarts = restarts
         self._folder = folder
         self._collective, self._say = collective, say
+        self._sites = sites or {}  # which workers are at each
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
@@ -154,6 +157,7 @@ class Coordinator:
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
             "life": self.lives[peer], "batch_norm": self.batch_norm,
+            "sites": [list(ranks) for ranks in self._sites.values()],
         }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
@@ -358,6 +362,7 @@ class Coordinator:
             "replaced": dict(self.replaced),
             "batches_undone": self.leases.undone,
             "digest": self.digest,
+            **({} if self.passed is None else {"bytes_between_sites": self.passed}),
         }
         if self._folder is not None:
             summary["folder"] = str(self._folder.path)
@@ -393,9 +398,11 @@ class Coordinator:
         if strategy.lockstep and self._restarts:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
+        strategy.check_sites(self._sites)
         choice.check_codec(self._collective, strategy)
-        codec = None if strategy.servers else strategy.codec
-        if self._collective == "ring" and codec is not None and codec.hops:
+        for codec in () if strategy.servers else (each.codec for each in strategy.levels):
+            if self._collective != "ring" or codec is None or not codec.hops:
+                continue
             self._say(
                 f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
             )
