@@ -40,6 +40,7 @@ class Rounds(Strategy):
 
     main: ClassVar[str | None] = "period"
     sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    between: ClassVar[bool] = True
 
     period: Literal["auto"] | int = 8
 
@@ -273,9 +274,15 @@ class Average(Averaging):
     paper: ClassVar[str] = (
         "McDonald, Hall, Mann 2010, Distributed Training Strategies for the Structured Perceptron"
     )
-    weighs: ClassVar[bool] = True
 
     period: int = 8
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    def peers(self, node: Node) -> Node:
+        return node.among([node.me])
 
     def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
         super().exchange(node, replica, full)
@@ -302,6 +309,7 @@ class PostLocal(Averaging):
     """
 
     name: ClassVar[str] = "postlocal"
+    between: ClassVar[bool] = False  # at first it has no rounds
     remembers: ClassVar[tuple[str, ...]] = ("turned",)
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 
