@@ -301,16 +301,21 @@ def _called(text: str) -> bool:
     return found is not None and found[1] in Strategy.registry
 
 
+def _slash(rest: str) -> str:
+    """A slash in a value, before the rest of it: written so that it is not taken for one between levels."""
+    return "%2f" if not rest or _called(rest) else "/"
+
+
 def _two_levels(text: str, sides: Sequence[str]) -> Strategy:
     from polyrhythm.strategies.sites import TwoLevel
 
-    if len(sides) > 2:
-        raise UsageError(f"{text}: takes two levels at most, one inside sites and one between them")
-    made = [parse(side) for side in sides]
     try:
-        return TwoLevel(*made)
+        if len(sides) > 2:
+            raise UsageError("takes two levels at most, one inside sites and one between them")
+        within, across = map(parse, sides)
+        return TwoLevel(within, across)
     except UsageError as error:
-        raise UsageError(f"{text}: {error}") from None
+        raise UsageError(f"{text if text.isprintable() else repr(text)}: {error}") from None
 
 
 def parse_codec(text: str) -> Codec:
@@ -481,7 +486,7 @@ def _write(hint: Any, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         text = re.sub(r"[%,+= ]", lambda match: f"%{ord(match[0]):02x}", value)
-        text = re.sub("/", lambda match: "%2f" if _called(text[match.end() :]) else "/", text)
+        text = re.sub("/", lambda match: _slash(text[match.end() :]), text)
         taken = NoneType in _members(hint) and text.lower() == "none"
         return f"%{ord(text[0]):02x}{text[1:]}" if taken else text
     if isinstance(value, float):

@@ -165,10 +165,10 @@ class Cluster:
         """Deals the workers to the hosts; server r has one of its own, or shares worker r's. The seed
         decides every draw.
         """
-        if colocated and (self.servers.bandwidth != inf or self.servers.latency):
+        if colocated and (self.servers.bandwidth != inf or self.servers.latency or self.servers.site):
             raise UsageError(
                 f"{self.source}: servers: colocated servers use the links of the workers' hosts; leave out "
-                "their bandwidth and latency"
+                "their bandwidth and latency" + (" and site" if self.servers.site else "")
             )
         dealt = self._deal(workers)
         return Costs(dealt, [self.servers] * servers, self.stragglers, seed, colocated, self.sites)
