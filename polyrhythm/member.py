@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from polyrhythm.buckets import Bucket
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
+from polyrhythm.node import Peer
 from polyrhythm.norms.choice import choose
 from polyrhythm.norms.policies import Policy
 from polyrhythm.replica import Replica
@@ -36,6 +37,7 @@ class Member(Session):
         super().__init__()
         welcome = here.join(strategy, batch_norm)
         self._seat, self._node = here, here.node
+        self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome["sites"]]
         self.strategy: Strategy = parse(welcome["strategy"])
         self.batch_norm = welcome["batch_norm"]
         self._norms: Policy | None = None
@@ -239,7 +241,7 @@ class Member(Session):
             self._observing = False
             everyone = reversed(range(len(replica.layout.pieces)))
             order = torch.tensor(list(dict.fromkeys([*replica.touched, *everyone])))
-            self._node.broadcast(order)
+            self.strategy.peers(self._node).broadcast(order)
             replica.arrange(order.tolist())
 
     def _begin(self, bucket: Bucket) -> None:
@@ -327,6 +329,9 @@ class Member(Session):
             counted=self._counted,
             deal=deal if self.strategy.lockstep and self.strategy.survives else None,
             processes=self._seat.processes,
+            peers=[peer.rank for peer in self.strategy.peers(self._node).workers]
+            if self.strategy.weighs
+            else None,
         )
 
     def _join_group(self, ranks: list[int], number: int) -> None:
@@ -339,7 +344,7 @@ class Member(Session):
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None
-        self._replica.scale(float(scale > 0) if self.strategy.weighs else scale)
+        self._replica.scale(scale)
         self._replica.samples += samples
 
     # --- BatchNorm ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ Ways to talk, and one to agree:
 - `listen` has a function take what others send while the script computes; `exclusive` keeps the two apart.
 - `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
   rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
+  `among` is the same node with a part of the workers for all: its collectives are theirs.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Coding(Protocol):
 
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
 
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
 
 class Node(ABC):
     """One worker or server, as a strategy sees it."""
@@ -121,6 +124,7 @@ class Node(ABC):
     seed: int
     life: int = 0  # how many workers of this rank have died before this one
     group: int = 0  # of those that share the data: the number of the one that was there when it joined
+    sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
 
     @property
     def rank(self) -> int:
@@ -223,6 +227,14 @@ class Node(ABC):
     @abstractmethod
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         """Overwrites each tensor with that of worker `root`, in place."""
+
+    @abstractmethod
+    def among(self, workers: Sequence[Peer]) -> Node:
+        """This node among a part of the workers, of which it is one: `workers`, `rank` (its place among them,
+        from 0) and collectives are those of the part. All else is as it is here.
+
+        Each of the part asks for it; once is enough, for the same part is the same node.
+        """
 
     @abstractmethod
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:

@@ -22,6 +22,7 @@ from polyrhythm.moments import Moments
 
 if TYPE_CHECKING:
     from polyrhythm.coder import Coder, Sender
+    from polyrhythm.level import Level
     from polyrhythm.node import Peer, Reply
 
 
@@ -58,6 +59,7 @@ class Replica:
         self.senders: dict[Any, Sender] = {}  # through a codec: views of the buffers and notes above
         self.readers: dict[Any, Coder] = {}  # of what servers answer in code
         self.outstanding: list[tuple[Peer, Reply]] = []  # answers that a strategy has not waited for yet
+        self.levels: dict[str, Level] = {}  # where two strategies share it, what each remembers
         self.parameters = self.layout.vectors(empty)
         self.gradient = self.layout.vectors(empty)
         self.present = empty(len(self.layout.pieces), torch.float32, torch.device("cpu"))
@@ -363,6 +365,7 @@ class Replica:
             "notes": {name: self.notes[name] for name in names if name in self.notes},
             "codecs": copy.deepcopy(self.notes.get("codecs", {})),
             "rates": list(self.notes.get("rates of residuals", ())),
+            "levels": {name: level.memory(level.remembers) for name, level in self.levels.items()},
         }
 
     def remember(self, saved: dict[str, Any]) -> None:
@@ -377,6 +380,8 @@ class Replica:
         self.senders.clear()  # they look at the notes that were there before
         if saved["rates"]:
             self.notes["rates of residuals"] = list(saved["rates"])
+        for name, level in self.levels.items():
+            level.remember(saved["levels"][name])
 
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not touch; reused by later calls."""

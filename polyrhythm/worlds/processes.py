@@ -21,6 +21,7 @@ import torch
 from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError
 from polyrhythm.node import Coding, Field, Lock, Message, Node, Peer, Reply, Task
+from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat
 from polyrhythm.wire.common import Common
 from polyrhythm.wire.frame import DTYPES
@@ -123,6 +124,8 @@ class ProcessNode(Node):
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: Crew | None = None
         self._together = True  # whether all workers are on this host
+        self._places: dict[Peer, Place] = {}  # of workers
+        self._parts: dict[tuple[Peer, ...], _ProcessPart] = {}
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
         self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
@@ -164,7 +167,7 @@ class ProcessNode(Node):
 
     def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
         """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
-        places = {}
+        places = self._places
         for role, rank, *place in peers:
             peer = Peer(role, rank)
             if peer != self.me:
@@ -333,6 +336,16 @@ class ProcessNode(Node):
 
     # --- collectives --------------------------------------------------------------------------------
 
+    def among(self, workers: Sequence[Peer]) -> Node:
+        part = tuple(sorted(workers))
+        if list(part) == list(self.workers):
+            return self
+        if part not in self._parts:
+            places = {worker: self._places[worker] for worker in part}
+            crew = Crew(self, places, self._collective, first_number(part))
+            self._parts[part] = _ProcessPart(self, part, crew)
+        return self._parts[part]
+
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         assert self._crew is not None
         return self._crew.begin_all_reduce(tensors, op)
@@ -407,6 +420,28 @@ class ProcessNode(Node):
         self.transport.close()
         if self._crew is not None:
             self._crew.close()
+        for part in self._parts.values():
+            part.crew.close()
+
+
+class _ProcessPart(Part):
+    """This process among some of the workers."""
+
+    def __init__(self, whole: ProcessNode, workers: Sequence[Peer], crew: Crew) -> None:
+        super().__init__(whole, workers)
+        self.crew = crew
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self.crew.begin_all_reduce(tensors, op)
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        self.crew.all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self.crew.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self.crew.broadcast(tensors, root)
 
 
 def _message(incoming: Incoming) -> _Arrived:
