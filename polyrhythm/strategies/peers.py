@@ -31,7 +31,7 @@ SLICE = 1 << 22  # numbers of a replica that are looked at at a time
 class Peers(Strategy):
     """What they have in common: how they begin, and how one looks at what all have come to."""
 
-    peers: ClassVar[bool] = True
+    stays: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ()  # of messages that it listens to, besides "look"
 
     @property
@@ -41,6 +41,10 @@ class Peers(Strategy):
     def own(self, replica: Replica) -> Sequence[Tensor]:
         """This worker's part in the consensus. It changes inside `node.exclusive()` only."""
         return replica.parameters
+
+    def shown(self, replica: Replica, start: int, stop: int) -> tuple[Tensor, ...]:
+        """A copy of a stretch of it."""
+        return tuple(part.clone() for part in cut(self.own(replica), start, stop))
 
     def start(self, node: Node, replica: Replica) -> None:
         if node.life:
@@ -60,7 +64,7 @@ class Peers(Strategy):
             if not 0 <= start <= stop <= replica.layout.total:
                 raise WireError(f"{message.sender} looks at {start} to {stop} of {replica.layout.total}")
             with node.exclusive():
-                shown = [part.clone() for part in cut(self.own(replica), start, stop)]
+                shown = self.shown(replica, start, stop)
             node.answer(message, *shown)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -82,11 +86,10 @@ class Peers(Strategy):
         """The mean of all replicas as they are now, added up in rank order."""
         import torch
 
-        own = self.own(replica)
         for start in range(0, replica.layout.total, SLICE):
             stop = min(start + SLICE, replica.layout.total)
             with node.exclusive():
-                given = {node.me: tuple(part.clone() for part in cut(own, start, stop))}
+                given = {node.me: self.shown(replica, start, stop)}
             asked = []
             for peer in others(node):
                 places = tuple(torch.empty_like(part) for part in given[node.me])
