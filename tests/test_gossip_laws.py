@@ -236,9 +236,15 @@ def test_what_was_told_is_known_alike_everywhere(simulate: Any, model: str, code
         assert np.abs(np.diff(x, axis=0) + LR * g[1:]).max() < 1e-12
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete"])
-@pytest.mark.parametrize("codec", [*ways(CODECS), "qsgd:1", "terngrad:0", "topk:0.02", "randomk:0.02"])
-def test_all_come_together_by_themselves(simulate: Any, topology: str, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "topology"),
+    [
+        *((codec, "complete") for codec in (*ways(CODECS), "qsgd:1", "topk:0.02", "randomk:0.02")),
+        ("topk:0.1", "ring"),
+        ("sign", "ring"),
+    ],
+)
+def test_all_come_together_by_themselves(simulate: Any, codec: str, topology: str) -> None:
     """Without a learning rate, and with the gamma that follows from the codec, nobody strays."""
     plane = Plane(150, rate=lambda step: LR * (step == 1))
     simulate(plane, f"choco:topology={topology}+{codec}", 4)
@@ -355,7 +361,7 @@ def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strate
     assert 0 < distances[-1] < 0.1 * distances[0]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("strategy", ["gossip", f"gossip:doubling,order={AFTER}", "choco+topk:0.3"])
 def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, seed: int) -> None:
     """Three of six die at odd times, two of them come back, at once or later; the run comes to its end."""
@@ -370,6 +376,18 @@ def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, s
     summary = simulate(script, strategy, 6, cluster=cluster, seed=seed)
     assert summary["metrics"]["after"] < summary["metrics"]["before"]
     assert summary["samples"] > 0 and events(summary, "step")
+
+
+@pytest.mark.parametrize("strategy", ["gossip", f"gossip:order={AFTER}", "choco"])
+def test_one_that_came_back_is_not_who_was_meant(simulate: Any, strategy: str) -> None:
+    """A neighbour dies when it has shown a round and is there again before it is asked for the next one. It
+    waits for the next epoch, which waits for who has asked: so it must say that it is not in this one."""
+    cluster = '[[hosts]]\ncount = 1\nstep_time = "100 ms"\n[[hosts]]\nstep_time = "10 ms"\n'
+    cluster += BACK.format(at=30, back=40)
+    summary = simulate(Script(size=48, epochs=3), strategy, 2, cluster=cluster)
+    assert summary["joined"] == 1
+    steps = [line["node"] for line in events(summary, "step")]
+    assert steps.count("worker 0") == 18 and steps.count("worker 1") in (12, 13)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------
