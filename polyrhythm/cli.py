@@ -77,6 +77,11 @@ def parser() -> argparse.ArgumentParser:
         "the rest. Machines talk over TCP, and inside each there is shared memory",
     )  # fmt: skip
     run.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="which workers are at which site (TOML), for a strategy of two levels: allreduce / diloco:50",
+    )
+    run.add_argument(
         "--key", metavar="FILE",
         help="the run's key, for who wants to join; made if it does not exist, readable by you alone",
     )  # fmt: skip
@@ -111,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--cluster",
         metavar="FILE",
-        help="how fast hosts and links are (TOML; without it: equal hosts, free network)",
+        help="how fast hosts and links are, and at which sites (TOML; without it: equal hosts, free network)",
     )
 
     for what, one in (("strategies", "strategy"), ("codecs", "codec")):
@@ -162,7 +167,8 @@ def _common(command: argparse.ArgumentParser, runs: str) -> None:
     command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
     command.add_argument(
         "-s", "--strategy", metavar="S",
-        help="how they keep time, such as allreduce, async or local:8; wins over the one in the script",
+        help="how they keep time, such as allreduce, async or local:8, or inside sites and between them: "
+        "'allreduce / diloco:50'; wins over the one in the script",
     )  # fmt: skip
     command.add_argument(
         "--batch-norm", metavar="B",
@@ -240,7 +246,7 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
             listen = f"tcp:{options.listen}" if options.listen else "unix:"
             summary = run(
                 options.script, timeout=options.timeout, listen=listen, restarts=options.restarts,
-                here=options.here, key=options.key, **common,
+                here=options.here, key=options.key, cluster=options.cluster, **common,
             )  # fmt: skip
         else:
             summary = simulate(options.script, cluster=options.cluster, **common)
@@ -253,6 +259,9 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
     if summary["dropped"]:
         print(f"dropped: {summary['dropped']:,} updates that came too late")
+    if "lost_updates" in summary:
+        counted, lost, share = (summary["lost_updates"][key] for key in ("counted", "lost", "share"))
+        print(f"lost updates: {lost:,} of {counted:,} that were counted ({share:.2g})")
     for node, reason in summary["lost"].items():
         times = summary["replaced"].get(node, 0)
         then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"
@@ -319,7 +328,8 @@ def _listing(kind: Literal["strategy", "codec"], as_json: bool) -> int:
         return 0
     if kind == "strategy":
         print("A strategy is written name:value,field=value; the value after the colon sets the first field.")
-        print("After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.\n")
+        print("After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.")
+        print("Two, as in allreduce / diloco:50, are one inside each site and another between the sites.\n")
     else:
         print("A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.\n")
     registry = Strategy.registry if kind == "strategy" else Codec.registry

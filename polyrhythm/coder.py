@@ -61,6 +61,10 @@ class Coder:
         """What of the vectors travels as it is."""
         return [each.of(vectors) for each in self.stretches if not each.coded]
 
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """What of the vectors travels in codes."""
+        return [each.of(vectors) for each in self.coded]
+
     def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
         """Overwrites what is coded of the vectors with the mean of what all sent, added up in rank order."""
         for each in codes:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from polyrhythm.buckets import Bucket
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
 from polyrhythm.errors import UsageError
+from polyrhythm.node import Peer
 from polyrhythm.norms.choice import choose
 from polyrhythm.norms.policies import Policy
 from polyrhythm.replica import Replica
@@ -36,6 +37,7 @@ class Member(Session):
         super().__init__()
         welcome = here.join(strategy, batch_norm)
         self._seat, self._node = here, here.node
+        self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome["sites"]]
         self.strategy: Strategy = parse(welcome["strategy"])
         self.batch_norm = welcome["batch_norm"]
         self._norms: Policy | None = None
@@ -68,7 +70,7 @@ class Member(Session):
         _check_optimizer(self.strategy, optimizer)
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
-        replica = self._replica = Replica(model, optimizer, node.empty)
+        replica = self._replica = Replica(model, optimizer, node.empty, self.strategy.sparse)
         replica.layout.check_servers(len(node.servers))
         self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
         self._seat.request("prepared", layout=replica.layout.hash)
@@ -89,6 +91,8 @@ class Member(Session):
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
+        if self.strategy.begins:
+            self._watch_forward(model)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -165,6 +169,20 @@ class Member(Session):
         finally:
             self._accumulating = False
 
+    def _watch_forward(self, model: nn.Module) -> None:
+        """Lets the strategy know when the script is about to read the parameters for a step."""
+
+        def begin(module: nn.Module, _: object) -> None:
+            # Not a copy of the model, which has this hook too, nor an evaluation.
+            if module is model and torch.is_grad_enabled():
+                assert self._replica is not None
+                before = self._node.now()
+                with torch.no_grad(), self._seat.away():
+                    self.strategy.begin(self._node, self._replica)
+                self._exchange += self._node.now() - before
+
+        model.register_forward_pre_hook(begin)
+
     def before_backward(self) -> None:
         self._depth += 1
         replica = self._replica
@@ -223,7 +241,7 @@ class Member(Session):
             self._observing = False
             everyone = reversed(range(len(replica.layout.pieces)))
             order = torch.tensor(list(dict.fromkeys([*replica.touched, *everyone])))
-            self._node.broadcast(order)
+            self.strategy.peers(self._node).broadcast(order)
             replica.arrange(order.tolist())
 
     def _begin(self, bucket: Bucket) -> None:
@@ -311,6 +329,9 @@ class Member(Session):
             counted=self._counted,
             deal=deal if self.strategy.lockstep and self.strategy.survives else None,
             processes=self._seat.processes,
+            peers=[peer.rank for peer in self.strategy.peers(self._node).workers]
+            if self.strategy.weighs
+            else None,
         )
 
     def _join_group(self, ranks: list[int], number: int) -> None:
@@ -323,7 +344,7 @@ class Member(Session):
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None
-        self._replica.scale(float(scale > 0) if self.strategy.weighs else scale)
+        self._replica.scale(scale)
         self._replica.samples += samples
 
     # --- BatchNorm ----------------------------------------------------------------------------------

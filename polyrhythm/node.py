@@ -12,6 +12,7 @@ Ways to talk, and one to agree:
 - `listen` has a function take what others send while the script computes; `exclusive` keeps the two apart.
 - `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
   rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
+  `among` is the same node with a part of the workers for all: its collectives are theirs.
 """
 
 from __future__ import annotations
@@ -85,6 +86,19 @@ class Task(ABC):
         """Blocks until it is done; raises what went wrong there."""
 
 
+class Lock(ABC):
+    """A lock that all workers of a host see under one name. Whoever waits gets it before one who had it; the
+    death of its holder frees it."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Blocks until this worker has it; nothing happens if it has it already."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets others have it; nothing happens if this worker does not have it."""
+
+
 class Coding(Protocol):
     """What a world needs to know of a codec in use (see `coder.Sender`)."""
 
@@ -100,6 +114,8 @@ class Coding(Protocol):
 
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
 
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
 
 class Node(ABC):
     """One worker or server, as a strategy sees it."""
@@ -107,6 +123,8 @@ class Node(ABC):
     me: Peer
     seed: int
     life: int = 0  # how many workers of this rank have died before this one
+    group: int = 0  # of those that share the data: the number of the one that was there when it joined
+    sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
 
     @property
     def rank(self) -> int:
@@ -211,12 +229,29 @@ class Node(ABC):
         """Overwrites each tensor with that of worker `root`, in place."""
 
     @abstractmethod
+    def among(self, workers: Sequence[Peer]) -> Node:
+        """This node among a part of the workers, of which it is one: `workers`, `rank` (its place among them,
+        from 0) and collectives are those of the part. All else is as it is here.
+
+        Each of the part asks for it; once is enough, for the same part is the same node.
+        """
+
+    @abstractmethod
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         """Runs a function beside this one, for strategies that overlap communication with computing."""
 
     @abstractmethod
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised flat tensor in memory that this node can lend to its neighbours without a copy."""
+
+    @abstractmethod
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in memory that all workers of this host see under this name, zero at first. It stays
+        when a worker dies, whoever asked for it first. UsageError if some workers are on another host."""
+
+    @abstractmethod
+    def lock(self, name: str) -> Lock:
+        """The lock of this name; of the workers of this host, as `shared` is."""
 
     @abstractmethod
     def log(self, event: str, /, **fields: Any) -> None:

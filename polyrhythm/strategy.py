@@ -1,6 +1,7 @@
 """Strategy and Codec, and the one grammar that names them: `local:8`, `async:weight=1/tau+topk:0.01`.
 
-    text      =  choice [ "+" choice ]                 a strategy, and the codec it sends through
+    text      =  level [ "/" level ]                   one strategy, or one inside sites / one between them
+    level     =  choice [ "+" choice ]                 a strategy, and the codec it sends through
     choice    =  name [ ":" item { "," item } ]
     item      =  value | field "=" value               a bare value comes first and sets the `main` field
 
@@ -10,6 +11,11 @@ a new strategy is one new file in `polyrhythm/strategies` and nothing else.
 
 `str` is the inverse of `parse`: it writes only what differs from the defaults. In text values
 `%2c` stands for a comma, and so on, for the few characters that the grammar itself uses.
+
+Values may have slashes too, as in `weight=1/tau` and `dense=1d/head`. A slash is between two levels if a
+space is beside it, if it stands in a name, or if a level could follow: the name of a strategy, and then a
+colon, a plus or the end. So `allreduce+int8:dense=1d/head` is one level, `allreduce+int8:dense=1d/diloco:50`
+are two, and a layer that is called like a strategy is written `dense=1d%2flocal`.
 """
 
 from __future__ import annotations
@@ -168,8 +174,12 @@ class Strategy(Configured):
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
     sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
-    peers: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
-    weighs: ClassVar[bool] = False  # by examples, itself: gradients of uneven rounds come to it unscaled
+    stays: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
+    sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
+    lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
+    one_host: ClassVar[bool] = False  # it works on memory that all workers share
+    inside: ClassVar[bool] = False  # it can keep the workers of one site equal, step by step,
+    between: ClassVar[bool] = False  # and it can have whole sites for its workers
 
     codec: Codec | None = field(default=None, kw_only=True)
 
@@ -199,8 +209,30 @@ class Strategy(Configured):
         """Whether it wants the gradient in parts while `backward()` goes on."""
         return False
 
+    @property
+    def begins(self) -> bool:
+        """Whether it wants to know when the script is about to read the parameters for a step."""
+        return False
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it weighs workers by their examples: then gradients count by them among `peers` only."""
+        return False
+
+    @property
+    def levels(self) -> tuple[Strategy, ...]:
+        """The strategies that it is made of: itself, or one inside sites and one between them."""
+        return (self,)
+
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
+
+    def check_sites(self, sites: Mapping[str, Sequence[int]]) -> None:
+        """Raises UsageError, before any process starts, if it cannot work with these sites: who is where."""
+
+    def peers(self, node: Node) -> Node:
+        """With whom a worker has its gradient in common: all, as a rule."""
+        return node
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises UsageError if it cannot work with the optimizer's parameter groups."""
@@ -208,6 +240,9 @@ class Strategy(Configured):
     def start(self, node: Node, replica: Replica) -> None:
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
+
+    def begin(self, node: Node, replica: Replica) -> None:
+        """A forward pass of the model begins that gradients may be wanted of; for those with `begins`."""
 
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
         """A part of the gradient is complete, and backward goes on: it must not wait.
@@ -251,8 +286,9 @@ def parse(text: str) -> Strategy:
     """The strategy that `text` names; UsageError says what is wrong with it and what would work."""
     text = text.strip(" ")
     _load_builtins()
-    # The plus of 1e+3 belongs to the number.
-    choice, *codecs = re.split(r"(?<![\d.][eE])\+|\+(?!\d)", text)
+    if len(sides := _sides(text)) > 1:
+        return _two_levels(text, sides)
+    choice, *codecs = re.split(_PLUS, text)
     cls = _find("strategy", Strategy.registry, choice)
     try:
         if len(codecs) > 1:
@@ -262,6 +298,47 @@ def parse(text: str) -> Strategy:
     except UsageError as error:
         asked = text if text.isprintable() else repr(text)
         raise UsageError(f"{asked}: {error}") from None
+
+
+_PLUS = r"(?<![\d.][eE])\+|\+(?!\d)"  # that of 1e+3 belongs to the number
+
+
+def _sides(text: str) -> list[str]:
+    """What is inside and what is between, if there are two levels; the slashes of values stay in them."""
+    sides = [""]
+    for part in re.split("(/)", text):
+        if part == "/":
+            slash = len("/".join(sides))
+            named = ":" not in re.split(_PLUS, sides[-1])[-1]
+            beside = text[max(slash - 1, 0) : slash + 2]
+            if named or " " in beside or _called(text[slash + 1 :]):
+                sides.append("")
+                continue
+        sides[-1] += part
+    return sides
+
+
+def _called(text: str) -> bool:
+    """Whether a level could begin here: the name of a strategy, and then its fields, its codec or the end."""
+    found = re.match(r"([a-z0-9_-]+)(?=$|[:+/ ])", text)
+    return found is not None and found[1] in Strategy.registry
+
+
+def _slash(rest: str) -> str:
+    """A slash in a value, before the rest of it: written so that it is not taken for one between levels."""
+    return "%2f" if not rest or _called(rest) else "/"
+
+
+def _two_levels(text: str, sides: Sequence[str]) -> Strategy:
+    from polyrhythm.strategies.sites import TwoLevel
+
+    try:
+        if len(sides) > 2:
+            raise UsageError("takes two levels at most, one inside sites and one between them")
+        within, across = map(parse, sides)
+        return TwoLevel(within, across)
+    except UsageError as error:
+        raise UsageError(f"{text if text.isprintable() else repr(text)}: {error}") from None
 
 
 def parse_codec(text: str) -> Codec:
@@ -432,6 +509,7 @@ def _write(hint: Any, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         text = re.sub(r"[%,+= ]", lambda match: f"%{ord(match[0]):02x}", value)
+        text = re.sub("/", lambda match: _slash(text[match.end() :]), text)
         taken = NoneType in _members(hint) and text.lower() == "none"
         return f"%{ord(text[0]):02x}{text[1:]}" if taken else text
     if isinstance(value, float):

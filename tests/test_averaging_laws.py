@@ -149,6 +149,22 @@ def test_averages_are_weighted_by_examples(simulate: Any) -> None:
     assert x[1].item() == 0.1  # nobody has moved it
 
 
+def test_a_worker_may_have_its_fair_share_where_others_do_not(simulate: Any) -> None:
+    """Three, two and one examples: the weight of the second is 1, and yet it is a weighted mean for all."""
+
+    def main() -> None:
+        here = pr.init()
+        numbers = Numbers(torch.tensor([5.0], dtype=torch.float64))
+        loader = DataLoader(Examples(6), batch_sampler=[[0, 1, 2], [3, 4], [5]])
+        numbers, optimizer, loader = here.prepare(numbers, SGD(numbers.parameters(), lr=1.0), loader)
+        for _ in loader:
+            (numbers.x[0] * (1.0 + here.rank)).backward()
+            optimizer.step()
+
+    law = (3 * 4.0 + 2 * 3.0 + 1 * 2.0) / 6
+    assert trained(simulate(main, "average:1", 3))["x"].item() == pytest.approx(law, rel=1e-15)
+
+
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize("more", ["", ",momentum=average", ",momentum=reset"])
 def test_equal_counts_make_a_plain_mean(simulate: Any, optimizer: Any, more: str) -> None:

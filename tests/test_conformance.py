@@ -41,15 +41,20 @@ from polyrhythm.strategy import describe
 
 
 class Row(NamedTuple):
-    """A strategy and the servers it gets; 0 lets it have its default."""
+    """A strategy and the servers it gets; 0 lets it have its default. Two levels have two sites."""
 
     strategy: str
     servers: int = 0
+
+    @property
+    def cluster(self) -> Path | None:
+        return SITES if " / " in self.strategy else None
 
     def __str__(self) -> str:
         return f"{self.strategy}/{self.servers}" if self.servers else self.strategy
 
 
+SITES = Path(__file__).parent / "sites.toml"
 MORE = [
     Row("local:3"),
     Row("local:3,momentum=average"),
@@ -77,10 +82,19 @@ MORE = [
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
+    Row("gossip:complete,order=step-then-mix"),
+    Row("gossip:exponential"),
+    Row("gossip:doubling"),
     Row("adpsgd:ring"),
     Row("push:1"),
     Row("push:2,fanout=2"),
     Row("noloco:4"),
+    Row("hogwild:lock=yes"),
+    Row("allreduce / local:3,momentum=average"),
+    Row("allreduce / average:3"),
+    Row("allreduce / slowmo:3"),
+    Row("allreduce / diloco:4"),
+    Row("allreduce / streaming-diloco:6,fragments=3"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -113,6 +127,12 @@ CODED = [
     Row("allreduce+qsgd:1"),
     Row("sync+terngrad", 2),
     Row("ssp:1+sign"),
+    Row("choco:0.5+topk:0.3"),
+    Row("choco:topology=complete+int8"),
+    Row("choco+sign:dense=1d"),
+    Row("allreduce+bf16 / diloco:4+int4"),
+    Row("allreduce+topk:0.3 / local:3+topk:0.3,dense=1d"),
+    Row("allreduce / streaming-diloco:6,fragments=3+int8"),
 ]
 ROWS = [*(Row(each.name) for each in describe()), *MORE, *CODED]
 KEYS = {
@@ -146,8 +166,9 @@ def go(
         script = replace(script, optimizer=SGD)
     # One thread: after this process has computed with several, those it forks would wait for them forever.
     return how(
-        script, workers=workers, strategy=row.strategy, servers=row.servers, runs=runs, seed=seed, threads=1
-    )
+        script, workers=workers, strategy=row.strategy, servers=row.servers, runs=runs, seed=seed, threads=1,
+        cluster=row.cluster,
+    )  # fmt: skip
 
 
 # With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
@@ -160,7 +181,7 @@ NOT_PLAIN = {
 def exact_alone(row: Row) -> None:
     """Skips a row that cannot have one worker, or is not plain PyTorch even then."""
     strategy = pr.parse(row.strategy)
-    if getattr(strategy, "wait_for", 1) > 1 or getattr(strategy, "spare", 0):
+    if row.cluster or getattr(strategy, "wait_for", 1) > 1 or getattr(strategy, "spare", 0):
         pytest.skip("it needs two")
     if strategy.codec is not None:
         pytest.skip("its codec rounds")
@@ -513,6 +534,6 @@ def test_one_seed_one_result_in_every_process(tmp_path: Path) -> None:
 
 def test_every_strategy_and_codec_has_a_row() -> None:
     """The suite covers the whole registry."""
-    chosen = [pr.parse(row.strategy) for row in ROWS]
+    chosen = [level for row in ROWS for level in pr.parse(row.strategy).levels]
     assert {each.name for each in chosen} == {row.name for row in describe()}
     assert {each.codec.name for each in chosen if each.codec} == {row.name for row in describe("codec")}

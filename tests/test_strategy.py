@@ -15,6 +15,7 @@ from hypothesis import strategies as some
 
 from polyrhythm import strategy
 from polyrhythm.errors import UsageError
+from polyrhythm.strategies.sites import TwoLevel
 from polyrhythm.strategy import Codec, Strategy, describe, parse
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def toys() -> None:
         main = "period"
         paper = "A. Author 1999"
         codecs = True
+        inside = between = True
 
         period: int = 8
         rate: float = 0.5
@@ -134,12 +136,30 @@ def test_parse_inverts_str(values: dict[str, Any]) -> None:
     assert str(parse(text)) == text
 
 
-@given(some.text() | some.text("%,+=: none1e"))
+@given(values, values)
+def test_parse_inverts_str_of_two_levels(one: dict[str, Any], other: dict[str, Any]) -> None:
+    sides = []
+    for each in (one, other):
+        keep = each.pop("codec", None)
+        sides.append(make("every", **each, codec=None if keep is None else half(keep)))
+    chosen = TwoLevel(*sides)
+    assert parse(str(chosen)) == chosen
+    assert parse(str(chosen)).levels == tuple(sides)
+    assert str(parse(str(chosen))) == str(chosen)
+
+
+SLASHES = some.text("/ :+,=%ab1") | some.from_regex(r"(/?(every|plain|needy|half|a)[/:+ ,]?){1,4}")
+
+
+@given(some.text() | some.text("%,+=: none1e") | SLASHES)
 def test_parse_inverts_str_of_required_text(label: str) -> None:
-    assert parse(str(make("needy", label=label))) == make("needy", label=label)
+    chosen = make("needy", label=label)
+    assert parse(str(chosen)) == chosen
+    two = TwoLevel(make("every", label=label), make("every", label=label, codec=half(0.25)))
+    assert parse(str(two)) == two
 
 
-@given(some.text() | some.from_regex(r"(every|plain|needy|half)([:,+=](\w*|period|rate|half)){0,6}"))
+@given(some.text() | some.from_regex(r"(every|plain|needy|half)([:,+=/ ](\w*|period|rate|half|every)){0,6}"))
 def test_any_text_parses_or_is_answered_in_one_line(text: str) -> None:
     try:
         chosen = parse(text)
@@ -179,6 +199,19 @@ def test_any_text_parses_or_is_answered_in_one_line(text: str) -> None:
         ("every:3+half:0.1", "every:3+half:0.1"),
         ("every + half:keep=0.5", "every+half"),
         ("needy:label=", "needy:label="),
+        ("needy:a/b", "needy:a/b"),
+        ("needy:a%2fplain", "needy:a%2fplain"),
+        ("needy:plain/a", "needy:plain/a"),
+        ("every:label=a/plain.b", "every:label=a/plain.b"),
+        ("every:label=a/plain,rate=2", "every:rate=2,label=a%2fplain"),
+        ("every/every", "every / every"),
+        ("every:3/every:4", "every:3 / every:4"),
+        ("every:3 /every:4", "every:3 / every:4"),
+        ("every:3/ every:4", "every:3 / every:4"),
+        ("every+half/every+half:0.1", "every+half / every+half:0.1"),
+        ("every:rule=1/tau/every", "every:rule=1/tau / every"),
+        ("every:label=a/b/every:label=c/d", "every:label=a/b / every:label=c/d"),
+        ("every:rate=1e+30/every:2", "every:rate=1e30 / every:2"),
     ],
 )
 def test_canonical_text(text: str, canonical: str) -> None:
@@ -229,6 +262,23 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
         ("every:0+half", "every:0+half: period must be 1 or more"),
         ("plain+half", "plain+half: plain takes no codec"),
         ("needy", "needy: needy needs label"),
+        ("every/", "every/: no strategy is named. Known: every, needy, plain"),
+        ("/every", "/every: no strategy is named. Known: every, needy, plain"),
+        (
+            "every/evry",
+            "every/evry: unknown strategy 'evry'; did you mean 'every'? Known: every, needy, plain",
+        ),
+        (
+            "every:3 / evry:4",
+            "every:3 / evry:4: unknown strategy 'evry'; did you mean 'every'? Known: every, needy, plain",
+        ),
+        ("every / every:0", "every / every:0: every:0: period must be 1 or more"),
+        (
+            "every / every / every",
+            "every / every / every: takes two levels at most, one inside sites and one between them",
+        ),
+        ("plain / every", "plain / every: inside a site there can be every, and not plain"),
+        ("every/plain", "every/plain: between sites there can be every, and not plain"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(text: str, message: str) -> None:

@@ -37,6 +37,8 @@ def check(way: str) -> None:
 
 def check_codec(way: str, strategy: Strategy) -> None:
     """Refuses to have what cannot be added up added up on its way."""
+    if len(strategy.levels) > 1:
+        return _check_levels(way, *strategy.levels)
     codec = strategy.codec
     if codec is None or strategy.servers or codec.summable or codec.shared:
         return
@@ -46,6 +48,18 @@ def check_codec(way: str, strategy: Strategy) -> None:
             f"{strategy}: what {codec.name} sends cannot be added up {where}; leave out "
             f"--collective {way}, and every worker gathers what all send, or use a strategy with a server, "
             f"such as async+{codec} or sync+{codec}"
+        )
+
+
+def _check_levels(way: str, inside: Strategy, between: Strategy) -> None:
+    for each in (inside, between):
+        check_codec(way, each)
+    codec = between.codec
+    if way == "ring" and codec is not None and not codec.summable and not codec.shared:
+        # What each hop leaves out only the first worker of a site would know, and its site must know it too.
+        raise UsageError(
+            f"{inside} / {between}: between sites what {codec.name} sends is gathered; leave out "
+            "--collective ring"
         )
 
 

@@ -36,7 +36,7 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
         asked = part(other)
         replies.append(node.ask(workers[other], f"reduce {number}", *asked, into=asked))
     own = part(mine)
-    requests = _gather(node, f"reduce {number}", workers)
+    requests = gather(node, f"reduce {number}", workers)
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
     for index, place in enumerate(own):
         if place.numel():
@@ -60,7 +60,7 @@ def all_gather(
         for distance in range(1, len(workers))
     ]
     given: dict[Peer, Sequence[Tensor]] = {node.me: tensors}
-    for request in _gather(node, kind, workers):
+    for request in gather(node, kind, workers):
         given[request.sender] = [tensor.clone() for tensor in request.tensors]
         node.answer(request)
     for reply in replies:
@@ -71,14 +71,14 @@ def all_gather(
 def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:
     """Overwrites each tensor with that of worker `root`."""
     if node.rank == root:
-        for request in _gather(node, f"broadcast {number}", workers):
+        for request in gather(node, f"broadcast {number}", workers):
             node.answer(request, *tensors)
     else:
         source = next(worker for worker in workers if worker.rank == root)
         node.ask(source, f"broadcast {number}", into=tensors).wait()
 
 
-def _gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
+def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
     """One request of this kind from every other worker, or `PeerLost` once one of them is gone."""
     requests: dict[Peer, Message] = {}
     while len(requests) < len(workers) - 1:

@@ -51,8 +51,8 @@ WAYS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
 
 
 class SharedMemory:
-    """One member's view of the boards. `members` are their arenas by their names, in rank order; `mine` is
-    the place of this one among them.
+    """One member's view of the boards. `members` are their arenas by their names, in rank order, `boards` are
+    where in those their boards lie, and `mine` is the place of this one among them.
 
     `look(missing, waited)` is called now and then while this member waits for those places: it raises when
     that is in vain.
@@ -63,13 +63,16 @@ class SharedMemory:
         arenas: Arenas,
         members: Mapping[str, int],
         mine: int,
-        board: int,
+        boards: Sequence[int],
         look: Callable[[Sequence[int], float], None],
     ) -> None:
         self._arenas, self._mine, self._look = arenas, mine, look
         self._names, self._members = tuple(members), tuple(members.values())
         self.count = len(members)
-        self._boards = [arenas.view(index)[board : board + BOARD].cast("q") for index in self._members]
+        self._boards = [
+            arenas.view(index)[board : board + BOARD].cast("q")
+            for index, board in zip(self._members, boards, strict=True)
+        ]
         self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in self._members]
         self._base = self._memory[mine].data_ptr()
         self._begun = self._done = 0

@@ -15,7 +15,7 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class SharedLoader:
         counted: Callable[[int, float], None],
         deal: Deal | None = None,
         processes: bool = True,
+        peers: Sequence[int] | None = None,
     ) -> None:
         if isinstance(loader.dataset, IterableDataset):
             raise UsageError("an IterableDataset cannot be shared out among workers; use a map-style dataset")
@@ -71,6 +72,7 @@ class SharedLoader:
         self.left_early = False  # whether the last epoch was not seen to its end
         self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
+        self._peers = range(workers) if peers is None else peers  # over whom gradients are averaged
         self._leases, self._counted, self._deal = leases, counted, deal
         self._drawn: dict[int, list[list[int]]] = {}
         self._counts: deque[tuple[int, float]] = deque()  # of batches that are drawn and not yet seen
@@ -163,10 +165,10 @@ class SharedLoader:
         return self._drawn[epoch]
 
     def _dealt(self) -> Iterator[tuple[list[int], float]]:
-        """Rounds of one batch per worker, each with the factor that makes a plain mean over workers right.
+        """Rounds of one batch per worker, each with the factor that makes a plain mean over its peers right.
 
-        In a full round it is 1. With n of the round's examples it is n * workers / examples, for the mean of
-        a batch stands for n examples, and the mean over workers divides by their number.
+        In a full round it is 1. With n of their examples in the round it is n * peers / examples, for the
+        mean of a batch stands for n examples, and the mean over peers divides by their number.
         """
         if self._deal is not None:
             place = self._deal(self.epoch)
@@ -179,7 +181,7 @@ class SharedLoader:
                 dealt = batches[first : first + self._workers]
                 mine = self._rank < len(dealt)
                 batch = dealt[self._rank if mine else 0]
-                yield batch, mine * len(batch) * self._workers / sum(map(len, dealt))
+                yield batch, self._factor([len(each) for each in dealt])
             return
         order = [index for batch in batches for index in batch]
         size = self._workers * self._batch_size
@@ -191,7 +193,15 @@ class SharedLoader:
                 sharing = min(sharing, max(fewest, len(round_) // 2))
             mine = self._rank < sharing
             batch = round_[(self._rank if mine else 0) :: sharing]
-            yield batch, mine * len(batch) * self._workers / len(round_)
+            full = len(round_) == size
+            yield batch, 1.0 if full else self._factor([len(round_[r::sharing]) for r in range(sharing)])
+
+    def _factor(self, counts: Sequence[int]) -> float:
+        """What this worker's gradient counts, where the first workers have so many examples each."""
+        if self._rank >= len(counts):
+            return 0.0
+        together = sum(counts[rank] for rank in self._peers if rank < len(counts))
+        return counts[self._rank] * len(self._peers) / together
 
     def _leased(self) -> Iterator[tuple[list[int], float]]:
         assert self._leases is not None

@@ -40,6 +40,7 @@ def run(
     key: str | Path | None = None,
     restarts: int = 0,
     collective: str = "auto",
+    cluster: str | Path | None = None,
     runs: str | Path | None = "runs",
     name: str | None = None,
     screen: Screen | None = None,
@@ -52,11 +53,13 @@ def run(
     becomes of BatchNorm's statistics: local, rank0, mean, sync or recompute; it too wins over the script's.
     If only `here` of the workers are to run on this host, the run waits until others have joined with the
     rest: `listen` is where ("tcp:10.0.0.1:7000"), `key` the file, made if need be, that they have a copy of.
+    `cluster` is a file that says which workers are at which site, for strategies of two levels.
     `runs` is where the run folder goes; None keeps nothing. Raises `PolyrhythmError` if the run fails.
     """
     from polyrhythm.launch import key as keys
     from polyrhythm.launch.local import Launcher
     from polyrhythm.launch.nodes import polite
+    from polyrhythm.worlds.cluster import Cluster
 
     what = Program(program, arguments)
     count = _count(servers, workers)
@@ -72,8 +75,15 @@ def run(
         where = listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
     choice.check(collective)
+    sites = {} if cluster is None else Cluster.load(cluster).places(workers)
     if chosen is not None:
         choice.check_codec(collective, chosen)
+        chosen.check_sites(sites)
+    if chosen is not None and chosen.one_host and (here != workers or listen != "unix:"):
+        raise UsageError(
+            f"{chosen} works on memory that all workers share, so they must be on one host: leave --here and "
+            "--listen out, or use a strategy that sends, such as async"
+        )
     if here != workers:
         _check_hosts(workers, here, servers, listen, key, collective)
     elif collective in ("shared", "hierarchical") and listen != "unix:":
@@ -84,6 +94,7 @@ def run(
         config = _config(
             "run", what, workers, servers, chosen, seed, batch_norm=batch_norm, threads=threads,
             timeout=timeout, restarts=restarts, collective=collective, here=here,
+            cluster=None if cluster is None else str(cluster),
         )  # fmt: skip
         if folder is not None:
             folder.config(config)
@@ -92,7 +103,7 @@ def run(
                 launcher = Launcher(
                     what, workers=workers, here=here, servers=count, strategy=chosen, seed=seed,
                     threads=threads, wait=timeout, listen=listen, key=secret, restarts=restarts,
-                    collective=collective, folder=folder, screen=screen, batch_norm=batch_norm,
+                    collective=collective, folder=folder, screen=screen, batch_norm=batch_norm, sites=sites,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:
@@ -184,6 +195,8 @@ def simulate(
 
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
     model.place(workers, count, seed, colocated)
+    if chosen is not None:
+        chosen.check_sites(model.places(workers))
     from polyrhythm.launch.nodes import threads_each
 
     each = threads or threads_each(0, workers)

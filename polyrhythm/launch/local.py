@@ -13,6 +13,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Launcher:
         folder: RunFolder | None = None,
         screen: Screen | None = None,
         batch_norm: str | None = None,
+        sites: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._screen = screen or Screen(quiet=True)
         self._program = program
@@ -68,7 +70,8 @@ class Launcher:
         secret = key[1] if key else secrets.token_bytes(32)
         # Who wants TCP on one host wants all of it: then tensors travel too, as they would between hosts.
         shared = self._rooms.arenas if listen == "unix:" or here < workers else None
-        codec = str(strategy.codec or "") if strategy is not None else ""
+        codecs = [each.codec for each in strategy.levels if each.codec] if strategy is not None else []
+        codec = str(codecs[0]) if codecs else ""
         passport = Passport(
             secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective,
             codec,
@@ -88,7 +91,7 @@ class Launcher:
                 start_servers=self._start_servers, tell=self._tell, replace=self._replace,
                 rescue=self._rescue, restarts=restarts,
                 released=self._released, batch_norm=batch_norm, collective=collective,
-                say=self._screen.line,
+                say=self._screen.line, sites=sites,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
             self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)

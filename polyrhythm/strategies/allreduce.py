@@ -31,6 +31,7 @@ class AllReduce(Strategy):
 
     name: ClassVar[str] = "allreduce"
     codecs: ClassVar[bool] = True
+    inside: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
 
     @property

@@ -40,6 +40,7 @@ class Rounds(Strategy):
 
     main: ClassVar[str | None] = "period"
     sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    between: ClassVar[bool] = True
 
     period: Literal["auto"] | int = 8
 
@@ -121,23 +122,24 @@ class Averaging(Rounds):
         `full`: without the codec.
         """
         weight = self.weight(node, replica)
-        if weight == 1 and self.codec is None:
+        if weight is None and self.codec is None:
             return mean(node, replica, None, vectors, *flags)
         base = replica.buffer("base")
         # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
         own, others = vectors[: len(base)], vectors[len(base) :]
         check_way(node, replica, self.codec)
         for part, common in zip(own, base, strict=True):
-            part.sub_(common).mul_(weight)
-        for part in others:
-            part.mul_(weight)
+            part.sub_(common)
+        if weight is not None:
+            for part in vectors:
+                part.mul_(weight)
         mean(node, replica, None if full else self.codec, own, *others, *flags)
         for part, common in zip(own, base, strict=True):
             part.add_(common)
 
-    def weight(self, node: Node, replica: Replica) -> float:
-        """How much this worker counts in the mean."""
-        return 1.0
+    def weight(self, node: Node, replica: Replica) -> float | None:
+        """How much this worker counts in the mean; None if all count alike, which all must know."""
+        return None
 
     def _moment_names(self, node: Node, replica: Replica) -> list[str]:
         """What all optimizers keep. They agree on it once, for some may not have taken a step yet."""
@@ -273,19 +275,25 @@ class Average(Averaging):
     paper: ClassVar[str] = (
         "McDonald, Hall, Mann 2010, Distributed Training Strategies for the Structured Perceptron"
     )
-    weighs: ClassVar[bool] = True
 
     period: int = 8
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    def peers(self, node: Node) -> Node:
+        return node.among([node.me])
 
     def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
         super().exchange(node, replica, full)
         replica.notes["averaged"] = replica.samples
 
-    def weight(self, node: Node, replica: Replica) -> float:
+    def weight(self, node: Node, replica: Replica) -> float | None:
         mine = replica.samples - replica.notes.get("averaged", 0)
         workers = range(len(node.workers))
         counts = agree(node, *(mine if rank == node.rank else 0.0 for rank in workers), op="sum")
-        return 1.0 if min(counts) == max(counts) else mine * len(counts) / sum(counts)
+        return None if min(counts) == max(counts) else mine * len(counts) / sum(counts)
 
 
 @dataclass(frozen=True)
@@ -302,6 +310,7 @@ class PostLocal(Averaging):
     """
 
     name: ClassVar[str] = "postlocal"
+    between: ClassVar[bool] = False  # at first it has no rounds
     remembers: ClassVar[tuple[str, ...]] = ("turned",)
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 

@@ -31,7 +31,7 @@ SLICE = 1 << 22  # numbers of a replica that are looked at at a time
 class Peers(Strategy):
     """What they have in common: how they begin, and how one looks at what all have come to."""
 
-    peers: ClassVar[bool] = True
+    stays: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ()  # of messages that it listens to, besides "look"
 
     @property

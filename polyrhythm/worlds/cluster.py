@@ -1,6 +1,8 @@
 """The cost model of the simulator: what a step, an update and a message cost, from a `cluster.toml`.
 
 Every worker has a host of its own, every host a link of its own to a network that is never the bottleneck.
+Hosts may be at sites: then what passes between two sites also passes the link of each, which all hosts of the
+site share.
 
     [[hosts]]                  # a group of equal hosts; workers are dealt to the groups in order
     name = "workstation"
@@ -10,8 +12,15 @@ Every worker has a host of its own, every host a link of its own to a network th
                                # { lognormal = "20 ms", sigma = 0.3 } (its median) (default 10 ms)
     bandwidth = "1 Gbit/s"     # of its link, each way; bit/s or B/s with k, M or G (default unlimited)
     latency = "0.1 ms"         # of its link, one way; ns, us, ms or s (default 0)
+    site = "berlin"            # where they are: all groups say it, or none; several may be at one site
 
-    [servers]                  # the host of each server: the same keys, but no name and no count
+    [[sites]]                  # the link of a site to the others; one that is not listed has a free one
+    name = "berlin"            # a site that hosts are at
+    bandwidth = "10 Mbit/s"    # each way (default unlimited)
+    latency = "20 ms"          # one way (default 0)
+
+    [servers]                  # the host of each server: the same keys, but no name and no count (a server
+                               # without a site is at none: what it says to workers passes their site's link)
     step_time = "1 ms"         # what a server takes per push (default 0)
                                # (beside workers they have no link of their own: no bandwidth, no latency)
 
@@ -27,6 +36,8 @@ Every worker has a host of its own, every host a link of its own to a network th
     back = "1 s"               # when they begin anew (default: never)
 
 Nothing is required: an empty file describes equal hosts on a free network.
+
+Real runs use such a file for one thing: which worker is at which site (`--strategy "allreduce / diloco:50"`).
 """
 
 from __future__ import annotations
@@ -84,6 +95,16 @@ class Host:
     step_time: StepTime = StepTime("constant", (0.010,))
     bandwidth: float = inf
     latency: float = 0.0
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The link of a site. Seconds, and bytes per second."""
+
+    name: str
+    bandwidth: float = inf
+    latency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,7 @@ class Cluster:
     stragglers: tuple[Straggler, ...] = ()
     source: str = "the cluster"
     failures: tuple[Crash, ...] = ()
+    sites: tuple[Site, ...] = ()  # in the order of their hosts
 
     @staticmethod
     def uniform() -> Cluster:
@@ -143,11 +165,24 @@ class Cluster:
         """Deals the workers to the hosts; server r has one of its own, or shares worker r's. The seed
         decides every draw.
         """
-        if colocated and (self.servers.bandwidth != inf or self.servers.latency):
+        if colocated and (self.servers.bandwidth != inf or self.servers.latency or self.servers.site):
             raise UsageError(
                 f"{self.source}: servers: colocated servers use the links of the workers' hosts; leave out "
-                "their bandwidth and latency"
+                "their bandwidth and latency" + (" and site" if self.servers.site else "")
             )
+        dealt = self._deal(workers)
+        return Costs(dealt, [self.servers] * servers, self.stragglers, seed, colocated, self.sites)
+
+    def places(self, workers: int) -> dict[str, list[int]]:
+        """The ranks of so many workers by their sites; empty if there are no sites."""
+        dealt = self._deal(workers) if self.sites else []
+        return {
+            site.name: [rank for rank, host in enumerate(dealt) if host.site == site.name]
+            for site in self.sites
+        }
+
+    def _deal(self, workers: int) -> list[Host]:
+        """The host of each worker."""
         counts = [host.count for host in self.hosts]
         fixed = sum(count for count in counts if count is not None)
         if None not in counts and workers > fixed:
@@ -159,7 +194,7 @@ class Cluster:
         for host in self.hosts:
             wanted = max(0, workers - fixed) if host.count is None else host.count
             dealt += [host] * min(wanted, workers - len(dealt))
-        return Costs(dealt, [self.servers] * servers, self.stragglers, seed, colocated)
+        return dealt
 
 
 class Costs:
@@ -174,6 +209,7 @@ class Costs:
         stragglers: Sequence[Straggler],
         seed: int,
         colocated: bool = False,
+        sites: Sequence[Site] = (),
     ) -> None:
         # Strings seed `Random` by their SHA-512, so every process draws the same; `hash` would not do.
         self._steps = [
@@ -201,6 +237,9 @@ class Costs:
         self.free = all(node.bandwidth == inf and not node.latency for node in nodes)
         self._up_free = [0.0] * len(nodes)
         self._down_free = [0.0] * len(nodes)
+        # A server at no site is as if at one more, with a free link.
+        self.sites = _SiteLinks(sites, [node.site for node in nodes]) if sites else None
+        self.free = self.free and not sites
 
     def step_time(self, worker: int, now: float) -> float:
         """How long the step takes that this worker begins now. Each call draws anew."""
@@ -233,6 +272,13 @@ class Costs:
         self._up_free[a] = start + span
         return start + self._latency[a] + self._latency[b], span
 
+    def crossing(self, source: tuple[str, int], target: tuple[str, int]) -> tuple[int, int] | None:
+        """The sites that a message passes from and to, if they are two."""
+        if self.sites is None:
+            return None
+        a, b = (self.sites.of[self._offset[role] + rank] for role, rank in (source, target))
+        return None if a == b else (a, b)
+
     def land(self, target: tuple[str, int], nbytes: int, head: float, span: float) -> float:
         """When the last byte of a message is in, asked at the time `head` when its first one comes.
 
@@ -254,7 +300,12 @@ class Costs:
         """
         n = len(ranks)
         narrowest = min(self._bandwidth[rank] for rank in ranks)
-        return 2 * self._slowest_pair(ranks) + 2 * (n - 1) / n * nbytes / narrowest
+        hosts = 2 * (n - 1) / n * nbytes / narrowest
+        if self.sites is None:
+            return 2 * self._slowest_pair(ranks) + hosts
+        # Twice, each of the k workers at a site has a slice to send to each of those elsewhere, and to get.
+        passing = [2 * k * (n - k) * nbytes / n for k in self.sites.counts(ranks)]
+        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.carry(passing, passing))
 
     def all_gather(self, ranks: Sequence[int], sizes: Sequence[int]) -> float:
         """How long these workers take until each has what every other sends, of so many bytes.
@@ -265,16 +316,81 @@ class Costs:
         come = max(
             (sum(sizes) - size) / self._bandwidth[rank] for rank, size in zip(ranks, sizes, strict=True)
         )
-        return self._slowest_pair(ranks) + max(out, come)
+        if self.sites is None:
+            return self._slowest_pair(ranks) + max(out, come)
+        here, own = self.sites.counts(ranks), self.sites.counts(ranks, sizes)
+        leaving = [size * (len(ranks) - k) for k, size in zip(here, own, strict=True)]
+        coming = [k * (sum(sizes) - size) for k, size in zip(here, own, strict=True)]
+        return self._slowest_pair(ranks) + max(out, come, self.sites.carry(leaving, coming))
 
     def broadcast(self, ranks: Sequence[int], root: int, nbytes: int) -> float:
         """How long it takes until all have asked the root, and it has sent `nbytes` to each of them."""
         narrowest = min(self._bandwidth[rank] for rank in ranks)
         sending = (len(ranks) - 1) * nbytes / self._bandwidth[root]
-        return 2 * self._slowest_pair(ranks) + max(sending, nbytes / narrowest)
+        hosts = max(sending, nbytes / narrowest)
+        if self.sites is None:
+            return 2 * self._slowest_pair(ranks) + hosts
+        here, home = self.sites.counts(ranks), self.sites.of[root]
+        leaving = [(len(ranks) - k) * nbytes * (site == home) for site, k in enumerate(here)]
+        coming = [k * nbytes * (site != home) for site, k in enumerate(here)]
+        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.carry(leaving, coming))
 
     def _slowest_pair(self, ranks: Sequence[int]) -> float:
-        return sum(sorted(self._latency[rank] for rank in ranks)[-2:])
+        if self.sites is None:
+            return sum(sorted(self._latency[rank] for rank in ranks)[-2:])
+        return self.sites.slowest_pair([(rank, self._latency[rank]) for rank in ranks])
+
+
+class _SiteLinks:
+    """The links of sites, each shared by all nodes of its site, and what has passed them."""
+
+    def __init__(self, sites: Sequence[Site], names: Sequence[str]) -> None:
+        links = [*sites, Site("")]
+        known = [site.name for site in links]
+        self.of = [known.index(name) for name in names]  # the site of each node
+        self.latency = [site.latency for site in links]
+        self.passed = 0.0  # bytes that have left a site
+        self._bandwidth = [site.bandwidth for site in links]
+        self._free = {"up": [0.0] * len(links), "down": [0.0] * len(links)}
+
+    def through(self, site: int, way: str, nbytes: int, head: float, span: float) -> tuple[float, float]:
+        """When the first byte of a message that reaches a site's link at `head` is through, and how long it
+        takes from then until the last one is. Asked at that time.
+
+        As on a host's downlink: one message after the other, and bytes no faster than they come.
+        """
+        free, bandwidth = self._free[way], self._bandwidth[site]
+        if way == "up":
+            self.passed += nbytes
+        if bandwidth == inf or not nbytes:
+            return head, span
+        start = max(head, free[site])
+        free[site] = start + nbytes / bandwidth
+        return start, max(free[site], head + span) - start
+
+    def counts(self, ranks: Sequence[int], each: Sequence[int] | None = None) -> list[int]:
+        """How many of these workers are at each site; or what they have there of `each`."""
+        found = [0] * len(self.latency)
+        for rank, one in zip(ranks, each or [1] * len(ranks), strict=True):
+            found[self.of[rank]] += one
+        return found
+
+    def carry(self, leaving: Sequence[float], coming: Sequence[float]) -> float:
+        """How long the links take for so many bytes of each site, both ways at once."""
+        self.passed += sum(leaving)
+        return max(
+            max(out, come) / bandwidth
+            for out, come, bandwidth in zip(leaving, coming, self._bandwidth, strict=True)
+        )
+
+    def slowest_pair(self, workers: Sequence[tuple[int, float]]) -> float:
+        """The latency between the two of these, given with those of their own links, that is the largest."""
+        own: dict[int, list[float]] = {}
+        for rank, latency in workers:
+            own.setdefault(self.of[rank], []).append(latency)
+        inside = max(sum(sorted(each)[-2:]) for each in own.values())
+        outside = sorted(max(each) + self.latency[site] for site, each in own.items())[-2:]
+        return max(inside, sum(outside) if len(outside) > 1 else 0.0)
 
 
 class _Table:
@@ -367,6 +483,7 @@ def _cluster(table: _Table) -> Cluster:
     size = None if any(host.count is None for host in hosts) else sum(host.count or 0 for host in hosts)
     stragglers = tuple(_straggler(item, names, size) for item in table.tables("stragglers"))
     failures = tuple(_failure(item, size) for item in table.tables("failures"))
+    sites = _sites(table, hosts, servers)
     table.end()
     for name in names:
         if names.count(name) > 1:
@@ -375,7 +492,38 @@ def _cluster(table: _Table) -> Cluster:
         raise UsageError(
             f"{table.where}: hosts: more than one group has no count; one at most can take what is left over"
         )
-    return Cluster(hosts, servers, stragglers, table.where, failures)
+    return Cluster(hosts, servers, stragglers, table.where, failures, sites)
+
+
+def _sites(table: _Table, hosts: Sequence[Host], servers: Host) -> tuple[Site, ...]:
+    """The sites that hosts are at, in their order, with the links that they have."""
+    names = list(dict.fromkeys(host.site for host in hosts if host.site))
+    found = {name: Site(name) for name in names}
+    for number, host in enumerate(hosts):
+        if names and not host.site:
+            raise UsageError(
+                f"{table.where}: hosts[{number}]: site is missing; other groups have one, so give each one"
+            )
+    seen = []
+    for item in table.tables("sites"):
+        name = item.text("name") or ""
+        if name not in found:
+            raise item.wrong("name", f"no group of hosts is at such a site; {_hint(name, names, 'sites')}")
+        if name in seen:
+            raise item.wrong("name", "this site is listed twice")
+        seen.append(name)
+        found[name] = Site(
+            name,
+            item.quantity("bandwidth", BYTES_PER_SECOND, inf, above_zero=True),
+            item.quantity("latency", SECONDS, 0.0),
+        )
+        item.end()
+    if servers.site and servers.site not in found:
+        raise UsageError(
+            f"{table.where}: servers: site = {servers.site!r}: no group of hosts is there; "
+            f"{_hint(servers.site, names, 'sites')}"
+        )
+    return tuple(found.values())
 
 
 def _host(table: _Table) -> Host:
@@ -394,6 +542,7 @@ def _node(table: _Table, default: Host, name: str = "", count: int | None = None
         step_time=_step_time(table, default.step_time),
         bandwidth=table.quantity("bandwidth", BYTES_PER_SECOND, inf, above_zero=True),
         latency=table.quantity("latency", SECONDS, 0.0),
+        site=table.text("site") or "",
     )
     table.end()
     return host

@@ -8,7 +8,7 @@ calls it directly; both hand in a `respond` that it may call now or later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Coordinator:
         batch_norm: str | None = None,
         collective: str = "auto",
         say: Callable[[str], None] = lambda line: None,
+        sites: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.workers = workers
         self.servers = servers
@@ -95,6 +96,8 @@ class Coordinator:
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
+        self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
+        self.passed: int | None = None  # bytes that have left a site, where somebody counts them
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
@@ -108,6 +111,7 @@ class Coordinator:
         self._restarts = restarts
         self._folder = folder
         self._collective, self._say = collective, say
+        self._sites = sites or {}  # which workers are at each
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
@@ -156,7 +160,8 @@ class Coordinator:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer], "batch_norm": self.batch_norm,
+            "life": self.lives[peer], "batch_norm": self.batch_norm, "group": self._deals.number,
+            "sites": [list(ranks) for ranks in self._sites.values()],
         }  # fmt: skip
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
@@ -187,8 +192,15 @@ class Coordinator:
         totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
         totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
+        longest = self.strategy.lease if self.strategy is not None else 1
         lease = self.leases.take(
-            peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
+            peer.rank,
+            fields["loader"],
+            fields["epoch"],
+            fields["batches"],
+            workers,
+            fields["unseen"],
+            longest,
         )
         if lease is None:
             respond({"over": True})
@@ -217,6 +229,8 @@ class Coordinator:
         elif event == "left" and line["reason"] != "finished":
             role, rank = line["peer"].split()
             self._let_go(peer, (Peer(role, int(rank)), line["life"]))
+        elif event == "lost updates":
+            self.lost_updates = {key: line[key] for key in ("counted", "lost", "share")}
         elif event == "totals":
             totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
@@ -243,7 +257,7 @@ class Coordinator:
         It is the last one, for only then are they final; in lockstep worker 0, for there all have the same
         and so the buffers are always of the same worker.
         """
-        if self.strategy is not None and self.strategy.peers and peer.role == "worker":
+        if self.strategy is not None and self.strategy.stays and peer.role == "worker":
             self._leaving[peer] = respond
             self._part()
             return
@@ -342,7 +356,7 @@ class Coordinator:
             self.lives[peer] += 1
         else:
             self.gone[peer] = reason
-        peers = self.strategy is not None and self.strategy.peers  # then workers lend to workers
+        peers = self.strategy is not None and self.strategy.stays  # then workers lend to workers
         holders = {each for each in self.members if peers or each.role == "server"}
         if joined and holders:
             self._holders[peer, life] = holders
@@ -378,7 +392,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         wall = max(self.ended - self.began, 1e-9)
         workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
-        summary = {
+        summary: dict[str, Any] = {
             "strategy": str(self.strategy),
             "workers": self.workers,
             "servers": self.servers,
@@ -398,7 +412,10 @@ class Coordinator:
             "replaced": dict(self.replaced),
             "batches_undone": self.leases.undone,
             "digest": self.digest,
+            **({} if self.passed is None else {"bytes_between_sites": self.passed}),
         }
+        if self.lost_updates is not None:
+            summary["lost_updates"] = self.lost_updates
         if self._folder is not None:
             summary["folder"] = str(self._folder.path)
             self._folder.summary(summary)
@@ -433,9 +450,11 @@ class Coordinator:
         if not strategy.survives and self._restarts:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
+        strategy.check_sites(self._sites)
         choice.check_codec(self._collective, strategy)
-        codec = None if strategy.servers else strategy.codec
-        if self._collective == "ring" and codec is not None and codec.hops:
+        for codec in () if strategy.servers else (each.codec for each in strategy.levels):
+            if self._collective != "ring" or codec is None or not codec.hops:
+                continue
             self._say(
                 f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
             )

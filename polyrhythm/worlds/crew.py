@@ -1,4 +1,4 @@
-"""Crew: how one process takes part in the collectives of all workers."""
+"""Crew: how one process takes part in the collectives of all workers, or of a part of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from polyrhythm.collectives import direct, hierarchical, hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.collectives.choice import choose
-from polyrhythm.collectives.shared_memory import SharedMemory
+from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
 from polyrhythm.node import Coding, Peer, Task
 
 if TYPE_CHECKING:
@@ -28,14 +28,17 @@ class Place(NamedTuple):
 
 
 class Crew:
-    """The workers of a run: all take part in every collective, or it is an error."""
+    """Some workers of a run, or all: each of them takes part in every collective, or it is an error.
 
-    def __init__(self, node: ProcessNode, places: dict[Peer, Place], way: str) -> None:
+    `first` is where the numbers of its collectives begin: those of another crew must be others.
+    """
+
+    def __init__(self, node: ProcessNode, places: dict[Peer, Place], way: str, first: int = 0) -> None:
         self._node = node
         self._workers = tuple(sorted(places))
         self._hosts = [places[worker].host for worker in self._workers]
         self._way = way
-        self._number = 0
+        self._number = first
         self._line = _Line()
         self._inside: SharedMemory | None = None
         mine = places.get(node.me)
@@ -49,7 +52,7 @@ class Crew:
                 node.arenas,
                 {str(worker): places[worker].arena for worker in here},
                 here.index(node.me),
-                node.board,
+                _boards(node, here, first) if first else [node.board] * len(here),
                 lambda missing, waited: node.in_vain([here[place] for place in missing], waited),
             )
         # Whoever shares memory with nobody is a host of its own.
@@ -101,7 +104,8 @@ class Crew:
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
         number = self._next()
         if len(self._workers) > 1:
-            self._line.do(lambda: direct.broadcast(self._node, self._workers, tensors, root, number))
+            source = self._workers[root].rank
+            self._line.do(lambda: direct.broadcast(self._node, self._workers, tensors, source, number))
 
     def close(self) -> None:
         self._line.close()
@@ -127,6 +131,25 @@ class Crew:
                 self._node.transport.count(shares * sum(tensor.nbytes for tensor in tensors))
             count = len(self._workers)
             hierarchical.all_reduce(self._node, self._inside, self._firsts, count, tensors, op, number)
+
+
+def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
+    """Where each of these on one host has a board for them alone: each makes one, and tells the others.
+
+    Only the board of all workers is at the same place in every arena.
+    """
+    arenas = node.arenas
+    assert arenas is not None
+    mine = arenas.allocate(node.arena, BOARD)
+    arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # it may have been another's memory before
+    kind, boards = f"board {number}", {node.me: mine}
+    replies = [node.ask(other, kind, board=mine) for other in here if other != node.me]
+    for request in direct.gather(node, kind, here):
+        boards[request.sender] = request["board"]
+        node.answer(request)
+    for reply in replies:
+        reply.wait()
+    return [boards[worker] for worker in here]
 
 
 class _Done(Task):

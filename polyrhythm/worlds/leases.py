@@ -48,7 +48,14 @@ class Leases:
         self._returned: dict[int, list[Lease]] = {}
 
     def take(
-        self, worker: int, loader: int, epoch: int, batches: int, workers: int, unseen: int = 0
+        self,
+        worker: int,
+        loader: int,
+        epoch: int,
+        batches: int,
+        workers: int,
+        unseen: int = 0,
+        longest: int = LONGEST,
     ) -> Lease | None:
         """The next batches for a worker; None when the epoch is over.
 
@@ -57,12 +64,12 @@ class Leases:
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
         over = epoch < self._since.get((worker, loader), 0)
-        lease = self._take(loader, epoch, 0 if over else batches, workers)
+        lease = self._take(loader, epoch, 0 if over else batches, workers, longest)
         if lease is not None:
             held.append(lease)
         return lease
 
-    def _take(self, loader: int, epoch: int, batches: int, workers: int) -> Lease | None:
+    def _take(self, loader: int, epoch: int, batches: int, workers: int, longest: int) -> Lease | None:
         returned = self._returned.get(loader, [])
         for at, lease in enumerate(returned):
             if lease.epoch <= epoch:
@@ -71,7 +78,7 @@ class Leases:
         left = batches - first
         if left <= 0:
             return None
-        count = max(1, min(LONGEST, left // (2 * workers)))
+        count = max(1, min(longest, left // (2 * workers)))
         self._next[loader, epoch] = first + count
         return Lease(epoch, first, count)
 
@@ -108,7 +115,7 @@ class Deals:
         self._first = frozenset(Peer("worker", rank) for rank in range(workers))
         self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
         self._epochs: dict[int, int] = {}  # which that was
-        self._number = 0  # how often a group has been another than the one before
+        self.number = 0  # how often a group has been another than the one before
         self._last = dict.fromkeys(self._first, 0)  # its workers, and which of their lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
@@ -132,6 +139,6 @@ class Deals:
             self._groups[loader], self._epochs[loader] = group, epoch
             lives = {worker: there[worker] for worker in group}
             if lives != self._last:
-                self._number, self._last = self._number + 1, lives
+                self.number, self._last = self.number + 1, lives
             for respond in waiting.values():
-                respond({"ranks": [worker.rank for worker in group], "number": self._number})
+                respond({"ranks": [worker.rank for worker in group], "number": self.number})

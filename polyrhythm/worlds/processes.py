@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.errors import PeerLost, PolyrhythmError, WaitError
-from polyrhythm.node import Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.node import Coding, Field, Lock, Message, Node, Peer, Reply, Task
+from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat
+from polyrhythm.wire.common import Common
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
@@ -65,6 +67,16 @@ class _ProcessReply(Reply):
         for place, host in self._staged:
             place.copy_(host)
         return message
+
+
+class _Unanswered(Reply):
+    """Whoever was asked was gone already."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def wait(self) -> Message:
+        raise self._error
 
 
 class _Thread(Task):
@@ -111,6 +123,9 @@ class ProcessNode(Node):
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: Crew | None = None
+        self._together = True  # whether all workers are on this host
+        self._places: dict[Peer, Place] = {}  # of workers
+        self._parts: dict[tuple[Peer, ...], _ProcessPart] = {}
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
         self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
@@ -152,7 +167,7 @@ class ProcessNode(Node):
 
     def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
         """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
-        places = {}
+        places = self._places
         for role, rank, *place in peers:
             peer = Peer(role, rank)
             if peer != self.me:
@@ -161,6 +176,7 @@ class ProcessNode(Node):
             if role == "worker":
                 places[peer] = Place(*place)
         self._crew = Crew(self, places, self._collective)
+        self._together = {place.host for place in places.values()} == {self.transport.host}
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
@@ -232,8 +248,11 @@ class ProcessNode(Node):
             if host is not place:
                 staged.append((place, host))
             places.append(self._buffer(host))
-        pending = self.transport.ask(to, kind, [self._buffer(tensor) for tensor in tensors], places, fields)
-        return _ProcessReply(pending, staged)
+        buffers = [self._buffer(tensor) for tensor in tensors]
+        try:
+            return _ProcessReply(self.transport.ask(to, kind, buffers, places, fields), staged)
+        except PeerLost as error:
+            return _Unanswered(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._log_handled()
@@ -317,6 +336,16 @@ class ProcessNode(Node):
 
     # --- collectives --------------------------------------------------------------------------------
 
+    def among(self, workers: Sequence[Peer]) -> Node:
+        part = tuple(sorted(workers))
+        if list(part) == list(self.workers):
+            return self
+        if part not in self._parts:
+            places = {worker: self._places[worker] for worker in part}
+            crew = Crew(self, places, self._collective, first_number(part))
+            self._parts[part] = _ProcessPart(self, part, crew)
+        return self._parts[part]
+
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         assert self._crew is not None
         return self._crew.begin_all_reduce(tensors, op)
@@ -345,6 +374,25 @@ class ProcessNode(Node):
         offset = self.arenas.allocate(self.arena, nbytes)
         return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
 
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        common, nbytes = self._common(), count * dtype.itemsize
+        return (
+            torch.frombuffer(common.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+
+    def lock(self, name: str) -> Lock:
+        return self._common().lock(name)
+
+    def _common(self) -> Common:
+        if self.arenas is None or not self._together:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return Common(self.arenas)
+
     def log(self, event: str, /, **fields: Any) -> None:
         with self._lock:
             self._lines.append({"t": self.now(), "event": event, **fields})
@@ -372,6 +420,28 @@ class ProcessNode(Node):
         self.transport.close()
         if self._crew is not None:
             self._crew.close()
+        for part in self._parts.values():
+            part.crew.close()
+
+
+class _ProcessPart(Part):
+    """This process among some of the workers."""
+
+    def __init__(self, whole: ProcessNode, workers: Sequence[Peer], crew: Crew) -> None:
+        super().__init__(whole, workers)
+        self.crew = crew
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self.crew.begin_all_reduce(tensors, op)
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        self.crew.all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self.crew.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self.crew.broadcast(tensors, root)
 
 
 def _message(incoming: Incoming) -> _Arrived:
@@ -408,7 +478,7 @@ class ProcessSeat(Seat):
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed, node.life = welcome["seed"], welcome["life"]
+        node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
 

@@ -31,7 +31,8 @@ from polyrhythm.collectives import hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.member import Member
-from polyrhythm.node import LIFE, Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import LIFE, Coding, Field, Lock, Message, Node, Peer, Reply, Task
+from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat, ServerDone, seat, session
 from polyrhythm.worlds.aside import Aside, without_hooks
 from polyrhythm.worlds.coordinator import Coordinator
@@ -115,13 +116,13 @@ class _SimulatedTask(Task):
 
 
 class _Collective(Task):
-    """One worker's part in a collective of all."""
+    """One worker's part in a collective."""
 
     def __init__(
-        self, node: SimulatedNode, kind: str, tensors: Sequence[Tensor], detail: str, number: int
+        self, node: SimulatedNode, circle: _Circle, kind: str, tensors: Sequence[Tensor], detail: str
     ) -> None:
         self.node, self.kind, self.tensors, self.detail = node, kind, tensors, detail
-        self._number = number
+        self.circle, self.number = circle, circle.next()
         self.coding: Coding | None = None  # of a gather,
         self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
         self.flags: Sequence[Tensor] = ()  # and what goes along
@@ -145,7 +146,35 @@ class _Collective(Task):
                 gone = ", ".join(self.node.world.coordinator.lost)
                 raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
-            self._waiter.block(self.kind, f"number {self._number} with all workers")
+            self._waiter.block(self.kind, f"number {self.number} with {self.circle}")
+
+
+class _SimulatedLock(Lock):
+    """One node's handle on a lock: those who have it or want it, in order. The first has it."""
+
+    def __init__(self, node: SimulatedNode, name: str) -> None:
+        self._node, self._name = node, name
+        self._line: list[SimulatedNode] = node.world.locks.setdefault(name, [])
+
+    def take(self) -> None:
+        if self._node not in self._line:
+            self._line.append(self._node)
+        while self._line[0] is not self._node:
+            self._node.current().block("the lock", repr(self._name))
+
+    def release(self) -> None:
+        if self._line and self._line[0] is self._node:
+            leave(self._line, self._node)
+
+
+def leave(line: list[SimulatedNode], node: SimulatedNode) -> None:
+    """Takes a node out of the line for a lock; if it was the first, the next has the lock."""
+    first = line[0] is node
+    line.remove(node)
+    if first and line:
+        for fiber in line[0].fibers:
+            if fiber.waiting and fiber.waiting[0] == "the lock":
+                fiber.loop.at(fiber.loop.now, fiber.resume, None)
 
 
 class _Several(Task):
@@ -157,6 +186,24 @@ class _Several(Task):
     def join(self) -> None:
         for task in self._tasks:
             task.join()
+
+
+@dataclass
+class _Circle:
+    """Workers who have collectives with each other, and the number of the last one that this one is in."""
+
+    workers: Sequence[Peer]
+    count: int
+    name: tuple[int, ...] = ()  # their ranks, unless they are all
+    first: int = 0  # what the numbers of its messages begin from
+    number: int = 0
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def __str__(self) -> str:
+        return f"workers {', '.join(map(str, self.name))}" if self.name else "all workers"
 
 
 class SimulatedNode(Node):
@@ -180,7 +227,8 @@ class SimulatedNode(Node):
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
         self._dead: dict[Peer, int] = {}  # the same, of those that died
         self._over = False
-        self._rounds = 0
+        self._everyone = _Circle((), world.workers)
+        self._parts: dict[tuple[Peer, ...], Node] = {}
 
     def current(self) -> Fiber:
         if self.crashed:
@@ -210,7 +258,7 @@ class SimulatedNode(Node):
 
     def meet(self) -> None:
         """Learns who is in the run."""
-        self._workers = self.world.present["worker"]
+        self._workers = self._everyone.workers = self.world.present["worker"]
 
     def now(self) -> float:
         return self.world.loop.now
@@ -353,47 +401,65 @@ class SimulatedNode(Node):
             fiber.kill()
         for reply in self._asked:
             reply.lose()
+        for line in self.world.locks.values():
+            if self in line:
+                leave(line, self)
 
     # --- collectives --------------------------------------------------------------------------------
 
+    def among(self, workers: Sequence[Peer]) -> Node:
+        part = tuple(sorted(workers))
+        if list(part) == list(self._workers):
+            return self
+        if part not in self._parts:
+            self._parts[part] = _SimulatedPart(self, part)
+        return self._parts[part]
+
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        if not self.world.ring:
-            return self._collect("all_reduce", checked(tensors, op), op)
-        self._rounds += 1
-        return self.spawn(ring.all_reduce, self, self._workers, tensors, op, self._rounds)
+        return self.begin_all_reduce_in(self._everyone, tensors, op)
 
     def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        if self.world.ring and len(self._workers) > 1:
-            rest = [self.begin_all_reduce(*flags, op="mean")] if flags else []
-            self._rounds += 1
-            codes = self.spawn(hops.mean, self, self._workers, coding, vectors, self._rounds)
+        return self.begin_coded_mean_in(self._everyone, coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self.broadcast_in(self._everyone, tensors, root)
+
+    def begin_all_reduce_in(self, circle: _Circle, tensors: Sequence[Tensor], op: str) -> Task:
+        if not self.world.ring:
+            return self._collect(circle, "all_reduce", checked(tensors, op), op)
+        return self.spawn(ring.all_reduce, self, circle.workers, tensors, op, circle.first + circle.next())
+
+    def begin_coded_mean_in(
+        self, circle: _Circle, coding: Coding, vectors: Sequence[Tensor], flags: Sequence[Tensor]
+    ) -> Task:
+        if self.world.ring and len(circle.workers) > 1:
+            rest = [self.begin_all_reduce_in(circle, flags, "mean")] if flags else []
+            number = circle.first + circle.next()
+            codes = self.spawn(hops.mean, self, circle.workers, coding, vectors, number)
             return _Several([*rest, codes])
-        mine = self._entered("gather", coding.send(vectors), str(coding.codec))
+        mine = _Collective(self, circle, "gather", coding.send(vectors), str(coding.codec))
         mine.coding, mine.vectors, mine.flags = coding, vectors, flags
         return self._enter(mine)
 
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        self._collect("broadcast", tensors, str(root)).join()
+    def broadcast_in(self, circle: _Circle, tensors: Sequence[Tensor], root: int) -> None:
+        self._collect(circle, "broadcast", tensors, str(circle.workers[root].rank)).join()
 
-    def _collect(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
-        return self._enter(self._entered(kind, tensors, detail))
-
-    def _entered(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
-        self._rounds += 1
-        return _Collective(self, kind, tensors, detail, self._rounds)
+    def _collect(self, circle: _Circle, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
+        return self._enter(_Collective(self, circle, kind, tensors, detail))
 
     def _enter(self, mine: _Collective) -> _Collective:
-        """Enters the next collective; the last to come does the arithmetic for all."""
-        here = self.world.collectives.setdefault(self._rounds, {})
+        """Enters a collective; the last to come does the arithmetic for all."""
+        which = mine.circle.name, mine.number
+        here = self.world.collectives.setdefault(which, {})
         here[self.rank] = mine
         if self.world.coordinator.lost:
             mine.lose()
-        if len(here) == self.world.workers:
-            del self.world.collectives[self._rounds]
-            self._complete(here)
+        if len(here) == mine.circle.count:
+            del self.world.collectives[which]
+            self._complete(here, mine.circle.name)
         return mine
 
-    def _complete(self, here: dict[int, _Collective]) -> None:
+    def _complete(self, here: dict[int, _Collective], circle: tuple[int, ...]) -> None:
         ranks = sorted(here)
         first = here[ranks[0]]
         for rank in ranks:
@@ -415,10 +481,12 @@ class SimulatedNode(Node):
         else:
             self._spread(here, ranks, int(first.detail))
             cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
-        # One after the other, for they share the links.
-        world.collectives_free = max(world.loop.now, world.collectives_free) + (cost if len(ranks) > 1 else 0)
+        # One after the other, for they share the links. Those of others do not disturb them: inside two sites
+        # they have links of their own, and what passes between sites is slow beside what passes inside.
+        free = max(world.loop.now, world.collectives_free.get(circle, 0.0)) + (cost if len(ranks) > 1 else 0)
+        world.collectives_free[circle] = free
         for rank in ranks:
-            world.loop.at(world.collectives_free, here[rank].finish, None)
+            world.loop.at(free, here[rank].finish, None)
 
     def _gathered(self, here: dict[int, _Collective], ranks: Sequence[int]) -> float:
         """All get the codes of all, and make the same of them: it is done once. Returns what it costs."""
@@ -457,6 +525,12 @@ class SimulatedNode(Node):
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
+
+    def lock(self, name: str) -> Lock:
+        return _SimulatedLock(self, name)
+
     def log(self, event: str, /, **fields: Any) -> None:
         line = {"t": self.world.loop.now, "event": event, **fields}
         self.world.coordinator.record(self.me, self.life, line)
@@ -469,6 +543,25 @@ class SimulatedNode(Node):
     def _take_time(self, seconds: float) -> None:
         if seconds > 0:
             self.current().sleep(seconds)
+
+
+class _SimulatedPart(Part):
+    """A node on virtual time among some of the workers."""
+
+    def __init__(self, whole: SimulatedNode, workers: Sequence[Peer]) -> None:
+        super().__init__(whole, workers)
+        self._node = whole
+        ranks = tuple(peer.rank for peer in workers)
+        self._circle = _Circle(workers, len(workers), ranks, first_number(workers))
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self._node.begin_all_reduce_in(self._circle, tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self._node.begin_coded_mean_in(self._circle, coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self._node.broadcast_in(self._circle, tensors, root)
 
 
 class _SimulatedSeat(Seat):
@@ -503,6 +596,7 @@ class _SimulatedSeat(Seat):
 
     def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
+        self.node.group = welcome["group"]
         self.node.meet()
         return welcome
 
@@ -554,6 +648,11 @@ class _SimulatedSeat(Seat):
         pass
 
 
+# A message on its way to its host: that, its bytes, how long it takes from the first to the last of them, and
+# what is called with it then.
+_Landing = tuple[tuple[str, int], int, float, Callable[..., Any], Message]
+
+
 class Simulated:
     """A world of greenlets. `run` trains to the end and returns the coordinator with all that is known."""
 
@@ -579,8 +678,10 @@ class Simulated:
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self.collectives: dict[int, dict[int, _Collective]] = {}
-        self.collectives_free = 0.0  # when the last one that all have entered is over
+        self.collectives: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by circle, number
+        self.collectives_free: dict[tuple[int, ...], float] = {}  # by circle: when the last one is over
+        self.memory: dict[str, Tensor] = {}  # that all workers share, by name
+        self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
         self.costs: Costs = cluster.place(workers, servers, seed, colocated)
         self._fibers: list[Fiber] = []
         self._say = say
@@ -600,6 +701,7 @@ class Simulated:
             batch_norm=batch_norm,
             collective=collective,
             say=say,
+            sites=cluster.places(workers),
         )
         for rank in range(workers):
             self._start(Peer("worker", rank))
@@ -617,6 +719,8 @@ class Simulated:
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+            if self.costs.sites is not None:
+                self.coordinator.passed = round(self.costs.sites.passed)
         finally:
             for fiber in self._fibers:
                 fiber.kill()
@@ -640,11 +744,26 @@ class Simulated:
             loop.at(loop.now, arrive, what)
             return
         head, span = costs.depart(source, target, nbytes, loop.now)
-        loop.at(head, self._land, (target, nbytes, span, arrive, what))
+        landing = (target, nbytes, span, arrive, what)
+        crossing = costs.crossing(source, target)
+        if crossing is None:
+            loop.at(head, self._land, landing)
+        else:
+            assert costs.sites is not None
+            head += sum(costs.sites.latency[site] for site in crossing)
+            loop.at(head, self._cross, (crossing, ("up", "down"), landing))
 
-    def _land(self, message: tuple[tuple[str, int], int, float, Callable[..., Any], Message]) -> None:
+    def _land(self, message: _Landing) -> None:
         target, nbytes, span, arrive, what = message
         self.loop.at(self.costs.land(target, nbytes, self.loop.now, span), arrive, what)
+
+    def _cross(self, message: tuple[tuple[int, ...], tuple[str, ...], _Landing]) -> None:
+        """A message is at the first of these sites' links; when it is through all of them, it lands."""
+        (site, *sites), (way, *ways), (target, nbytes, span, *rest) = message
+        assert self.costs.sites is not None
+        head, span = self.costs.sites.through(site, way, nbytes, self.loop.now, span)
+        landing = (target, nbytes, span, *rest)
+        self.loop.at(head, self._cross if sites else self._land, (sites, ways, landing) if sites else landing)
 
     def lend_random_state(self, node: SimulatedNode) -> None:
         """Puts a worker's own random state in place; servers draw nothing."""
@@ -672,7 +791,7 @@ class Simulated:
             for here in self.collectives.values():
                 for part in here.values():
                     part.lose()
-            if crash.back is not None:
+            if crash.back is not None and peer in self.coordinator.expected:  # it was not done
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:

@@ -48,7 +48,7 @@ class Team:
                 self.arenas,
                 {f"member {each}": each for each in range(count)},
                 mine,
-                boards[mine],
+                boards,
                 look or self._too_long,
             )
             for mine in range(count)

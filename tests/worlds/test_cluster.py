@@ -263,7 +263,7 @@ def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
         ("[[hosts]]\nbandwith = '1 GB/s'", "hosts[0]: unknown key 'bandwith'; did you mean bandwidth?"),
         (
             "[[hosts]]\nx = 1",
-            "unknown key 'x'; the keys here are name, count, speed, step_time, bandwidth and latency",
+            "unknown key 'x'; the keys here are name, count, speed, step_time, bandwidth, latency and site",
         ),
         ("[[host]]", "unknown key 'host'; did you mean hosts?"),
         ("[hosts]", "hosts must be a list of tables; write [[hosts]]"),

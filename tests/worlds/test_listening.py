@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.errors import PeerLost, PolyrhythmError
+from polyrhythm.node import Peer
 from polyrhythm.strategies.peers import Peers, others
 from polyrhythm.strategy import Strategy, describe
+from polyrhythm.wire.transport import Transport
+from polyrhythm.worlds.processes import ProcessNode
 from tests.programs import Examples, events, mlp, trained
 
 
@@ -144,3 +147,17 @@ def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) 
 def test_what_a_listener_raises_ends_the_run(tmp_path: Path, world: str) -> None:
     with pytest.raises(PolyrhythmError, match="ValueError: heard too much"):
         go(world, tmp_path, {}, "nearest:broken=yes")
+
+
+def test_to_ask_one_that_is_gone_fails_where_it_is_waited_for() -> None:
+    """So those who ask several at once need to look for the lost in one place only."""
+    transport = Transport(Peer("worker", 0), bytes(32))
+    try:
+        node = ProcessNode(transport.me, transport, 0, 0.0)
+        transport.introduce(Peer("worker", 1), "unix:nobody")
+        transport.lost(Peer("worker", 1), "was killed")
+        reply = node.ask(Peer("worker", 1), "look")
+        with pytest.raises(PeerLost, match="worker 1 is gone: was killed"):
+            reply.wait()
+    finally:
+        transport.close()

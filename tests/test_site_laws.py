@@ -1,0 +1,407 @@
+"""The laws of two levels: one strategy inside each site, another between the sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
+from test_saved_state import EPOCHS, script
+from traces import Trace, close
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+from polyrhythm.session import session
+from polyrhythm.strategies.means import agree
+
+
+def at(*counts: int, links: str = "") -> str:
+    """Sites with so many workers each, and what their links have, as the text of a cluster.toml."""
+    groups = [
+        f'[[hosts]]\ncount = {count}\nsite = "{site}"\n' for count, site in zip(counts, "abc", strict=False)
+    ]
+    sites = [
+        f'[[sites]]\nname = "{site}"\n{links}\n' for _, site in zip(counts, "abc", strict=False) if links
+    ]
+    return "".join(groups + sites)
+
+
+OUTER = [
+    "local:3", "local:3,momentum=average", "local:3,momentum=reset", "local:auto", "local:3+topk:0.3",
+    "average:3", "average:3,momentum=average", "average:3+int8", "slowmo:3,alpha=0.8", "slowmo:3+randomk:0.4",
+    "diloco:3", "diloco:3+bf16", "diloco:4+int4:rounding=stochastic,feedback=no", "diloco:3+powersgd",
+    "streaming-diloco:6,fragments=3", "streaming-diloco:8,fragments=2,overlap=3,mix=0.2+topk:0.3",
+    "streaming-diloco:4,fragments=2,overlap=0,mix=0+fp16",
+]  # fmt: skip
+every_outer = pytest.mark.parametrize("outer", OUTER)
+SITES = {"1+2": [[0], [1, 2]], "2+2": [[0, 1], [2, 3]], "3+1+2": [[0, 1, 2], [3], [4, 5]]}
+every_place = pytest.mark.parametrize("sites", SITES.values(), ids=list(SITES))
+
+
+def sizes(sites: list[list[int]]) -> tuple[int, ...]:
+    return tuple(map(len, sites))
+
+
+# --- what it is equal to ----------------------------------------------------------------------------
+
+
+@every_outer
+@pytest.mark.parametrize("size", [48, 43])
+def test_one_worker_per_site_is_the_outer_strategy(simulate: Any, outer: str, size: int) -> None:
+    """With nobody to step together with, a site is a worker: the same bits, whatever is between them."""
+    program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True, schedule=True)
+    cluster = at(1, 1, 1)
+    two, one = (simulate(program, each, 3, cluster=cluster) for each in (f"allreduce / {outer}", outer))
+    assert two["digest"] == one["digest"] and two["metrics"] == one["metrics"]
+    assert two["bytes_between_sites"] <= one["bytes_between_sites"]
+
+
+@pytest.mark.parametrize("outer", ["local:1", "average:1", "local:1,momentum=average"])
+@pytest.mark.parametrize("size", [48, 50, 43])
+def test_averaging_each_step_between_equal_sites_is_allreduce(simulate: Any, outer: str, size: int) -> None:
+    """A mean of means of as many is the mean: with plain SGD, and in uneven rounds too."""
+    program = Script(optimizer=SGD, size=size, epochs=3)
+    law = trained(simulate(program, "allreduce", 4))
+    assert distance(trained(simulate(program, f"allreduce / {outer}", 4, cluster=at(2, 2))), law) < 1e-12
+
+
+@every_place
+@pytest.mark.parametrize("size", [48, 50, 43])
+def test_by_examples_unequal_sites_are_allreduce_too(
+    simulate: Any, sites: list[list[int]], size: int
+) -> None:
+    """Under `average` a site counts by the examples of its workers, so that every example counts alike."""
+    program = Script(optimizer=SGD, size=size, epochs=3)
+    workers = sum(sizes(sites))
+    law = trained(simulate(program, "allreduce", workers))
+    two = simulate(program, "allreduce / average:1", workers, cluster=at(*sizes(sites)))
+    assert distance(trained(two), law) < 1e-12
+
+
+def test_without_weights_a_site_is_one_vote(simulate: Any) -> None:
+    """Under the others each site counts once: x <- mean over sites of the mean over its workers."""
+    slope = lambda rank, x: torch.full_like(x, float(rank))  # noqa: E731
+    trace = Trace(1, slope, begin=torch.zeros(2, dtype=torch.float64))
+    simulate(trace, "allreduce / local:1", 4, cluster=at(3, 1))
+    law = -0.1 * ((0 + 1 + 2) / 3 + 3) / 2
+    assert all(close(trace.x[rank][-1], torch.full((2,), law, dtype=torch.float64)) for rank in range(4))
+
+
+def test_a_site_is_a_worker_with_a_larger_batch(simulate: Any) -> None:
+    """DiLoCo between sites that average gradients is DiLoCo of as many workers with those gradients."""
+
+    def slope(rank: int, x: torch.Tensor) -> torch.Tensor:
+        return (0.3 + rank) * x - rank * torch.linspace(-1, 2, len(x), dtype=x.dtype)
+
+    def pooled(rank: int, x: torch.Tensor) -> torch.Tensor:
+        return (slope(2 * rank, x) + slope(2 * rank + 1, x)) / 2
+
+    two, one = Trace(20, slope, MOMENTUM), Trace(20, pooled, MOMENTUM)
+    simulate(two, "allreduce / diloco:4", 4, cluster=at(2, 2))
+    simulate(one, "diloco:4", 2)
+    assert all(close(a, b) for a, b in zip(two.x[3], one.x[1], strict=True))
+
+
+# --- inside and between -----------------------------------------------------------------------------
+
+
+@every_outer
+@every_place
+def test_inside_a_site_all_are_equal_after_every_step(
+    simulate: Any, outer: str, sites: list[list[int]]
+) -> None:
+    """Bit for bit, what codecs have left out included; and at the end all are equal everywhere."""
+    trace = Trace(17, optimizer=MOMENTUM)
+
+    def main() -> None:
+        trace()
+        replica = session.get()._replica
+        owed[session.get().rank] = [part.clone() for part in replica.levels["between"].owed]
+
+    owed: dict[int, Any] = {}
+    simulate(main, f"allreduce / {outer}", sum(sizes(sites)), cluster=at(*sizes(sites)))
+    for site in sites:
+        for rank in site[1:]:
+            for step, own in enumerate(trace.x[rank]):
+                assert torch.equal(own, trace.x[site[0]][step]), (rank, step)
+            assert all(map(torch.equal, owed[rank], owed[site[0]]))
+
+
+@every_outer
+def test_the_result_is_the_same_for_all(simulate: Any, outer: str) -> None:
+    """The consensus is one model, also in the middle of a round, and it is what the run brings home."""
+    shown: dict[int, list[torch.Tensor]] = {}
+    final: dict[int, torch.Tensor] = {}
+
+    def main() -> None:
+        trace = Trace(7, optimizer=MOMENTUM, look=True)
+        trace()
+        here = session.get()
+        shown[here.rank] = trace.shown[here.rank]
+        here.close, close_ = lambda: (close_(), final.update({here.rank: flat(here)})), here.close
+
+    def flat(here: Any) -> torch.Tensor:
+        return here._replica.parameters[0].clone()
+
+    summary = simulate(main, f"allreduce / {outer}", 5, cluster=at(2, 3))
+    for one, other in combinations(range(5), 2):
+        assert all(map(torch.equal, shown[one], shown[other]))
+        assert torch.equal(final[one], final[other])
+    assert close(trained(summary)["x"], shown[0][-1], 1e-12) or "+" in outer or "auto" in outer
+
+
+@pytest.mark.parametrize("outer", ["local:4", "diloco:4", "slowmo:4+int8", "average:4", "diloco:4+topk:0.3"])
+@pytest.mark.parametrize("collective", ["auto", "ring"])
+def test_between_rounds_nothing_passes_between_sites(simulate: Any, outer: str, collective: str) -> None:
+    """Bytes leave a site at the start, at the end of a round, and never else; inside they do every step."""
+    if collective == "ring" and "+" in outer:
+        pytest.skip("codes are gathered")
+    passed: dict[int, list[float]] = {}
+    sent: dict[int, list[int]] = {}
+
+    class Counting(Trace):
+        def __call__(self) -> None:
+            self.before = lambda rank, step, _: (
+                passed.setdefault(rank, []).append(session.get()._node.world.costs.sites.passed),
+                sent.setdefault(rank, []).append(session.get()._node.bytes_sent),
+            )
+            super().__call__()
+
+    simulate(Counting(13), f"allreduce / {outer}", 4, cluster=at(2, 2), collective=collective)
+    for rank in range(4):
+        moved = [now > then for then, now in zip(passed[rank], passed[rank][1:], strict=False)]
+        assert moved == [step % 4 == 0 for step in range(1, 13)]
+        assert all(now > then for then, now in zip(sent[rank], sent[rank][1:], strict=False))
+
+
+def test_buckets_are_agreed_on_inside_a_site(simulate: Any) -> None:
+    """In which order gradients come is told to the own site only."""
+    passed: list[float] = []
+
+    def wide() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(5, 20_000), torch.nn.Linear(20_000, 3)).double()
+
+    def main() -> None:
+        here = pr.init()
+        model = wide()
+        model, optimizer = here.prepare(model, SGD(model.parameters()))
+        assert len(here._replica.buckets) > 1
+        for _ in range(3):
+            model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            if here._replica.steps < 3:  # after the last step comes the end
+                passed.append(here._node.world.costs.sites.passed)
+
+    simulate(main, "allreduce / local:9", 4, cluster=at(2, 2))
+    assert len(set(passed)) == 1
+
+
+def test_what_two_levels_remember_is_apart(simulate: Any) -> None:
+    """Both have a codec with a residual: neither sees the other's."""
+
+    def main() -> None:
+        Script(size=40)()
+        replica = session.get()._replica
+        inside, between = (replica.levels[name].owed[0] for name in ("inside", "between"))
+        assert inside.abs().sum() > 0 and between.abs().sum() > 0
+        assert not torch.equal(inside, between) and not replica.buffers.keys() & {"theta", "m"}
+
+    simulate(main, "allreduce+topk:0.3 / diloco:4+topk:0.2", 4, cluster=at(2, 2))
+
+
+@pytest.mark.parametrize("outer", ["slowmo:4", "diloco:4", "diloco:4+topk:0.2", "local:4+int8"])
+@pytest.mark.parametrize("inner", ["allreduce", "allreduce+topk:0.1"])
+def test_an_interrupted_run_goes_on(inner: str, outer: str, tmp_path: Path) -> None:
+    """What both levels remember is saved and loaded."""
+    (tmp_path / "cluster.toml").write_text(at(1, 2))
+
+    def run(begin: int, end: int) -> str:
+        return pr.simulate(
+            lambda: script(tmp_path, begin, end), workers=3, strategy=f"{inner} / {outer}", runs=None,
+            threads=1, cluster=tmp_path / "cluster.toml",
+        )["digest"]  # fmt: skip
+
+    whole = run(0, EPOCHS)
+    run(0, EPOCHS // 2)
+    assert run(EPOCHS // 2, EPOCHS) == whole
+
+
+# --- worlds -----------------------------------------------------------------------------------------
+
+WAYS = [
+    ("auto", "unix:"), ("direct", "unix:"), ("ring", "unix:"), ("hierarchical", "unix:"),
+    ("direct", "tcp:127.0.0.1:0"), ("ring", "tcp:127.0.0.1:0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "listen"), WAYS)
+@pytest.mark.parametrize(
+    "strategy", ["allreduce / diloco:4", "allreduce+bf16 / streaming-diloco:6,fragments=3,overlap=1"]
+)
+def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str, listen: str) -> None:
+    """Bit for bit where sums are taken in rank order, and round a ring as in a simulated one."""
+    (tmp_path / "cluster.toml").write_text(at(2, 3))
+    program = Script(optimizer=MOMENTUM, size=50, shuffle=True)
+    options: dict[str, Any] = {
+        "workers": 5, "strategy": strategy, "runs": tmp_path, "threads": 1,
+        "cluster": tmp_path / "cluster.toml",
+    }  # fmt: skip
+    law = pr.simulate(program, collective="ring" if way == "ring" else "auto", **options)
+    real = pr.run(program, collective=way, listen=listen, **options)
+    if way == "hierarchical":
+        assert distance(trained(law), trained(real)) < (1e-2 if "bf16" in strategy else 1e-12)
+    else:
+        assert (real["digest"], real["bytes_sent"]) == (law["digest"], law["bytes_sent"])
+
+
+class Parts(pr.Strategy):
+    """Sums ranks over parts of the workers that overlap, many at once."""
+
+    def step(self, node: Any, replica: Any) -> None:
+        everyone = list(node.workers)
+        parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
+        mine = [node.among(part) for part in parts if node.me in part]
+        assert [each is node for each in mine] == [len(each.workers) == len(everyone) for each in mine]
+        assert all(node.among(each.workers) is each for each in mine)
+        values = [torch.full((40,), 1.0 + node.me.rank, dtype=torch.float64) for _ in mine]
+        tasks = [each.begin_all_reduce(value) for each, value in zip(mine, values, strict=True)]
+        for task in reversed(tasks):
+            task.join()
+        for each, value in zip(mine, values, strict=True):
+            assert each.workers[each.rank] == node.me
+            assert value.tolist() == [sum(1.0 + peer.rank for peer in each.workers)] * 40
+            assert agree(each, each.rank, op="max") == [len(each.workers) - 1]
+            last = len(each.workers) - 1
+            told = torch.tensor([float(node.me.rank)])
+            each.broadcast(told, root=last)
+            assert told.item() == each.workers[last].rank
+        replica.apply()
+
+
+@pytest.mark.parametrize(
+    "world", ["simulated", "simulated ring", *(f"{way} {listen}" for way, listen in WAYS)]
+)
+def test_parts_have_collectives_of_their_own(world: str) -> None:
+    """Parts that overlap do not disturb each other, whatever the order in which they are waited for."""
+    made = dataclass(frozen=True)(type("Made", (Parts,), {"name": "parts"}))
+    way, _, listen = world.partition(" ")
+    try:
+        if way == "simulated":
+            pr.simulate(Trace(3), workers=4, strategy=made(), threads=1, collective=listen or "auto")
+        else:
+            pr.run(Trace(3), workers=4, strategy=made(), threads=1, runs=None, collective=way, listen=listen)
+    finally:
+        del pr.Strategy.registry["parts"]
+
+
+def test_one_site_does_not_wait_for_another(simulate: Any) -> None:
+    """Between rounds a slow site holds nobody up; in the end all have taken the same steps."""
+    slow = (
+        '[[hosts]]\ncount = 2\nsite = "a"\nstep_time = "10 ms"\n[[hosts]]\nsite = "b"\nstep_time = "30 ms"\n'
+    )
+    summary = simulate(Trace(8), "allreduce / local:4", 4, cluster=slow)
+    ends = {line["node"]: [] for line in events(summary, "step")}
+    for line in events(summary, "step"):
+        ends[line["node"]].append(line["t"])
+    assert ends["worker 0"][:3] == pytest.approx([0.01, 0.02, 0.03])
+    assert ends["worker 3"][:3] == pytest.approx([0.03, 0.06, 0.09])
+    assert ends["worker 0"][3] == pytest.approx(0.12) and ends["worker 0"][7] == pytest.approx(0.24)
+
+
+def test_a_slow_link_between_sites(simulate: Any) -> None:
+    """Steps inside take no notice of it; a round takes what the bytes of one worker per site take."""
+    size = 1000
+    trace = Trace(8, begin=torch.ones(size, dtype=torch.float64))
+    links = 'bandwidth = "8 kB/s"\nlatency = "50 ms"'
+    start = 2 * 0.1 + 8 * size / 8000  # the parameters of worker 0, asked for by the other site's first
+    exchange = 2 * 0.1 + 8 * size / 8000  # there and back, half of the vector each
+    summary = simulate(trace, "allreduce / local:4", 6, cluster=at(3, 3, links=links))
+    assert summary["wall_s"] == pytest.approx(start + 8 * 0.01 + 2 * exchange)
+    everyone = simulate(trace, "local:4", 6, cluster=at(3, 3, links=links))
+    assert everyone["wall_s"] == pytest.approx(
+        2 * 0.1 + 3 * 8 * size / 8000 + 8 * 0.01 + 2 * (0.2 + 2 * 3 * 3 / 6 * 8 * size / 8000)
+    )
+
+
+def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:
+    """DiLoCo between two sites on links of 10 Mbit/s sends less than a tenth, and is sooner there."""
+    links = 'bandwidth = "10 Mbit/s"\nlatency = "20 ms"'
+    program = Script(optimizer=ADAM, size=400, epochs=6, shuffle=True)
+    two, one = (
+        simulate(program, each, 4, cluster=at(2, 2, links=links))
+        for each in ("allreduce / diloco:20", "allreduce")
+    )
+    assert two["metrics"]["after"] < one["metrics"]["after"] * 1.05
+    assert two["bytes_between_sites"] < one["bytes_between_sites"] / 10
+    assert two["wall_s"] < one["wall_s"] / 3
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("local:8 / diloco", "inside a site there can be allreduce, and not local"),
+        ("async / diloco", "inside a site there can be allreduce, and not async"),
+        ("allreduce / allreduce", "between sites there can be average, diloco, local, slowmo or streaming-"),
+        ("allreduce / ssp:2", "and not ssp:2"),
+        ("allreduce / postlocal:3", "and not postlocal:3"),
+        ("allreduce / local:3 / diloco", "takes two levels at most"),
+        ("allreduce / dilco:50", "unknown strategy 'dilco'; did you mean 'diloco'?"),
+        ("allreduce/dilco:50", "unknown strategy 'dilco'; did you mean 'diloco'?"),
+        ("allreduce+bf61 / diloco", "unknown codec 'bf61'"),
+        ("allreduce / diloco:0", "period must be 1 or more"),
+        ("allreduce /", "no strategy is named"),
+        ("allreduce / diloco+dgc", "dgc is for gradients, and diloco sends how far each worker has come"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_combined(strategy: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        pr.parse(strategy)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "message"),
+    [
+        (
+            None,
+            4,
+            r"allreduce / diloco needs to know who is at which site: give a cluster file \(--cluster\)",
+        ),
+        ("[[hosts]]", 4, 'in which every group of hosts has its site = "name"'),
+        (at(2, 2), 2, "the site b has no worker: they are dealt to the groups of hosts in order"),
+        (at(4), 4, "there is one site, a; use allreduce, or name two"),
+    ],
+)
+@pytest.mark.parametrize("how", [pr.simulate, pr.run])
+@pytest.mark.parametrize("chosen", ["outside", "in the script"])
+def test_sites_that_do_not_fit(
+    how: Any, cluster: str | None, workers: int, message: str, chosen: str, tmp_path: Path
+) -> None:
+    """Told before any process starts, if the strategy is known by then."""
+    options: dict[str, Any] = {"strategy": "allreduce / diloco"} if chosen == "outside" else {}
+    if cluster is not None:
+        (tmp_path / "cluster.toml").write_text(cluster)
+        options["cluster"] = tmp_path / "cluster.toml"
+
+    def main() -> None:
+        assert chosen == "in the script"
+        pr.init("allreduce / diloco")
+
+    with pytest.raises(UsageError, match=message):
+        how(main, workers=workers, runs=tmp_path / "runs", threads=1, **options)
+
+
+def test_codes_between_sites_do_not_go_round_a_ring(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(at(2, 2))
+    with pytest.raises(UsageError, match="between sites what int8 sends is gathered"):
+        pr.simulate(
+            Script(), workers=4, strategy="allreduce / diloco+int8", collective="ring",
+            cluster=tmp_path / "cluster.toml",
+        )  # fmt: skip
