@@ -22,7 +22,7 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "codec_accuracy", "codecs", "collectives", "communication", "last_executor", "server",
-    "simulator", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
+    "simulator", "sites", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
 )  # fmt: skip
 
 
