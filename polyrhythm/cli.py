@@ -259,6 +259,9 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
     if summary["dropped"]:
         print(f"dropped: {summary['dropped']:,} updates that came too late")
+    if "lost_updates" in summary:
+        counted, lost, share = (summary["lost_updates"][key] for key in ("counted", "lost", "share"))
+        print(f"lost updates: {lost:,} of {counted:,} that were counted ({share:.2g})")
     for node, reason in summary["lost"].items():
         times = summary["replaced"].get(node, 0)
         then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"

@@ -195,9 +195,9 @@ class Layout:
                 yield index, piece, low, high
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that no strategy can step in for."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
+def check_optimizer(optimizer: torch.optim.Optimizer, sparse: bool = False) -> None:
+    """Refuses optimizers that no strategy can step in for; `sparse`: it leaves sparse gradients alone."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and not sparse:
         raise UsageError("SparseAdam needs sparse gradients, and flat vectors are dense; use Adam or SGD")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

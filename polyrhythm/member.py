@@ -44,6 +44,8 @@ class Member(Session):
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
         self.workers = welcome["workers"]  # that the run began with, whoever is there now
+        self._group = list(range(self.workers))  # who shares the data, where they step together
+        self._group_number = 0  # how many groups there were before this one
         self._late: bool = welcome["life"] > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
@@ -68,7 +70,7 @@ class Member(Session):
         _check_optimizer(self.strategy, optimizer)
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
-        replica = self._replica = Replica(model, optimizer, node.empty)
+        replica = self._replica = Replica(model, optimizer, node.empty, self.strategy.sparse)
         replica.layout.check_servers(len(node.servers))
         self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
         self._seat.request("prepared", layout=replica.layout.hash)
@@ -89,6 +91,8 @@ class Member(Session):
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
+        if self.strategy.begins:
+            self._watch_forward(model)
         self._mark = node.now()
         return (model, optimizer, *shared)
 
@@ -164,6 +168,20 @@ class Member(Session):
             yield
         finally:
             self._accumulating = False
+
+    def _watch_forward(self, model: nn.Module) -> None:
+        """Lets the strategy know when the script is about to read the parameters for a step."""
+
+        def begin(module: nn.Module, _: object) -> None:
+            # Not a copy of the model, which has this hook too, nor an evaluation.
+            if module is model and torch.is_grad_enabled():
+                assert self._replica is not None
+                before = self._node.now()
+                with torch.no_grad(), self._seat.away():
+                    self.strategy.begin(self._node, self._replica)
+                self._exchange += self._node.now() - before
+
+        model.register_forward_pre_hook(begin)
 
     def before_backward(self) -> None:
         self._depth += 1
@@ -295,6 +313,13 @@ class Member(Session):
         def give_back(unseen: int) -> None:
             self._seat.request("give_back", loader=number, unseen=unseen)
 
+        def deal(epoch: int) -> tuple[int, int] | None:
+            answer = self._seat.request("deal", loader=number, epoch=epoch)
+            if "over" in answer:
+                return None
+            self._join_group(answer["ranks"], answer["number"])
+            return self._group.index(self.rank), len(self._group)
+
         return SharedLoader(
             loader,
             rank=self.rank,
@@ -302,11 +327,20 @@ class Member(Session):
             seed=self.seed,
             leases=None if self.strategy.lockstep else (take, give_back),
             counted=self._counted,
+            deal=deal if self.strategy.lockstep and self.strategy.survives else None,
             processes=self._seat.processes,
             peers=[peer.rank for peer in self.strategy.peers(self._node).workers]
             if self.strategy.weighs
             else None,
         )
+
+    def _join_group(self, ranks: list[int], number: int) -> None:
+        """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
+        if number != self._group_number:
+            assert self._replica is not None
+            self._group, self._group_number = ranks, number
+            with torch.no_grad(), self._seat.away():
+                self.strategy.regroup(self._node, self._replica, ranks, number)
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None

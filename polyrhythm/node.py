@@ -3,12 +3,13 @@
 A strategy is plain blocking code against `Node`. What blocking means is the world's business: in
 `worlds.processes` it is a wait on a socket, in `worlds.simulated` it is a switch to the event queue.
 
-Two ways to talk, and one to agree:
+Ways to talk, and one to agree:
 
 - `send` is one way. The payload is snapshotted: the sender may overwrite it at once.
 - `ask` lends. The tensors that go out, and those in `into` that the answer will fill, belong to the
   conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
   answer is written straight into its place.
+- `listen` has a function take what others send while the script computes; `exclusive` keeps the two apart.
 - `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
   rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
   `among` is the same node with a part of the workers for all: its collectives are theirs.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,6 +86,19 @@ class Task(ABC):
         """Blocks until it is done; raises what went wrong there."""
 
 
+class Lock(ABC):
+    """A lock that all workers of a host see under one name. Whoever waits gets it before one who had it; the
+    death of its holder frees it."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Blocks until this worker has it; nothing happens if it has it already."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets others have it; nothing happens if this worker does not have it."""
+
+
 class Coding(Protocol):
     """What a world needs to know of a codec in use (see `coder.Sender`)."""
 
@@ -107,6 +122,8 @@ class Node(ABC):
 
     me: Peer
     seed: int
+    life: int = 0  # how many workers of this rank have died before this one
+    group: int = 0  # of those that share the data: the number of the one that was there when it joined
     sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
 
     @property
@@ -157,6 +174,21 @@ class Node(ABC):
         """The next message of one of these kinds (of any, if none is named), in order of arrival.
 
         None tells that membership changed while waiting: look at `workers` again, and call again.
+        """
+
+    @abstractmethod
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        """From here on, beside the script, has each message of these kinds heard as it comes, one at a time.
+
+        `hear(None)` tells that membership changed. It must not wait for anybody: others wait for it. What it
+        raises ends the run.
+        """
+
+    @abstractmethod
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Around what the script's own thread and what it listens with must not do at the same time.
+
+        No wait inside: whoever waits for this node would wait for both.
         """
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
@@ -211,6 +243,15 @@ class Node(ABC):
     @abstractmethod
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised flat tensor in memory that this node can lend to its neighbours without a copy."""
+
+    @abstractmethod
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in memory that all workers of this host see under this name, zero at first. It stays
+        when a worker dies, whoever asked for it first. UsageError if some workers are on another host."""
+
+    @abstractmethod
+    def lock(self, name: str) -> Lock:
+        """The lock of this name; of the workers of this host, as `shared` is."""
 
     @abstractmethod
     def log(self, event: str, /, **fields: Any) -> None:

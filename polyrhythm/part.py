@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.node import Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import Field, Lock, Message, Node, Peer, Reply, Task
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,12 @@ class Part(Node):
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         return self.whole.expect(sender, kind, into)
 
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        self.whole.listen(hear, *kinds)
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self.whole.exclusive()
+
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         self.whole.answer(message, *tensors, **fields)
 
@@ -78,6 +85,12 @@ class Part(Node):
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return self.whole.empty(count, dtype, device)
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        return self.whole.shared(name, count, dtype)
+
+    def lock(self, name: str) -> Lock:
+        return self.whole.lock(name)
 
     def log(self, event: str, /, **fields: Any) -> None:
         self.whole.log(event, **fields)

@@ -34,10 +34,19 @@ class Replica:
 
     `parameters` and `gradient` are tuples with one flat vector per dtype and device. `present` tells for
     each parameter tensor whether it has a gradient, for PyTorch skips those that have none.
+
+    With `sparse`, gradients that are sparse stay as backward left them, and in the flat gradient there is
+    nothing of them: no step costs more than what it touches.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, empty: Empty = private) -> None:
-        check_optimizer(optimizer)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        empty: Empty = private,
+        sparse: bool = False,
+    ) -> None:
+        check_optimizer(optimizer, sparse)
         self.model = model
         self.optimizer = optimizer
         self.layout = Layout(model, optimizer)
@@ -63,6 +72,9 @@ class Replica:
             place = self.layout.view(self.parameters, piece)
             place.copy_(parameter.detach())
             parameter.data = place
+        self._sparse = sparse
+        self._rows: dict[int, Tensor] = {}  # the sparse gradients that are there now, by parameter
+        self._summed = self.gradient  # what else there may be of a gradient
         self._optimizer_step = optimizer.step
         self._has: list[bool] = [False] * len(self._views)
         self._sums: list[Tensor] = []
@@ -80,6 +92,12 @@ class Replica:
                 self._watch(index, parameter)
         self._shown: nn.Module | None = None
         self.moments = Moments(self.layout, optimizer, self.buffers, empty)
+
+    def move(self, vectors: Sequence[Tensor]) -> None:
+        """From here on the parameters are these vectors, with the values that they have."""
+        self.parameters = tuple(vectors)
+        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
+            parameter.data = self.layout.view(self.parameters, piece)
 
     # --- the gradient -------------------------------------------------------------------------------
 
@@ -101,7 +119,7 @@ class Replica:
 
     def _touch(self, index: int, parameter: Tensor) -> None:
         """A gradient is complete; a bucket that it completes is handed on, after those before it."""
-        with self._lock, torch.no_grad():  # parameters on several devices have a thread each
+        with self._lock:  # parameters on several devices have a thread each
             if self._bucket_of[index] < self.begun:
                 raise UsageError(
                     f"the gradient of {self.layout.pieces[index].name} was completed twice in one backward "
@@ -110,10 +128,11 @@ class Replica:
             self.touched[index] = None
             if self._begin is None:
                 return
-            self._take(index, parameter)
-            self.buckets[self._bucket_of[index]].missing.discard(index)
-            while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
-                self.hand_on(self._begin)
+            with torch.no_grad():
+                self._take(index, parameter)
+                self.buckets[self._bucket_of[index]].missing.discard(index)
+                while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
+                    self.hand_on(self._begin)
 
     def hand_on(self, begin: Callable[[Bucket], None]) -> None:
         """Hands the next bucket on, for its exchange to begin."""
@@ -201,17 +220,21 @@ class Replica:
             for vector, before in zip(self.gradient, self._before, strict=True):
                 vector.sub_(before).mul_(self._scale).add_(before) if self._scale else vector.copy_(before)
         if not self._early:
-            self._sums = [vector.sum() for vector in self.gradient]
+            self._sums = [part.sum() for part in self._summed]
+            self._sums += [gradient._values().sum() for gradient in self._rows.values()]
 
     def gather(self) -> bool:
         """Brings what backward left in `.grad` into the flat gradient; False if nothing has a gradient."""
         places, found = [], []
+        rows: dict[int, Tensor] = {}
         for index, (parameter, view) in enumerate(zip(self.layout.parameters, self._views, strict=True)):
             gradient = parameter.grad
             has = gradient is not None
-            if gradient is None:
-                if self._has[index]:
+            if gradient is None or (self._sparse and gradient.is_sparse):
+                if self._has[index] and index not in self._rows:
                     view.zero_()
+                if gradient is not None:
+                    rows[index] = gradient
             elif gradient is not view:
                 places.append(view)
                 found.append(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -221,6 +244,14 @@ class Replica:
                 self.present[index] = float(has)
         if places:
             torch._foreach_copy_(places, found)
+        if rows.keys() != self._rows.keys():
+            whole = (
+                (index, 0, piece.part, piece.start, piece.stop)
+                for index, piece in enumerate(self.layout.pieces)
+            )
+            spans = spans_of(whole, frozenset(rows))
+            self._summed = tuple(self.gradient[part][start:stop] for _, part, start, stop in spans)
+        self._rows = rows
         return any(self._has)
 
     def revive(self) -> None:
@@ -232,6 +263,9 @@ class Replica:
     def bind(self) -> None:
         """Shows the flat gradient in `.grad` again, after others may have added to it."""
         flags = self.present.tolist()
+        if flags == self._has:  # as whole as before
+            self.begun, self._begin, self._early = 0, None, False
+            return
         if any(math.isnan(present) for present in flags):
             raise PolyrhythmError(
                 "a backward pass has failed on another worker, whose script went on: a gradient is missing"
@@ -248,8 +282,9 @@ class Replica:
         """Raises `NotFinite` if this worker's gradient was not finite; the step must not be taken."""
         if not all(math.isfinite(float(total)) for total in self._sums):
             # The sum of large finite numbers may overflow too: look at each before saying so.
-            views = zip(self.layout.pieces, self._views, strict=True)
-            layers = [piece.name for piece, view in views if not bool(torch.isfinite(view).all())]
+            found = {**dict(enumerate(self._views)), **{i: rows._values() for i, rows in self._rows.items()}}
+            names = [piece.name for piece in self.layout.pieces]
+            layers = [names[index] for index, part in found.items() if not bool(torch.isfinite(part).all())]
             if not layers:
                 return
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""

@@ -174,6 +174,10 @@ class Strategy(Configured):
     optimizers: ClassVar[str] = "any"  # or the name of the class in torch.optim that it needs
     sends: ClassVar[Literal["gradients", "ways"]] = "gradients"  # or how far a worker has come since
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
+    stays: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
+    sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
+    lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
+    one_host: ClassVar[bool] = False  # it works on memory that all workers share
     inside: ClassVar[bool] = False  # it can keep the workers of one site equal, step by step,
     between: ClassVar[bool] = False  # and it can have whole sites for its workers
 
@@ -196,8 +200,18 @@ class Strategy(Configured):
         return True
 
     @property
+    def survives(self) -> bool:
+        """Whether the others can go on when a worker dies."""
+        return not self.lockstep
+
+    @property
     def overlaps(self) -> bool:
         """Whether it wants the gradient in parts while `backward()` goes on."""
+        return False
+
+    @property
+    def begins(self) -> bool:
+        """Whether it wants to know when the script is about to read the parameters for a step."""
         return False
 
     @property
@@ -227,6 +241,9 @@ class Strategy(Configured):
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
 
+    def begin(self, node: Node, replica: Replica) -> None:
+        """A forward pass of the model begins that gradients may be wanted of; for those with `begins`."""
+
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
         """A part of the gradient is complete, and backward goes on: it must not wait.
 
@@ -239,6 +256,12 @@ class Strategy(Configured):
     @abstractmethod
     def step(self, node: Node, replica: Replica) -> None:
         """Runs on every worker in place of `optimizer.step()`."""
+
+    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
+        """Other workers than before share the epoch that begins: this is their `number`-th group.
+
+        For those in lockstep that survive; called by all in the group before the first step of the epoch.
+        """
 
     def finish(self, node: Node, replica: Replica) -> None:
         """Runs on every worker after its last step."""

@@ -82,6 +82,14 @@ MORE = [
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
+    Row("gossip:complete,order=step-then-mix"),
+    Row("gossip:exponential"),
+    Row("gossip:doubling"),
+    Row("adpsgd:ring"),
+    Row("push:1"),
+    Row("push:2,fanout=2"),
+    Row("noloco:4"),
+    Row("hogwild:lock=yes"),
     Row("allreduce / local:3,momentum=average"),
     Row("allreduce / average:3"),
     Row("allreduce / slowmo:3"),
@@ -119,6 +127,9 @@ CODED = [
     Row("allreduce+qsgd:1"),
     Row("sync+terngrad", 2),
     Row("ssp:1+sign"),
+    Row("choco:0.5+topk:0.3"),
+    Row("choco:topology=complete+int8"),
+    Row("choco+sign:dense=1d"),
     Row("allreduce+bf16 / diloco:4+int4"),
     Row("allreduce+topk:0.3 / local:3+topk:0.3,dense=1d"),
     Row("allreduce / streaming-diloco:6,fragments=3+int8"),
@@ -163,6 +174,7 @@ def go(
 # With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
+    "noloco",
 }  # fmt: skip
 
 
@@ -457,7 +469,7 @@ at = "63 ms"
 def adds_up(summary: dict[str, Any]) -> None:
     """Each push that came was applied or dropped, once; on every server versions follow each other."""
     lines = events(summary, "apply", "drop", "deliver")
-    for server in {line["node"] for line in lines}:
+    for server in {line["node"] for line in lines if line["node"].startswith("server")}:
         mine = [line for line in lines if line["node"] == server]
         pushed = [
             (line["sender"], line["sequence"])

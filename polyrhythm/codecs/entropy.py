@@ -120,10 +120,39 @@ def add(code: Array, into: Array, scale: float = 1.0) -> None:
     )  # fmt: skip
 
 
+def count(code: Array, into: Array, tau: float) -> None:
+    """into[i] += the pulses at i, whole numbers; WireError, and nothing is added, if they are not of ±tau."""
+    message = _pulses(code, len(into), tau)
+    if message.mode == TRITS:
+        indexes, pulses = message.list()
+        into[indexes] += pulses
+    elif message.count:
+        one = into.dtype.type(1)
+        load().rice.add_signs(
+            message.words, message.shift, message.m, message.counts, message.ks, message.sizes, message.plane,
+            one, one, into,
+        )  # fmt: skip
+
+
+def unpack_pulses(code: Array, length: int, tau: float) -> tuple[Array, Array]:
+    """The indexes and pulses that a message says, for those who cannot use `count`."""
+    return _pulses(code, length, tau).list()
+
+
 def unpack(code: Array, length: int, dtype: Any) -> tuple[Array, Array]:
     """The indexes and values that a message says, for those who cannot use `add`; WireError if it is none."""
     message = _open(code, length)
     return message.list()[0], message.values_as(dtype)
+
+
+def _pulses(code: Array, length: int, tau: float) -> _Message:
+    """The message that the bytes are, if it is of pulses of ±tau."""
+    message = _open(code, length)
+    if message.mode > TRITS:
+        raise _refused("it has values, and pulses are wanted")
+    if message.tau != tau:
+        raise _refused(f"its pulses are of {message.tau}, not of {tau}")
+    return message
 
 
 class _Plan(NamedTuple):

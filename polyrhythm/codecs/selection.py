@@ -226,6 +226,31 @@ def add(code: Tensor, into: Tensor, scale: float = 1.0) -> None:
     into.index_add_(0, torch.from_numpy(indexes).to(into.device), torch.from_numpy(values).to(into.device))
 
 
+def count(code: Tensor, into: Tensor, tau: float) -> None:
+    """Adds the pulses of ±tau that a message says, as whole numbers; WireError if it says anything else."""
+    import torch
+
+    from polyrhythm.codecs import entropy
+
+    if code.dtype != torch.uint8 or code.dim() != 1:
+        raise WireError(f"a sparse message is bytes, not {code.dtype}")
+    if compiled(into):
+        entropy.count(code.cpu().numpy(), into.numpy(), tau)
+    else:
+        indexes, times = entropy.unpack_pulses(code.cpu().numpy(), len(into), tau)
+        into.index_add_(0, torch.from_numpy(indexes).to(into.device), torch.from_numpy(times).to(into.device))
+
+
+def place(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:
+    """into = base + tau · counts. About how large the largest |count| is: less than twice as large."""
+    if compiled(base) and compiled(into) and base.dtype == into.dtype:
+        array = base.detach().numpy()
+        kind = array.dtype.type
+        return int(load().scan.place(array, counts.numpy(), kind(tau), into.detach().numpy()))
+    into.copy_(base + counts.to(base.dtype) * tau)
+    return int(counts.abs().max()) if len(counts) else 0
+
+
 def single(number: float) -> float:
     """The 32-bit float next to a number: what a message can carry."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
@@ -250,3 +275,16 @@ def warm(dtype: torch.dtype) -> None:
     code = pulses(vector, other.zero_(), 1.0, False)[0]  # signs
     add(code, other)
     entropy.unpack(code.numpy(), len(other), other.numpy().dtype)
+
+
+def warm_counts(dtype: torch.dtype) -> None:
+    """The same for those who count pulses."""
+    import torch
+
+    ones = torch.ones(SMALL + 1, dtype=dtype)
+    counts = torch.zeros(SMALL + 1, dtype=torch.int32)
+    one = torch.zeros_like(ones)
+    one[7] = 1.0
+    for values, tau, many in ((ones, 1.0, False), (ones, 0.5, True), (one, 1.0, False)):
+        count(pulses(torch.zeros_like(ones), values, tau, many)[0], counts, tau)
+    place(ones, counts, 0.5, one)

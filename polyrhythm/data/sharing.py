@@ -28,6 +28,8 @@ from polyrhythm.worlds.leases import Lease
 # (epoch, its number of batches, how many leased ones are still unseen) -> the next ones to train on
 Take = Callable[[int, int, int], Lease | None]
 GiveBack = Callable[[int], None]  # so many of the leased ones will not be seen: others may have them
+# (epoch) -> this worker's place among those that share it, and their number; None if it is over
+Deal = Callable[[int], tuple[int, int] | None]
 
 
 def mix(*parts: object) -> int:
@@ -55,6 +57,7 @@ class SharedLoader:
         seed: int,
         leases: tuple[Take, GiveBack] | None,
         counted: Callable[[int, float], None],
+        deal: Deal | None = None,
         processes: bool = True,
         peers: Sequence[int] | None = None,
     ) -> None:
@@ -70,7 +73,7 @@ class SharedLoader:
         self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
         self._peers = range(workers) if peers is None else peers  # over whom gradients are averaged
-        self._leases, self._counted = leases, counted
+        self._leases, self._counted, self._deal = leases, counted, deal
         self._drawn: dict[int, list[list[int]]] = {}
         self._counts: deque[tuple[int, float]] = deque()  # of batches that are drawn and not yet seen
         self._undrawn = 0  # batches of the present lease that are not even drawn
@@ -167,6 +170,11 @@ class SharedLoader:
         In a full round it is 1. With n of their examples in the round it is n * peers / examples, for the
         mean of a batch stands for n examples, and the mean over peers divides by their number.
         """
+        if self._deal is not None:
+            place = self._deal(self.epoch)
+            if place is None:
+                return
+            self._rank, self._workers = place
         batches = self._order(self.epoch)
         if not self._splits:
             for first in range(0, len(batches), self._workers):

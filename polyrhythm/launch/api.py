@@ -79,6 +79,11 @@ def run(
     if chosen is not None:
         choice.check_codec(collective, chosen)
         chosen.check_sites(sites)
+    if chosen is not None and chosen.one_host and (here != workers or listen != "unix:"):
+        raise UsageError(
+            f"{chosen} works on memory that all workers share, so they must be on one host: leave --here and "
+            "--listen out, or use a strategy that sends, such as async"
+        )
     if here != workers:
         _check_hosts(workers, here, servers, listen, key, collective)
     elif collective in ("shared", "hierarchical") and listen != "unix:":

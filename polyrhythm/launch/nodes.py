@@ -33,11 +33,11 @@ class Rooms:
     """The arenas of a host, and which of them each life of a node works in.
 
     A dead worker's memory stays its own until no server reads or writes there: replacements begin in spare
-    arenas. Any thread may release, one takes.
+    arenas. Any thread may release, one takes. One more arena, the last, is nobody's: what is common to all.
     """
 
     def __init__(self, first: int, spare: int) -> None:
-        self.arenas = Arenas(first + spare, ARENA)
+        self.arenas = Arenas(first + spare + 1, ARENA)
         self._first, self._spare = list(range(first)), list(range(first, first + spare))
         self._taken: dict[tuple[Peer, int], int] = {}
 

@@ -45,6 +45,10 @@ class Arenas:
                     mapped = self._maps[index] = (memory, memoryview(memory))
         return mapped[1]
 
+    def file(self, index: int) -> int:
+        """The descriptor of an arena's file."""
+        return self._files[index]
+
     def allocate(self, index: int, nbytes: int) -> int:
         """The offset of `nbytes` unused bytes, in the first hole that fits. Only the owner allocates."""
         align = mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else ALIGNMENT

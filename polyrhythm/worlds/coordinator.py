@@ -18,7 +18,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
 from polyrhythm.record import RunFolder, spread
 from polyrhythm.strategy import Strategy, parse
-from polyrhythm.worlds.leases import Leases
+from polyrhythm.worlds.leases import Deals, Leases
 
 COORDINATOR = Peer("coordinator", 0)  # its name on the wire
 
@@ -96,6 +96,7 @@ class Coordinator:
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
+        self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
         self.passed: int | None = None  # bytes that have left a site, where somebody counts them
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
@@ -114,7 +115,10 @@ class Coordinator:
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
-        self._freed: Counter[tuple[str, int]] = Counter()  # how many servers have let go of a dead worker
+        self._holders: dict[tuple[Peer, int], set[Peer]] = {}  # who may still use a dead worker's memory
+        self._leaving: dict[Peer, Respond] = {}  # who is done, and stays until the result is home
+        self._bringer: Peer | None = None  # who brings it
+        self._deals = Deals(workers)
         if strategy is not None:
             self._settle(strategy)
 
@@ -156,7 +160,7 @@ class Coordinator:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer], "batch_norm": self.batch_norm,
+            "life": self.lives[peer], "batch_norm": self.batch_norm, "group": self._deals.number,
             "sites": [list(ranks) for ranks in self._sites.values()],
         }  # fmt: skip
 
@@ -188,8 +192,15 @@ class Coordinator:
         totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
         totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
+        longest = self.strategy.lease if self.strategy is not None else 1
         lease = self.leases.take(
-            peer.rank, fields["loader"], fields["epoch"], fields["batches"], workers, fields["unseen"]
+            peer.rank,
+            fields["loader"],
+            fields["epoch"],
+            fields["batches"],
+            workers,
+            fields["unseen"],
+            longest,
         )
         if lease is None:
             respond({"over": True})
@@ -215,8 +226,11 @@ class Coordinator:
             self.staleness[line["staleness"]] += 1
         elif event == "drop":
             self.dropped += 1
-        elif event == "left" and peer.role == "server" and line["reason"] != "finished":
-            self._let_go(line["peer"], line["life"])
+        elif event == "left" and line["reason"] != "finished":
+            role, rank = line["peer"].split()
+            self._let_go(peer, (Peer(role, int(rank)), line["life"]))
+        elif event == "lost updates":
+            self.lost_updates = {key: line[key] for key in ("counted", "lost", "share")}
         elif event == "totals":
             totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
@@ -243,12 +257,35 @@ class Coordinator:
         It is the last one, for only then are they final; in lockstep worker 0, for there all have the same
         and so the buffers are always of the same worker.
         """
+        if self.strategy is not None and self.strategy.stays and peer.role == "worker":
+            self._leaving[peer] = respond
+            self._part()
+            return
         others = bool(self.expected) or any(each.role == "worker" and each != peer for each in self.members)
         lockstep = self.strategy is not None and self.strategy.lockstep
         last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
         respond({"last": last})
         if not last:
             self.leave(peer, "finished")
+
+    def _part(self) -> None:
+        """Once all workers are done, one of them brings the result, while the others still answer it."""
+        workers = [each for each in sorted(self.members) if each.role == "worker"]
+        self._deal()
+        if self._bringer is None and not self.expected and workers and not {*workers} - {*self._leaving}:
+            self._bringer = workers[0]
+            self._leaving.pop(workers[0])({"last": True})
+
+    def _on_deal(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        """A worker is about to begin an epoch of a loader."""
+        self._deals.ask(peer, fields["loader"], fields["epoch"], respond)
+        self._deal()
+
+    def _deal(self) -> None:
+        """Answers those who wait to begin an epoch, if all are there."""
+        done = {self._bringer, *self._leaving}
+        workers = (each for each in self.members if each.role == "worker" and each not in done)
+        self._deals.answer({each: self.lives[each] for each in workers})
 
     def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
         """The last worker has brought the final parameters, in safetensors form."""
@@ -257,6 +294,10 @@ class Coordinator:
         if self._folder is not None:
             self._folder.consensus(blob)
         self.leave(peer, "finished")
+        leaving, self._leaving = self._leaving, {}
+        for other, respond in leaving.items():
+            respond({"last": False})
+            self.leave(other, "finished")
 
     def _on_failed(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         respond({})
@@ -269,6 +310,7 @@ class Coordinator:
         if self.members.pop(peer, None) is None:
             return
         self.gone[peer] = reason
+        self._let_go(peer, *self._holders)
         life = self.lives[peer]
         returned = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0
         self._event("leave", peer, life=life, reason=reason, returned=returned)
@@ -291,7 +333,7 @@ class Coordinator:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
             self.fail(f"{peer} {reason}; its part of the parameters is gone")
-        elif strategy is None or strategy.lockstep:
+        elif strategy is None or not strategy.survives:
             self.fail(f"{peer} {reason}; under {strategy} no worker can go on without it (async can)")
         else:
             self._lose(peer, reason)
@@ -300,9 +342,12 @@ class Coordinator:
         """A worker is dead, and the others can go on: with another in its place, if there is one."""
         life, joined = self.lives[peer], peer in self.members
         self.expected.discard(peer)
-        again = self._replace(peer)
+        done = self._leaving.pop(peer, None) is not None or peer == self._bringer
+        if peer == self._bringer:
+            self._bringer = None
+        again = not done and self._replace(peer)
         if not again and not self.digest and not any(o.role == "worker" and o != peer for o in self.members):
-            again = not self.expected and self._rescue(peer)
+            again = not self.expected and bool(self.servers) and self._rescue(peer)
         if again:
             self.expected.add(peer)
         self.leave(peer, reason)
@@ -311,18 +356,23 @@ class Coordinator:
             self.lives[peer] += 1
         else:
             self.gone[peer] = reason
-        if not joined or not self.servers:
+        peers = self.strategy is not None and self.strategy.stays  # then workers lend to workers
+        holders = {each for each in self.members if peers or each.role == "server"}
+        if joined and holders:
+            self._holders[peer, life] = holders
+        else:
             self._released(peer, life)
+        self._part()
         if self._alone and not self.digest:
             self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
 
-    def _let_go(self, worker: str, life: int) -> None:
-        """A server holds nothing of a dead worker any longer; once none does, its memory is free."""
-        self._freed[worker, life] += 1
-        if self._freed[worker, life] == self.servers:
-            del self._freed[worker, life]
-            role, rank = worker.split()
-            self._released(Peer(role, int(rank)), life)
+    def _let_go(self, holder: Peer, *dead: tuple[Peer, int]) -> None:
+        """A node holds nothing of a dead worker any longer; once none does, its memory is free."""
+        for worker, life in dead:
+            holders = self._holders.get((worker, life), set())
+            holders.discard(holder)
+            if not holders and self._holders.pop((worker, life), None) is not None:
+                self._released(worker, life)
 
     def fail(self, message: str, exit_code: int = 1) -> None:
         """The first failure is the run's."""
@@ -342,7 +392,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         wall = max(self.ended - self.began, 1e-9)
         workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
-        summary = {
+        summary: dict[str, Any] = {
             "strategy": str(self.strategy),
             "workers": self.workers,
             "servers": self.servers,
@@ -364,6 +414,8 @@ class Coordinator:
             "digest": self.digest,
             **({} if self.passed is None else {"bytes_between_sites": self.passed}),
         }
+        if self.lost_updates is not None:
+            summary["lost_updates"] = self.lost_updates
         if self._folder is not None:
             summary["folder"] = str(self._folder.path)
             self._folder.summary(summary)
@@ -395,7 +447,7 @@ class Coordinator:
             self.servers = self.servers or 1
         elif self.servers:
             raise UsageError(f"{strategy} needs no servers; leave --servers out")
-        if strategy.lockstep and self._restarts:
+        if not strategy.survives and self._restarts:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
         strategy.check(self.workers, self.servers)
         strategy.check_sites(self._sites)

@@ -54,6 +54,7 @@ class Fiber:
     def __init__(self, loop: Loop, node: SimulatedNode, function: Callable[[], None]) -> None:
         self.loop, self.node = loop, node
         self.waiting: tuple[str, ...] | None = None
+        self.told = 0  # how many changes of membership it knows of
         self._greenlet = greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
         self._since = 0.0
@@ -74,6 +75,7 @@ class Fiber:
 
     def block(self, *what: str) -> Any:
         """Gives up control until somebody resumes this fiber. `what` says what it waits for."""
+        assert not self.node.excluding, f"{self.node.me} may not wait for {' '.join(what)} inside exclusive()"
         self.waiting, self._since = what, self.loop.now
         grad = torch.is_grad_enabled()
         self.node.fiber = None

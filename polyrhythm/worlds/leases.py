@@ -1,4 +1,4 @@
-"""Who trains on which batches when workers go at their own pace.
+"""Who trains on which batches when workers go at their own pace, or come and go.
 
 Batches of an epoch are leased in small runs, smaller towards the end, so that a fast worker takes more and
 all finish together (guided self-scheduling). What a lost worker held goes back and is handed out again,
@@ -8,8 +8,11 @@ at the latest in the next epoch. No I/O here: the coordinator asks and tells.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from polyrhythm.node import Peer
 
 LONGEST = 8
 
@@ -45,7 +48,14 @@ class Leases:
         self._returned: dict[int, list[Lease]] = {}
 
     def take(
-        self, worker: int, loader: int, epoch: int, batches: int, workers: int, unseen: int = 0
+        self,
+        worker: int,
+        loader: int,
+        epoch: int,
+        batches: int,
+        workers: int,
+        unseen: int = 0,
+        longest: int = LONGEST,
     ) -> Lease | None:
         """The next batches for a worker; None when the epoch is over.
 
@@ -54,12 +64,12 @@ class Leases:
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
         over = epoch < self._since.get((worker, loader), 0)
-        lease = self._take(loader, epoch, 0 if over else batches, workers)
+        lease = self._take(loader, epoch, 0 if over else batches, workers, longest)
         if lease is not None:
             held.append(lease)
         return lease
 
-    def _take(self, loader: int, epoch: int, batches: int, workers: int) -> Lease | None:
+    def _take(self, loader: int, epoch: int, batches: int, workers: int, longest: int) -> Lease | None:
         returned = self._returned.get(loader, [])
         for at, lease in enumerate(returned):
             if lease.epoch <= epoch:
@@ -68,7 +78,7 @@ class Leases:
         left = batches - first
         if left <= 0:
             return None
-        count = max(1, min(LONGEST, left // (2 * workers)))
+        count = max(1, min(longest, left // (2 * workers)))
         self._next[loader, epoch] = first + count
         return Lease(epoch, first, count)
 
@@ -92,3 +102,43 @@ class Leases:
     def undone(self) -> int:
         """Batches that were given back and that nobody took since."""
         return sum(lease.count for returned in self._returned.values() for lease in returned)
+
+
+class Deals:
+    """Who shares the epochs of a run in equal parts, where workers step together but may come and go.
+
+    An epoch begins when all are there that shared the one before and are still in the run. Whoever else is
+    there by then, in place of one that died, is in from here on; the epochs before are over for it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._first = frozenset(Peer("worker", rank) for rank in range(workers))
+        self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
+        self._epochs: dict[int, int] = {}  # which that was
+        self.number = 0  # how often a group has been another than the one before
+        self._last = dict.fromkeys(self._first, 0)  # its workers, and which of their lives
+        self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
+
+    def ask(self, worker: Peer, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]) -> None:
+        """A worker wants to begin an epoch."""
+        if epoch <= self._epochs.get(loader, -1):
+            respond({"over": True})
+        else:
+            self._waiting.setdefault((loader, epoch), {})[worker] = respond
+
+    def answer(self, there: Mapping[Peer, int]) -> None:
+        """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
+        for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
+            for gone in [worker for worker in waiting if worker not in there]:
+                del waiting[gone]
+            wanted = [worker for worker in self._groups.get(loader, self._first) if worker in there]
+            if not waiting or not all(worker in waiting for worker in wanted):
+                continue
+            del self._waiting[loader, epoch]
+            group = sorted(waiting)
+            self._groups[loader], self._epochs[loader] = group, epoch
+            lives = {worker: there[worker] for worker in group}
+            if lives != self._last:
+                self.number, self._last = self.number + 1, lives
+            for respond in waiting.values():
+                respond({"ranks": [worker.rank for worker in group], "number": self.number})

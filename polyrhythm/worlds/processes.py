@@ -6,9 +6,11 @@ and all that goes to another host, travel as bytes. Tensors on a GPU are staged 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.errors import PeerLost, PolyrhythmError, WaitError
-from polyrhythm.node import Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.node import Coding, Field, Lock, Message, Node, Peer, Reply, Task
 from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat
+from polyrhythm.wire.common import Common
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
@@ -64,6 +67,16 @@ class _ProcessReply(Reply):
         for place, host in self._staged:
             place.copy_(host)
         return message
+
+
+class _Unanswered(Reply):
+    """Whoever was asked was gone already."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def wait(self) -> Message:
+        raise self._error
 
 
 class _Thread(Task):
@@ -110,6 +123,7 @@ class ProcessNode(Node):
         self._base = self._memory.data_ptr()
         self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self._crew: Crew | None = None
+        self._together = True  # whether all workers are on this host
         self._places: dict[Peer, Place] = {}  # of workers
         self._parts: dict[tuple[Peer, ...], _ProcessPart] = {}
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
@@ -117,6 +131,9 @@ class ProcessNode(Node):
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
         self._dead: dict[Peer, int] = {}  # the same, of those that died
         self._over = False
+        self._changes = 0  # of who is there
+        self._told = threading.local()  # of how many each thread knows
+        self._hearing = threading.RLock()
         self._lines: list[dict[str, Any]] = []
         self._totals: dict[str, Any] | None = None
         self._flushed = 0.0
@@ -159,6 +176,7 @@ class ProcessNode(Node):
             if role == "worker":
                 places[peer] = Place(*place)
         self._crew = Crew(self, places, self._collective)
+        self._together = {place.host for place in places.values()} == {self.transport.host}
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
@@ -208,10 +226,11 @@ class ProcessNode(Node):
         included; a replacement may be waiting for that."""
         if not self._handled:
             return
-        for notice in self._handled:
+        with self._lock:
+            handled, self._handled = self._handled, []
+        for notice in handled:
             fields = {key: value for key, value in notice.fields.items() if key in ("life", "reason")}
             self.log(notice.kind, peer=str(notice.peer), **fields)
-        self._handled.clear()
         self.flush()
 
     # --- messages -----------------------------------------------------------------------------------
@@ -229,8 +248,11 @@ class ProcessNode(Node):
             if host is not place:
                 staged.append((place, host))
             places.append(self._buffer(host))
-        pending = self.transport.ask(to, kind, [self._buffer(tensor) for tensor in tensors], places, fields)
-        return _ProcessReply(pending, staged)
+        buffers = [self._buffer(tensor) for tensor in tensors]
+        try:
+            return _ProcessReply(self.transport.ask(to, kind, buffers, places, fields), staged)
+        except PeerLost as error:
+            return _Unanswered(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._log_handled()
@@ -238,8 +260,9 @@ class ProcessNode(Node):
             wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
             # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
             notice = self._notices[0] if self._notices else None
+            news = getattr(self._told, "changes", 0) != self._changes
             if notice is None:
-                incoming = self.transport.receive(kinds, since=wakes)
+                incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
             else:
                 incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
             if incoming is not None:
@@ -249,12 +272,45 @@ class ProcessNode(Node):
                 self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
                 if not late:  # otherwise its memory may be another's by now
                     return message
-            elif notice is not None:
-                self._notices.popleft()
-                self._heed(notice)
-                if notice.peer is not None:
-                    self._handled.append(notice)
+            elif notice is not None or news:
+                with self._lock:
+                    # Each thread is told, but only one of them is the first to hear of it.
+                    if notice is not None and self._notices and self._notices[0] is notice:
+                        self._notices.popleft()
+                        self._heed(notice)
+                        if notice.peer is not None:
+                            self._handled.append(notice)
+                        self._changes += 1
+                    self._told.changes = self._changes
                 return None
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        try:
+                            message = self.receive(*kinds)
+                        except WaitError:
+                            if self.transport.closed:
+                                return
+                            continue  # nobody had anything to say
+                        hear(message)
+            except Exception as error:
+                if self.transport.closed:
+                    return
+                known = isinstance(error, PolyrhythmError)
+                if not known:
+                    traceback.print_exc()
+                what = str(error) if known else f"{self.me} failed: {type(error).__name__}: {error}"
+                code = error.exit_code if isinstance(error, PolyrhythmError) else 1
+                with contextlib.suppress(PolyrhythmError):
+                    self.transport.send(COORDINATOR, "failed", (), {"error": what, "exit_code": code})
+
+        _Thread(ear, ())
+
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        return self._hearing
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
@@ -317,6 +373,25 @@ class ProcessNode(Node):
         nbytes = count * dtype.itemsize
         offset = self.arenas.allocate(self.arena, nbytes)
         return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        common, nbytes = self._common(), count * dtype.itemsize
+        return (
+            torch.frombuffer(common.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+
+    def lock(self, name: str) -> Lock:
+        return self._common().lock(name)
+
+    def _common(self) -> Common:
+        if self.arenas is None or not self._together:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return Common(self.arenas)
 
     def log(self, event: str, /, **fields: Any) -> None:
         with self._lock:
@@ -403,7 +478,7 @@ class ProcessSeat(Seat):
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed = welcome["seed"]
+        node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         return welcome
 

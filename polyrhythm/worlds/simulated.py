@@ -29,9 +29,9 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.collectives import hops, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.member import Member
-from polyrhythm.node import LIFE, Coding, Field, Message, Node, Peer, Reply, Task
+from polyrhythm.node import LIFE, Coding, Field, Lock, Message, Node, Peer, Reply, Task
 from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat, ServerDone, seat, session
 from polyrhythm.worlds.aside import Aside, without_hooks
@@ -61,12 +61,21 @@ class _SimulatedReply(Reply):
         self.node, self.to, self.kind, self.into = node, to, kind, into
         self.message: Message | None = None
         self.fiber: Fiber | None = None
+        self.lost = False
 
     def wait(self) -> Message:
         while self.message is None:
+            if self.lost:
+                raise PeerLost(f"{self.node.me} waited for {self.to} to answer {self.kind!r}, which is gone")
             self.fiber = self.node.current()
             self.fiber.block(str(self.to), "to answer", repr(self.kind))
         return self.message
+
+    def lose(self) -> None:
+        """Whoever was asked is gone, and had not answered."""
+        self.lost = True
+        if self.fiber is not None:
+            self.node.world.loop.at(self.node.now(), self.fiber.resume, None)
 
     def arrive(self, message: Message) -> None:
         self.message = message
@@ -117,8 +126,14 @@ class _Collective(Task):
         self.coding: Coding | None = None  # of a gather,
         self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
         self.flags: Sequence[Tensor] = ()  # and what goes along
-        self._done = False
+        self._done = self._lost = False
         self._waiter: Fiber | None = None
+
+    def lose(self) -> None:
+        """One of those that would have to come is dead."""
+        self._lost = True
+        if self._waiter is not None:
+            self.node.world.loop.at(self.node.now(), self._waiter.resume, None)
 
     def finish(self, _: object = None) -> None:
         self._done = True
@@ -127,8 +142,39 @@ class _Collective(Task):
 
     def join(self) -> None:
         while not self._done:
+            if self._lost:
+                gone = ", ".join(self.node.world.coordinator.lost)
+                raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
             self._waiter.block(self.kind, f"number {self.number} with {self.circle}")
+
+
+class _SimulatedLock(Lock):
+    """One node's handle on a lock: those who have it or want it, in order. The first has it."""
+
+    def __init__(self, node: SimulatedNode, name: str) -> None:
+        self._node, self._name = node, name
+        self._line: list[SimulatedNode] = node.world.locks.setdefault(name, [])
+
+    def take(self) -> None:
+        if self._node not in self._line:
+            self._line.append(self._node)
+        while self._line[0] is not self._node:
+            self._node.current().block("the lock", repr(self._name))
+
+    def release(self) -> None:
+        if self._line and self._line[0] is self._node:
+            leave(self._line, self._node)
+
+
+def leave(line: list[SimulatedNode], node: SimulatedNode) -> None:
+    """Takes a node out of the line for a lock; if it was the first, the next has the lock."""
+    first = line[0] is node
+    line.remove(node)
+    if first and line:
+        for fiber in line[0].fibers:
+            if fiber.waiting and fiber.waiting[0] == "the lock":
+                fiber.loop.at(fiber.loop.now, fiber.resume, None)
 
 
 class _Several(Task):
@@ -167,12 +213,15 @@ class SimulatedNode(Node):
         self.world, self.me, self.life, self.seed = world, me, life, world.seed
         self.fibers: list[Fiber] = []
         self.crashed = False
+        self.excluding = False
         self.fiber: Fiber | None = None
         self.random_state: Tensor | None = None
         self.bytes_sent = 0
         self._key = (me.role, me.rank)
         self._inbox: deque[Message | _Notice] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
+        self._asked: dict[_SimulatedReply, None] = {}  # of this node, and not answered yet
+        self._changes = 0  # of who is there
         self._sequence = life << LIFE
         self._workers: Sequence[Peer] = ()
         self._left: dict[Peer, int] = {}  # the last life of a peer that has left
@@ -227,7 +276,10 @@ class SimulatedNode(Node):
         self._sequence += 1
         message = _Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
         reply = message.reply = _SimulatedReply(self, to, kind, into)
-        self._post(to, message)
+        if to in self._dead and to not in self._workers:
+            reply.lose()
+        else:
+            self._post(to, message)
         return reply
 
     def _post(self, to: Peer, message: Message) -> None:
@@ -239,6 +291,13 @@ class SimulatedNode(Node):
         self.world.carry(self._key, there._key, nbytes, there._arrive, message)
 
     def _arrive(self, message: Message) -> None:
+        reply = message.reply if isinstance(message, _Asked) else None
+        if self.crashed:
+            if reply is not None:
+                reply.lose()
+            return
+        if reply is not None:
+            self._asked[reply] = None
         self._inbox.append(message)
         for index, (fiber, kinds) in enumerate(self._receivers):
             if not kinds or message.kind in kinds:
@@ -253,6 +312,7 @@ class SimulatedNode(Node):
                 if isinstance(message, _Notice):
                     del inbox[index]
                     self._heed(message)
+                    fiber.told = self._changes
                     return None
                 if not kinds or message.kind in kinds:
                     del inbox[index]
@@ -267,12 +327,36 @@ class SimulatedNode(Node):
                         self._take_time(self.world.costs.apply_time(self.rank))
                     return message
             else:
+                if fiber.told != self._changes:  # another has heeded it
+                    fiber.told = self._changes
+                    return None
                 self._receivers.append((fiber, kinds))
                 fiber.block("a message", *kinds)
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        hear(self.receive(*kinds))
+            except Exception as error:
+                if not self.crashed:
+                    self.world.failed(self.me, error)
+
+        self.spawn(ear)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        before, self.excluding = self.excluding, True
+        try:
+            yield
+        finally:
+            self.excluding = before
 
     def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Asked) and message.reply is not None, "this was answered already"
         reply, message.reply = message.reply, None
+        self._asked.pop(reply, None)
         if reply.node.crashed:
             return
         nbytes = 0
@@ -296,6 +380,7 @@ class SimulatedNode(Node):
 
     def _heed(self, notice: _Notice) -> None:
         """From here on this node knows of it."""
+        self._changes += 1
         peer, fields = notice.peer, notice.fields
         if peer is None:
             self._over = True
@@ -314,6 +399,11 @@ class SimulatedNode(Node):
         self.crashed = True
         for fiber in self.fibers:
             fiber.kill()
+        for reply in self._asked:
+            reply.lose()
+        for line in self.world.locks.values():
+            if self in line:
+                leave(line, self)
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -362,6 +452,8 @@ class SimulatedNode(Node):
         which = mine.circle.name, mine.number
         here = self.world.collectives.setdefault(which, {})
         here[self.rank] = mine
+        if self.world.coordinator.lost:
+            mine.lose()
         if len(here) == mine.circle.count:
             del self.world.collectives[which]
             self._complete(here, mine.circle.name)
@@ -433,6 +525,12 @@ class SimulatedNode(Node):
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
+
+    def lock(self, name: str) -> Lock:
+        return _SimulatedLock(self, name)
+
     def log(self, event: str, /, **fields: Any) -> None:
         line = {"t": self.world.loop.now, "event": event, **fields}
         self.world.coordinator.record(self.me, self.life, line)
@@ -498,6 +596,7 @@ class _SimulatedSeat(Seat):
 
     def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
+        self.node.group = welcome["group"]
         self.node.meet()
         return welcome
 
@@ -581,6 +680,8 @@ class Simulated:
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self.collectives: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by circle, number
         self.collectives_free: dict[tuple[int, ...], float] = {}  # by circle: when the last one is over
+        self.memory: dict[str, Tensor] = {}  # that all workers share, by name
+        self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
         self.costs: Costs = cluster.place(workers, servers, seed, colocated)
         self._fibers: list[Fiber] = []
         self._say = say
@@ -687,7 +788,10 @@ class Simulated:
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
         if self.coordinator.failure is None:
             self.nodes[peer].crash()
-            if crash.back is not None:
+            for here in self.collectives.values():
+                for part in here.values():
+                    part.lose()
+            if crash.back is not None and peer in self.coordinator.expected:  # it was not done
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:
@@ -715,15 +819,18 @@ class Simulated:
             mine.close()
         except (ServerDone, GreenletExit):
             pass
-        except PolyrhythmError as error:
-            if not node.crashed:
-                self.coordinator.fail(str(error), error.exit_code)
         except Exception as error:
-            if node.crashed:
-                return  # while it was stopped: a process that is killed says nothing either
-            for line in traceback.format_exc().rstrip().splitlines():
-                self._say(f"[{node.me}] {line}")
-            self.coordinator.fail(f"{node.me} failed: {type(error).__name__}: {error}")
+            if not node.crashed:  # while it was stopped: a process that is killed says nothing either
+                self.failed(node.me, error)
+
+    def failed(self, peer: Peer, error: Exception) -> None:
+        """A node cannot go on, and so the run cannot."""
+        if isinstance(error, PolyrhythmError):
+            self.coordinator.fail(str(error), error.exit_code)
+            return
+        for line in "".join(traceback.format_exception(error)).rstrip().splitlines():
+            self._say(f"[{peer}] {line}")
+        self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Tells every member, but not whom it is about, what happened."""

@@ -60,6 +60,18 @@ def threshold(
 
 
 @compiled
+def place(base: Array, counts: Array, tau: Any, into: Array) -> Any:
+    """into = base + tau · counts. A number that has every bit which any |count| has."""
+    kind = base.dtype.type
+    bits = np.int32(0)
+    for j in range(len(base)):
+        count = counts[j]
+        bits |= count ^ (count >> np.int32(31))
+        into[j] = base[j] + kind(count) * tau
+    return bits
+
+
+@compiled
 def above(values: Array, least: Any, start: int, indexes: Array) -> tuple[int, int]:
     """The indexes where |values| >= least, from `start` on: how many, and where it stopped."""
     marks = np.zeros(CHUNK, np.uint8)

@@ -1,0 +1,111 @@
+"""Ledger: what a worker knows of everybody's pulses, as whole numbers; logic without I/O.
+
+An origin is one life of one worker, such as "3.0". Its messages are numbered 1, 2, 3, ... and count in this
+order, each once. Whole numbers can be added up in any order, so two ledgers that know as many messages of
+each origin have the same counts, bit for bit.
+
+The last messages of each origin are kept, for those who have missed them. They may have as many bytes as the
+counts themselves have: whoever has missed more is better off with the counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from polyrhythm.codecs import selection
+from polyrhythm.errors import WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Have = dict[str, int]  # by origin: up to which of its messages all are known
+LEAST = 1 << 16  # bytes that are kept of an origin in any case
+
+
+class Ledger:
+    """The pulses that have come, by parameter, and how far they are known, by origin."""
+
+    def __init__(self, counts: Sequence[Tensor], tau: float) -> None:
+        self.counts, self.tau = tuple(counts), tau
+        self.have: Have = {}
+        self._logs: dict[str, deque[tuple[Tensor, ...]]] = {}
+        self._bytes: dict[str, int] = {}
+        self._room = sum(vector.nbytes for vector in self.counts)
+
+    def add(self, origin: str, number: int, codes: Sequence[Tensor]) -> Literal["new", "known", "gap"]:
+        """Takes a message in, if it is the next one of its origin."""
+        known = self.have.get(origin, 0)
+        if number != known + 1:
+            return "known" if number <= known else "gap"
+        if len(codes) != len(self.counts):
+            raise WireError(f"{len(codes)} codes came for {len(self.counts)} vectors")
+        self._count(codes)
+        self.have[origin] = number
+        log = self._logs.setdefault(origin, deque())
+        log.append(tuple(codes))
+        size = self._bytes.get(origin, 0) + _size(codes)
+        while size > max(LEAST, self._room // len(self._logs)) and len(log) > 1:
+            size -= _size(log.popleft())
+        self._bytes[origin] = size
+        return "new"
+
+    def message(self, origin: str, number: int) -> tuple[Tensor, ...] | None:
+        """A message, if it is still kept."""
+        log = self._logs.get(origin, ())
+        place = len(log) - 1 - (self.have.get(origin, 0) - number)
+        return log[place] if 0 <= place < len(log) else None
+
+    def lacks(self, theirs: Mapping[str, int]) -> bool:
+        """Whether another knows what this one does not."""
+        return any(self.have.get(origin, 0) < number for origin, number in theirs.items())
+
+    def missing(self, theirs: Mapping[str, int]) -> list[tuple[str, int]] | None:
+        """What another does not know, by origin and number; None if not all of it is kept."""
+        found = []
+        for origin, number in self.have.items():
+            known = min(theirs.get(origin, 0), number)
+            if number - known > len(self._logs.get(origin, ())):
+                return None
+            found += [(origin, each) for each in range(known + 1, number + 1)]
+        return found
+
+    def take(self, counts: Sequence[Tensor], theirs: Mapping[str, int]) -> bool:
+        """Goes on from the counts of another, and adds what only this one knows; False if it cannot."""
+        only = self.missing(theirs)
+        if only is None:
+            return False
+        for place, given in zip(self.counts, counts, strict=True):
+            place.copy_(given)
+        for each in only:
+            codes = self.message(*each)
+            assert codes is not None
+            self._count(codes)
+        for origin, number in theirs.items():
+            if number > self.have.get(origin, 0):
+                self.have[origin] = number
+                self.forget(origin)
+        return True
+
+    def forget(self, origin: str) -> None:
+        """Keeps no message of an origin any longer."""
+        self._logs.pop(origin, None)
+        self._bytes.pop(origin, None)
+
+    def digest(self) -> str:
+        """What tells whether two are the same, bit for bit."""
+        import hashlib
+
+        digest = hashlib.sha256()
+        for vector in self.counts:
+            digest.update(vector.cpu().numpy().data)
+        return digest.hexdigest()
+
+    def _count(self, codes: Sequence[Tensor]) -> None:
+        for code, vector in zip(codes, self.counts, strict=True):
+            selection.count(code, vector, self.tau)
+
+
+def _size(codes: Sequence[Tensor]) -> int:
+    return sum(code.nbytes for code in codes)

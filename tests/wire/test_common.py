@@ -1,0 +1,158 @@
+"""What processes have in common: memory by name, and locks that nobody takes with him when he dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from polyrhythm.errors import PolyrhythmError
+from polyrhythm.wire import Arenas
+from polyrhythm.wire.common import Common
+
+
+@pytest.fixture
+def arenas() -> Iterator[Arenas]:
+    made = Arenas(2, 1 << 36)
+    yield made
+    made.close()
+
+
+def forked(function: Callable[[], object]) -> int:
+    if child := os.fork():
+        return child
+    try:
+        function()
+    finally:
+        os._exit(0)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_name_is_one_place_in_every_process(arenas: Arenas) -> None:
+    """Whoever asks first, in whatever order; it is zero at first, and stays when they are gone."""
+
+    def child(names: str) -> None:
+        common = Common(arenas)
+        for name in names:
+            common.memory(name, 100)[ord(names[0]) - ord("a")] = ord(name)
+
+    for names in ("abc", "cab", "bca"):
+        os.waitpid(forked(lambda names=names: child(names)), 0)
+    common = Common(arenas)
+    for name in "abc":
+        assert bytes(common.memory(name, 100)) == bytes([ord(name)] * 3) + bytes(97)
+    assert bytes(common.memory("d", 1 << 20)) == bytes(1 << 20)
+
+
+def test_many_ask_at_once(arenas: Arenas) -> None:
+    """No two names share a place, and no name has two."""
+
+    def child(rank: int) -> None:
+        common = Common(arenas)
+        for number in range(100):
+            common.memory(f"of all {(number * 7 + rank) % 100}", 8)[rank] = 1 + number * 0
+            common.memory(f"of {rank} {number}", 5)[:] = bytes([rank + 1] * 5)
+
+    children = [forked(lambda rank=rank: child(rank)) for rank in range(4)]
+    assert [os.waitpid(each, 0)[1] for each in children] == [0] * 4
+    common = Common(arenas)
+    for number in range(100):
+        assert bytes(common.memory(f"of all {number}", 8)) == bytes([1] * 4 + [0] * 4)
+        for rank in range(4):
+            assert bytes(common.memory(f"of {rank} {number}", 5)) == bytes([rank + 1] * 5)
+
+
+def test_what_cannot_be(arenas: Arenas) -> None:
+    common = Common(arenas)
+    common.memory("x", 8)
+    with pytest.raises(PolyrhythmError, match="shared memory 'x' has 8 bytes, and 9 were asked for"):
+        common.memory("x", 9)
+    with pytest.raises(PolyrhythmError, match="no room for"):
+        common.memory("large", 1 << 37)
+    for name in ("", "x" * 113, "a\0b"):
+        with pytest.raises(PolyrhythmError, match="cannot be the name of shared memory"):
+            common.memory(name, 8)
+    with pytest.raises(PolyrhythmError, match="no more can be had"):
+        for number in range(600):
+            common.memory(str(number), 1)
+
+
+def test_a_lock_excludes(arenas: Arenas) -> None:
+    """Processes that each read, wait and write count right."""
+
+    def child() -> None:
+        common = Common(arenas)
+        lock, word = common.lock("x"), common.memory("word", 8).cast("q")
+        for _ in range(200):
+            lock.take()
+            before = word[0]
+            os.sched_yield()
+            word[0] = before + 1
+            lock.release()
+
+    children = [forked(child) for _ in range(3)]
+    for each in children:
+        os.waitpid(each, 0)
+    assert Common(arenas).memory("word", 8).cast("q")[0] == 600
+
+
+def test_the_death_of_its_holder_frees_it(arenas: Arenas) -> None:
+    common = Common(arenas)
+    word, lock = common.memory("word", 1), common.lock("x")
+
+    def child() -> None:
+        Common(arenas).lock("x").take()
+        word[0] = 1
+        time.sleep(60)
+
+    holder = forked(child)
+    wait_until(lambda: word[0] == 1)
+    os.kill(holder, signal.SIGKILL)
+    lock.take()
+    os.waitpid(holder, 0)
+    lock.take()  # it has it
+    lock.release()
+    lock.release()
+
+
+def test_who_waits_gets_it_before_who_had_it(arenas: Arenas) -> None:
+    common = Common(arenas)
+    word, lock = common.memory("word", 1), common.lock("x")
+
+    def child() -> None:
+        mine = Common(arenas).lock("x")
+        for _ in range(20):
+            mine.take()
+            word[0] += 1
+            mine.release()
+
+    def waited_for() -> bool:
+        """Whether somebody stands at the door."""
+        try:
+            fcntl.lockf(lock._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, lock._door)
+        except OSError:
+            return True
+        fcntl.lockf(lock._file, fcntl.LOCK_UN, 1, lock._door)
+        return False
+
+    lock.take()
+    waiter = forked(child)
+    for turn in range(20):
+        wait_until(waited_for)
+        assert word[0] == turn
+        lock.release()
+        lock.take()
+        assert word[0] > turn
+        if word[0] == 20:
+            break
+    os.waitpid(waiter, 0)

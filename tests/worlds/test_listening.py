@@ -1,0 +1,163 @@
+"""Workers that ask each other, and answer while they compute: the seam under all that have no server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.errors import PeerLost, PolyrhythmError
+from polyrhythm.node import Peer
+from polyrhythm.strategies.peers import Peers, others
+from polyrhythm.strategy import Strategy, describe
+from polyrhythm.wire.transport import Transport
+from polyrhythm.worlds.processes import ProcessNode
+from tests.programs import Examples, events, mlp, trained
+
+
+@dataclass(frozen=True)
+class Nearest(Peers):
+    """Each asks the next one for its parameters, and takes the mean with its own."""
+
+    locked: bool = False
+    broken: bool = False
+
+    @property
+    def lockstep(self) -> bool:
+        return self.locked
+
+    def step(self, node: Any, replica: Any) -> None:
+        with node.exclusive():
+            replica.apply()
+        later = [peer for peer in others(node) if peer > node.me] or others(node)
+        theirs = replica.buffer("theirs")
+        for peer in later[:1]:
+            try:
+                node.ask(peer, "look", into=theirs, start=0, stop=replica.layout.total).wait()
+            except PeerLost:
+                return
+            with node.exclusive():
+                for mine, other in zip(replica.parameters, theirs, strict=True):
+                    mine.add_(other).div_(2)
+
+    def hear(self, node: Any, replica: Any, message: Any) -> None:
+        if self.broken and replica.steps == 2:
+            raise ValueError("heard too much")
+        super().hear(node, replica, message)
+
+    def regroup(self, node: Any, replica: Any, ranks: Sequence[int], number: int) -> None:
+        node.log("regroup", ranks=list(ranks), number=number)
+
+
+@pytest.fixture(autouse=True)
+def named() -> Iterator[None]:
+    describe()  # so that all others are known before this one
+    Nearest.name: ClassVar[str] = "nearest"  # type: ignore[misc]
+    Strategy.registry["nearest"] = Nearest
+    yield
+    del Strategy.registry["nearest"], Nearest.name
+
+
+def script(dies: dict[int, int], folder: Path, epochs: int = 3, pause: float = 0.0) -> None:
+    here = pr.init()
+    life = here._node.life
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = here.prepare(model, optimizer, DataLoader(Examples(96), batch_size=4))
+    for _ in range(epochs):
+        for x, y in loader:
+            time.sleep(pause)
+            if not life and dies.get(here.rank) == here._replica.steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        here.consensus()
+    torch.save(model.state_dict(), folder / f"{here.rank} {life}.pt")
+
+
+def go(world: str, folder: Path, dies: dict[int, int], strategy: str, **more: Any) -> dict[str, Any]:
+    how = pr.simulate if world == "simulated" else pr.run
+    program = partial(script, dies, folder, pause=more.pop("pause", 0.0))
+    more = {"workers": 3, "threads": 1, "runs": folder / "runs", "name": "run", **more}
+    return how(program, strategy=strategy, **more)
+
+
+@pytest.mark.parametrize("world", ["simulated", "real"])
+@pytest.mark.parametrize("locked", ["no", "yes"])
+def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) -> None:
+    """Nobody leaves before one has brought home the mean of all replicas, though each ends when it likes."""
+    summary = go(world, tmp_path, {}, f"nearest:locked={locked}")
+    last = [torch.load(tmp_path / f"{rank} 0.pt") for rank in range(3)]
+    assert not torch.equal(last[0]["0.weight"], last[1]["0.weight"])
+    for name, value in trained(summary).items():
+        mean = torch.stack([state[name] for state in last]).mean(0)
+        assert torch.allclose(value, mean, rtol=1e-13, atol=1e-15)
+    assert summary["samples"] == 3 * 96
+
+
+@pytest.mark.parametrize("locked", ["no", "yes"])
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on(tmp_path: Path, locked: str, restarts: int, victim: int) -> None:
+    """A worker is killed: the others train on, with another in its place if there may be one."""
+    strategy = f"nearest:locked={locked}"
+    summary = go("real", tmp_path, {victim: 5}, strategy, restarts=restarts, timeout=30.0, pause=0.02)
+    assert list(summary["lost"]) == [f"worker {victim}"] and summary["joined"] == restarts
+    there = [rank for rank in range(3) if rank != victim]
+    assert all((tmp_path / f"{rank} 0.pt").exists() for rank in there)
+    assert (tmp_path / f"{victim} 1.pt").exists() == bool(restarts)
+    regrouped = events(summary, "regroup")
+    if locked == "no":
+        assert not regrouped
+    elif not restarts:
+        assert {tuple(line["ranks"]) for line in regrouped} == {tuple(there)}
+
+
+@pytest.mark.parametrize("locked", ["no", "yes"])
+@pytest.mark.parametrize("back", ["", 'back = "90 ms"\n'])
+def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) -> None:
+    cluster = tmp_path / "c.toml"
+    cluster.write_text(
+        '[[hosts]]\nlatency = "1 ms"\nbandwidth = "1 Mbit/s"\n'
+        f'[[failures]]\nworkers = [1]\nat = "33 ms"\n{back}'
+    )
+    one, other = (
+        go("simulated", tmp_path / each, {}, f"nearest:locked={locked}", cluster=cluster)
+        for each in ("a", "b")
+        if not (tmp_path / each).mkdir()
+    )
+    assert one["digest"] == other["digest"] and list(one["lost"]) == ["worker 1"]
+    if locked == "yes":
+        last = events(one, "regroup")[-1]
+        assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
+
+
+@pytest.mark.parametrize("world", ["simulated", "real"])
+def test_what_a_listener_raises_ends_the_run(tmp_path: Path, world: str) -> None:
+    with pytest.raises(PolyrhythmError, match="ValueError: heard too much"):
+        go(world, tmp_path, {}, "nearest:broken=yes")
+
+
+def test_to_ask_one_that_is_gone_fails_where_it_is_waited_for() -> None:
+    """So those who ask several at once need to look for the lost in one place only."""
+    transport = Transport(Peer("worker", 0), bytes(32))
+    try:
+        node = ProcessNode(transport.me, transport, 0, 0.0)
+        transport.introduce(Peer("worker", 1), "unix:nobody")
+        transport.lost(Peer("worker", 1), "was killed")
+        reply = node.ask(Peer("worker", 1), "look")
+        with pytest.raises(PeerLost, match="worker 1 is gone: was killed"):
+            reply.wait()
+    finally:
+        transport.close()
