@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.report import Steal, show
 
 NAMES = (
-    "allreduce", "codec_accuracy", "codecs", "collectives", "communication", "last_executor", "server",
+    "allreduce", "codec_accuracy", "codecs", "collectives", "communication", "hogwild",
+    "last_executor", "server",
     "simulator", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
 )  # fmt: skip
 
