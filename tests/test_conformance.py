@@ -77,6 +77,8 @@ MORE = [
     Row("easgd:max_staleness=0", 2),
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
+    Row("broadcast:0.02,pulses=one"),
+    Row("broadcast:0.004,topology=tree,fanout=1,warmup=3"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -146,9 +148,11 @@ def go(
     )
 
 
-# With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
+# With one worker these are another algorithm; tests/test_server_laws.py, test_outer_laws.py and
+# test_broadcast_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
+    "broadcast",
 }  # fmt: skip
 
 
