@@ -4,8 +4,8 @@ An origin is one life of one worker, such as "3.0". Its messages are numbered 1,
 order, each once. Whole numbers can be added up in any order, so two ledgers that know as many messages of
 each origin have the same counts, bit for bit.
 
-The last messages of each origin are kept, for those who have missed them. They may have as many bytes as the
-counts themselves have: whoever has missed more is better off with the counts.
+Messages are kept until all have them, so that whoever has missed some can get them from anybody. One that
+comes late begins with the counts of another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Have = dict[str, int]  # by origin: up to which of its messages all are known
-LEAST = 1 << 16  # bytes that are kept of an origin in any case
 
 
 class Ledger:
@@ -31,8 +30,6 @@ class Ledger:
         self.counts, self.tau = tuple(counts), tau
         self.have: Have = {}
         self._logs: dict[str, deque[tuple[Tensor, ...]]] = {}
-        self._bytes: dict[str, int] = {}
-        self._room = sum(vector.nbytes for vector in self.counts)
 
     def add(self, origin: str, number: int, codes: Sequence[Tensor]) -> Literal["new", "known", "gap"]:
         """Takes a message in, if it is the next one of its origin."""
@@ -43,12 +40,7 @@ class Ledger:
             raise WireError(f"{len(codes)} codes came for {len(self.counts)} vectors")
         self._count(codes)
         self.have[origin] = number
-        log = self._logs.setdefault(origin, deque())
-        log.append(tuple(codes))
-        size = self._bytes.get(origin, 0) + _size(codes)
-        while size > max(LEAST, self._room // len(self._logs)) and len(log) > 1:
-            size -= _size(log.popleft())
-        self._bytes[origin] = size
+        self._logs.setdefault(origin, deque()).append(tuple(codes))
         return "new"
 
     def message(self, origin: str, number: int) -> tuple[Tensor, ...] | None:
@@ -85,13 +77,19 @@ class Ledger:
         for origin, number in theirs.items():
             if number > self.have.get(origin, 0):
                 self.have[origin] = number
-                self.forget(origin)
+                self._logs.pop(origin, None)
         return True
 
-    def forget(self, origin: str) -> None:
-        """Keeps no message of an origin any longer."""
-        self._logs.pop(origin, None)
-        self._bytes.pop(origin, None)
+    def settled(self, origin: str, number: int) -> None:
+        """All have the messages of an origin up to this one: they are kept no longer."""
+        log = self._logs.get(origin, deque())
+        for _ in range(min(len(log), len(log) - (self.have.get(origin, 0) - number))):
+            log.popleft()
+
+    def kept(self, origin: str) -> tuple[int, int]:
+        """How many messages of an origin are kept, and their bytes."""
+        log = self._logs.get(origin, ())
+        return len(log), sum(code.nbytes for codes in log for code in codes)
 
     def digest(self) -> str:
         """What tells whether two are the same, bit for bit."""
@@ -105,7 +103,3 @@ class Ledger:
     def _count(self, codes: Sequence[Tensor]) -> None:
         for code, vector in zip(codes, self.counts, strict=True):
             selection.count(code, vector, self.tau)
-
-
-def _size(codes: Sequence[Tensor]) -> int:
-    return sum(code.nbytes for code in codes)
