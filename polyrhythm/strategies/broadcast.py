@@ -115,7 +115,7 @@ class Broadcast(Peers):
             ledger=Ledger(counts, self.unit), origin=f"{node.rank}.{node.life}", sent=0,
             ready=not node.life,  # one that comes late has nothing to tell before it has asked
             done=False, there=set(others(node)), outbox={}, talking=set(), begin=[], settle=[],
-            taken=0, told={}, held=0,
+            asked={}, taken=0, told={}, held=0,
         )  # fmt: skip
         _refuse_loading(replica)
         node.listen(partial(self.hear, node, replica), *self.kinds)
@@ -126,20 +126,18 @@ class Broadcast(Peers):
 
     def _catch_up(self, node: Node, replica: Replica) -> None:
         """Takes w0 and k, and how far they are known, from any that has them."""
-        import torch
-
         ledger, base = _ledger(replica), replica.buffer("base", exact=True)
         while True:
             late = [node.rank]
             for peer in others(node):
-                counts = [torch.empty_like(vector) for vector in ledger.counts]
                 try:
-                    answer = node.ask(peer, "state", into=(*base, *counts)).wait()
+                    answer = node.ask(peer, "state").wait()
                 except PeerLost:
                     continue
                 if answer["ready"]:
+                    copied(answer.tensors[: len(base)], base)
                     with node.exclusive():
-                        ledger.take(counts, _have(answer))
+                        ledger.take(answer.tensors[len(base) :], *_whole(ledger, answer, len(base)))
                         replica.notes["ready"] = True
                     self._tell(node, replica)  # what has come meanwhile was not taken in
                     return self._answer_settled(node, replica)
@@ -272,7 +270,7 @@ class Broadcast(Peers):
                 if kind == "pulses":
                     tensors, fields = ledger.message(origin, number), {"origin": origin, "number": number}
                 elif kind == "whole":
-                    tensors = [vector.clone() for vector in ledger.counts]
+                    tensors, fields = ledger.whole()
                 elif kind == "heard":
                     fields = {"have": self._side(node, replica, peer), "there": _ranks(node)}
             if tensors is None:  # it is kept no longer: the peer has to know that there was something
@@ -299,9 +297,12 @@ class Broadcast(Peers):
             node.answer(message, digest=_ledger(replica).digest())
         elif message.kind == "state":
             with node.exclusive():
-                have, counts = dict(_ledger(replica).have), [part.clone() for part in _ledger(replica).counts]
-            tensors = (*replica.buffer("base", exact=True), *counts) if notes["ready"] else ()
-            node.answer(message, *tensors, ready=notes["ready"], have=have)
+                tensors, fields = _ledger(replica).whole()
+            base = replica.buffer("base", exact=True)
+            if notes["ready"]:
+                node.answer(message, *base, *tensors, ready=True, **fields)
+            else:
+                node.answer(message, ready=False)
         elif notes["ready"]:
             getattr(self, f"_hear_{message.kind}")(node, replica, message)
             if notes["settle"]:
@@ -317,7 +318,7 @@ class Broadcast(Peers):
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
         if what == "gap":
-            self._post(node, replica, [message.sender], HAVE)
+            self._ask_for(node, replica, message.sender, origin)
         elif what == "new":
             neighbours = self.neighbours(node)
             if self.topology == "tree":
@@ -327,6 +328,13 @@ class Broadcast(Peers):
             if replica.notes["taken"] >= EVERY * len(neighbours):
                 replica.notes["taken"] = 0
                 self._post(node, replica, neighbours, HEARD)
+
+    def _ask_for(self, node: Node, replica: Replica, peer: Peer, origin: str) -> None:
+        """Something is missing before what has come: all of it is sent again, so one question is enough."""
+        asked, have = replica.notes["asked"], _ledger(replica).have.get(origin, 0)
+        if asked.get((peer, origin)) != have:
+            asked[peer, origin] = have
+            self._post(node, replica, [peer], HAVE)
 
     def _side(self, node: Node, replica: Replica, peer: Peer) -> Have:
         """What all have on this worker's side of the edge to a neighbour; in a mesh it is there alone."""
@@ -358,12 +366,11 @@ class Broadcast(Peers):
         self._post(node, replica, [message.sender], *items)
 
     def _hear_whole(self, node: Node, replica: Replica, message: Message) -> None:
-        theirs, ledger = _have(message), _ledger(replica)
-        if [(t.dtype, t.numel()) for t in message.tensors] != [(t.dtype, t.numel()) for t in ledger.counts]:
-            raise WireError(f"{message.sender} sent counts of another model")
+        ledger = _ledger(replica)
+        theirs, kept = _whole(ledger, message)
         with node.exclusive():
             lacks = ledger.lacks(theirs)
-            taken = lacks and ledger.take(message.tensors, theirs)
+            taken = lacks and ledger.take(message.tensors, theirs, kept)
         if taken and self.topology == "tree":
             self._tell(node, replica)
         elif lacks and not taken:  # it has to hear more of this one before
@@ -377,6 +384,7 @@ class Broadcast(Peers):
                 notes[kind] = [message for message in notes[kind] if node.alive(message)]
             gone, notes["there"] = notes["there"] - there, there
             notes["told"].clear()
+            notes["asked"].clear()
         if notes["ready"] and all(peer in node.lost for peer in gone):  # otherwise all is over
             self._tell(node, replica)
 
@@ -491,6 +499,17 @@ def _have(message: Message) -> Have:
     if not isinstance(have, dict) or not all(isinstance(each, int) and each >= 0 for each in have.values()):
         raise WireError(f"{message.sender} sent {message.kind!r} that does not say what it has")
     return have
+
+
+def _whole(ledger: Ledger, message: Message, start: int = 0) -> tuple[Have, Have]:
+    """What a message says that brings all of a ledger, from a place of its tensors on."""
+    have, kept = _have(message), message.fields.get("kept")
+    try:
+        ledger.check_whole(message.tensors[start:], have, kept)
+    except WireError as error:
+        raise WireError(f"{message.sender} sent {message.kind!r}: {error}") from None
+    assert isinstance(kept, dict)
+    return have, kept
 
 
 def _refuse_loading(replica: Replica) -> None:

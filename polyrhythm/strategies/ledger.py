@@ -5,14 +5,14 @@ order, each once. Whole numbers can be added up in any order, so two ledgers tha
 each origin have the same counts, bit for bit.
 
 Messages are kept until all have them, so that whoever has missed some can get them from anybody. One that
-comes late begins with the counts of another.
+comes late begins with the counts of another, and with what that one keeps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyrhythm.codecs import selection
 from polyrhythm.errors import WireError
@@ -63,22 +63,44 @@ class Ledger:
             found += [(origin, each) for each in range(known + 1, number + 1)]
         return found
 
-    def take(self, counts: Sequence[Tensor], theirs: Mapping[str, int]) -> bool:
-        """Goes on from the counts of another, and adds what only this one knows; False if it cannot."""
-        only = self.missing(theirs)
+    def whole(self) -> tuple[list[Tensor], dict[str, Have]]:
+        """All of it, as tensors and fields of a message."""
+        codes = [code for log in self._logs.values() for each in log for code in each]
+        kept = {origin: len(log) for origin, log in self._logs.items()}
+        return [*(vector.clone() for vector in self.counts), *codes], {"have": dict(self.have), "kept": kept}
+
+    def take(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Mapping[str, int]) -> bool:
+        """Goes on from the `whole` of another, and adds what only this one has; False if it cannot."""
+        only, wide = self.missing(theirs), len(self.counts)
         if only is None:
             return False
-        for place, given in zip(self.counts, counts, strict=True):
+        for place, given in zip(self.counts, tensors, strict=False):
             place.copy_(given)
         for each in only:
             codes = self.message(*each)
             assert codes is not None
             self._count(codes)
-        for origin, number in theirs.items():
-            if number > self.have.get(origin, 0):
-                self.have[origin] = number
-                self._logs.pop(origin, None)
+        at = wide
+        for origin, count in kept.items():
+            end = at + wide * count
+            log = [tuple(tensors[first : first + wide]) for first in range(at, end, wide)]
+            if theirs.get(origin, 0) > self.have.get(origin, 0):
+                self._logs[origin] = deque(log)
+            at = end
+        self.have |= {origin: max(number, self.have.get(origin, 0)) for origin, number in theirs.items()}
         return True
+
+    def check_whole(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Any) -> None:
+        """WireError if this is no `whole` of another."""
+        wide = len(self.counts)
+        alike = [(given.dtype, given.numel()) for given in tensors[:wide]]
+        if alike != [(vector.dtype, vector.numel()) for vector in self.counts]:
+            raise WireError("counts came of another model")
+        known = isinstance(kept, dict) and all(
+            isinstance(count, int) and 0 <= count <= theirs.get(origin, 0) for origin, count in kept.items()
+        )
+        if not known or len(tensors) != wide + wide * sum(kept.values()):
+            raise WireError("counts came without the messages that belong to them")
 
     def settled(self, origin: str, number: int) -> None:
         """All have the messages of an origin up to this one: they are kept no longer."""
