@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planes import Plane, slopes
-from programs import Script, Steps, events, trained
+from programs import Point, Script, Steps, events, trained
 from torch import Tensor
 
 import polyrhythm as pr
@@ -449,3 +449,24 @@ def test_what_was_for_the_dead_is_kept(simulate: Any, monkeypatch: pytest.Monkey
     summary = simulate(plane, "push", 4, cluster='[[hosts]]\nstep_time = "10 ms"\n' + crash)
     assert list(summary["lost"]) == ["worker 1"]
     assert totals[-1] >= 2 * ONE and {len(plane.x[rank]) for rank in (0, 2, 3)} == {60}
+
+
+def test_one_that_dies_while_a_group_is_made(simulate: Any) -> None:
+    """It is in the group and gone already: nothing is laid out for it, and no weight is lost to it."""
+
+    def script() -> None:
+        here = pr.init()
+        point = Point(3)
+        point, optimizer = here.prepare(point, torch.optim.SGD(point.parameters(), lr=0.1))
+        for step in range(40):
+            if step == 20:
+                here.strategy.regroup(here._node, here._replica, [0, 1, 2, 3], 1)
+            point.x.grad = torch.ones_like(point.x)
+            optimizer.step()
+        replicas[here.rank] = here._replica
+
+    replicas: dict[int, Replica] = {}
+    crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
+    simulate(script, "push", 4, cluster=crash)
+    assert sum(replica.notes["omega"] for replica in replicas.values()) == 3 * ONE
+    assert not any(gifts_of(replica).given for replica in replicas.values())

@@ -104,9 +104,8 @@ class ADPSGD(Peers):
                 if replica.notes.get("averages"):
                     place.add_(drift)
         name = replica.notes["asked"] = f"{node.life}/{replica.steps}"
-        with contextlib.suppress(PeerLost):
-            reply = node.ask(neighbour, "average", *x, into=x, name=name)
-            replica.outstanding.append((neighbour, reply))
+        reply = node.ask(neighbour, "average", *x, into=x, name=name)
+        replica.outstanding.append((neighbour, reply))
 
     def _join(self, node: Node, replica: Replica) -> int:
         """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
