@@ -36,6 +36,8 @@ class Gossip(Mixing):
         "Algorithms?"
     )
 
+    remembers: ClassVar[tuple[str, ...]] = ("apart",)
+
     order: Literal["mix-while-computing", "step-then-mix"] = "mix-while-computing"
 
     def begin(self, node: Node, replica: Replica) -> None:
@@ -50,10 +52,14 @@ class Gossip(Mixing):
 
     def step(self, node: Node, replica: Replica) -> None:
         mixes_first = self.order == "mix-while-computing"
-        if mixes_first and board_of(replica).round >= 0:  # at first all are equal, and have shown nothing
-            self._mix(node, replica)
+        if mixes_first:
+            if board_of(replica).round < 0 and "apart" in replica.notes:  # it goes on with what was saved
+                self._show(replica)
+            if board_of(replica).round >= 0:  # at first all are equal, and have shown nothing
+                self._mix(node, replica)
         with node.exclusive():
             replica.apply()
+        replica.notes["apart"] = True
         self._show(replica)
         if not mixes_first:
             self._mix(node, replica)
@@ -68,8 +74,7 @@ class Gossip(Mixing):
     def _mix(self, node: Node, replica: Replica) -> None:
         board = board_of(replica)
         given = [(weight, replica.buffer(f"theirs {number}")) for number, weight, _ in board.answers()]
-        if given:
-            with node.exclusive():
-                # By what all have seen: whatever the script has done to its parameters since stays as it is.
-                pull(replica.parameters, board.shown[board.round], given)
+        with node.exclusive():
+            # By what the others have seen: what the script has done to its parameters since is not undone.
+            pull(replica.parameters, board.shown.get(board.round, ()), given)
         self._ask(replica)

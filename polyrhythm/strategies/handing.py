@@ -167,13 +167,10 @@ class Handing(Peers):
             return None if "nothing" in message.fields else message
         return None
 
-    def take(self, node: Node, fetched: Fetched) -> Message | None:
-        """The same, and tells the other that it need not keep it any longer."""
-        message = self.wait(fetched)
-        if message is not None:
-            with contextlib.suppress(PeerLost):
-                node.send(fetched.sender, "got", name=fetched.name)
-        return message
+    def got(self, node: Node, fetched: Fetched) -> None:
+        """Tells the other that it need not keep it any longer."""
+        with contextlib.suppress(PeerLost):
+            node.send(fetched.sender, "got", name=fetched.name)
 
     def returned(self, replica: Replica, gift: Gift) -> None:
         """The one that this was for is gone, and never got it. Called inside `exclusive()`."""

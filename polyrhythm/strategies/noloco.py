@@ -103,4 +103,7 @@ class NoLoCo(Handing):
             gifts.spare.append(room)
             return False
         fetched = self.fetch(node, replica, ranks[place], turn, into)
-        return fetched is not None and self.take(node, fetched) is not None
+        if fetched is None or self.wait(fetched) is None:
+            return False
+        self.got(node, fetched)
+        return True
