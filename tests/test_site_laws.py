@@ -60,6 +60,15 @@ def test_one_worker_per_site_is_the_outer_strategy(simulate: Any, outer: str, si
     assert two["bytes_between_sites"] <= one["bytes_between_sites"]
 
 
+def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
+    """Not by their places in the file, where a group may come first that has no worker in the end."""
+    odd = '[[hosts]]\nsite = "b"\n[[hosts]]\ncount = 2\nsite = "a"\n[[hosts]]\ncount = 1\nsite = "b"\n'
+    strategy = "allreduce / diloco:4+int4:rounding=stochastic,feedback=no"
+    program = Script(optimizer=MOMENTUM, size=40)
+    one, other = (simulate(program, strategy, 3, cluster=each) for each in (odd, at(2, 1)))
+    assert one == other | {"folder": one["folder"]}
+
+
 @pytest.mark.parametrize("outer", ["local:1", "average:1", "local:1,momentum=average"])
 @pytest.mark.parametrize("size", [48, 50, 43])
 def test_averaging_each_step_between_equal_sites_is_allreduce(simulate: Any, outer: str, size: int) -> None:
