@@ -116,7 +116,7 @@ class Tally:
     def __init__(self, node: Node, replica: Replica, workers: int) -> None:
         import torch
 
-        # Of each parameter, where its counts begin and end, and of how many rows, as a power of 2, one counts.
+        # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
         self._places: list[tuple[int, int, int]] = []
         stop = 0
         for piece in replica.layout.pieces:
