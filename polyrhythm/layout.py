@@ -45,7 +45,8 @@ def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, of which only what is written to becomes memory, where the system can do that."""
     if device.type != "cpu" or not count:
         return torch.zeros(count, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @dataclass(frozen=True)
