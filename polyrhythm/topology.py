@@ -119,8 +119,8 @@ def regraph(
 
     What is left is asked for the same topology. If so many cannot have it they get what is nearest to it: in
     place of a torus or hypercube `exponential-all`; of `random:D` as many neighbours as there can be, one
-    more if their number and D are odd. Of an edge list what is between them, and a ring through all if that does not
-    hold together.
+    more if their number and D are odd. Of an edge list what is between them, and a ring through all if that
+    does not hold together.
     """
     living = sorted(ranks)
     if topology.kind == "edges":
