@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.report import Steal, show
 
 NAMES = (
-    "allreduce", "churn", "codec_accuracy", "codecs", "collectives", "communication", "growth",
-    "last_executor", "server", "simulator", "slow_link", "slow_network", "staleness", "startup", "straggler",
-    "wire_bytes",
+    "allreduce", "churn", "codec_accuracy", "codecs", "collectives", "communication", "growth", "hogwild",
+    "last_executor", "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup",
+    "straggler", "wire_bytes",
 )  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from polyrhythm.launch import run, simulate
-    from polyrhythm.launch.screen import HEAD, Screen, row, table
+    from polyrhythm.launch.screen import HEAD, Screen, row, size, table
 
     common: dict[str, Any] = {
         "workers": options.workers, "strategy": options.strategy, "servers": options.servers,
@@ -257,6 +257,8 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
+    if summary.get("bytes_between_sites"):
+        print(f"between sites: {size(summary['bytes_between_sites'])}")
     if summary["dropped"]:
         print(f"dropped: {summary['dropped']:,} updates that came too late")
     if "lost_updates" in summary:

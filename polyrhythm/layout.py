@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,14 @@ ELEMENTWISE = {
 
 def private(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=dtype, device=device)
+
+
+def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, of which only what is written to becomes memory, where the system can do that."""
+    if device.type != "cpu" or not count:
+        return torch.zeros(count, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from polyrhythm.buckets import Bucket, arrange
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
-from polyrhythm.layout import Empty, Layout, Span, State, check_optimizer, hyper_parameters, private, spans_of
+from polyrhythm.layout import (
+    Empty,
+    Layout,
+    Span,
+    State,
+    check_optimizer,
+    hyper_parameters,
+    private,
+    spans_of,
+    untouched,
+)
 from polyrhythm.moments import Moments
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ class Replica:
     each parameter tensor whether it has a gradient, for PyTorch skips those that have none.
 
     With `sparse`, gradients that are sparse stay as backward left them, and in the flat gradient there is
-    nothing of them: no step costs more than what it touches.
+    nothing of them: no step costs more than what it touches, in time or in memory.
     """
 
     def __init__(
@@ -60,11 +70,11 @@ class Replica:
         self.readers: dict[Any, Coder] = {}  # of what servers answer in code
         self.outstanding: list[tuple[Peer, Reply]] = []  # answers that a strategy has not waited for yet
         self.levels: dict[str, Level] = {}  # where two strategies share it, what each remembers
-        self.parameters = self.layout.vectors(empty)
-        self.gradient = self.layout.vectors(empty)
+        self.parameters = self.layout.vectors(untouched if sparse else empty)
+        self.gradient = self.layout.vectors(untouched if sparse else empty)
         self.present = empty(len(self.layout.pieces), torch.float32, torch.device("cpu"))
         self.present.zero_()
-        for vector in self.gradient:
+        for vector in () if sparse else self.gradient:
             vector.zero_()
         self._empty = empty
         self._views = [self.layout.view(self.gradient, piece) for piece in self.layout.pieces]

@@ -2,8 +2,8 @@
 
     ring               one neighbour on each side
     torus              a grid as square as possible whose edges are joined: four neighbours
-    exponential        neighbours at the distances 1, 2, 4, 8, ... on both sides
-    doubling           the same by turns: at distance 1 in the first round, 2 in the second, 4 in the third
+    exponential        neighbours on both sides, by turns: at the distance 1 in a round, then 2, 4, 8, ...
+    exponential-all    at all these distances in every round
     hypercube          those whose number differs in one bit
     complete           everybody with everybody
     random:4           a random connected graph in which each has 4 neighbours
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Graph = tuple[tuple[int, ...], ...]
 Edge = tuple[int, int]
 
-NAMED = ("ring", "torus", "exponential", "doubling", "hypercube", "complete")
+NAMED = ("ring", "torus", "exponential", "exponential-all", "hypercube", "complete")
 EXAMPLES = f"{', '.join(NAMED)}, random:DEGREE, or edges such as 0-1/1-2/2-0"
 
 
@@ -49,8 +49,8 @@ class Topology:
         return self.text
 
     def turns(self, places: int) -> int:
-        """How many different graphs follow each other: 1, but for `doubling`."""
-        return max(1, (places - 1).bit_length()) if self.kind == "doubling" else 1
+        """How many different graphs follow each other: 1, but for `exponential`."""
+        return max(1, (places - 1).bit_length()) if self.kind == "exponential" else 1
 
 
 def parse_topology(text: str) -> Topology:
@@ -107,7 +107,7 @@ def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = Non
             distances = range(1, places)
         case _:
             distances = [1 << power for power in range((places - 1).bit_length())]
-            if topology.kind == "doubling" and turn is not None:
+            if topology.kind == "exponential" and turn is not None:
                 distances = [distances[turn % len(distances)]]
     return _graph(places, ((place, (place + far) % places) for place in range(places) for far in distances))
 
@@ -118,9 +118,9 @@ def regraph(
     """The neighbours of each of these ranks, whichever of the workers they are: some may have died.
 
     What is left is asked for the same topology. If so many cannot have it they get what is nearest to it: in
-    place of a torus or hypercube `exponential`; of `random:D` as many neighbours as there can be, one more if
-    their number and D are odd. Of an edge list what is between them, and a ring through all if that does not
-    hold together.
+    place of a torus or hypercube `exponential-all`; of `random:D` as many neighbours as there can be, one
+    more if their number and D are odd. Of an edge list what is between them, and a ring through all if that
+    does not hold together.
     """
     living = sorted(ranks)
     if topology.kind == "edges":
@@ -312,7 +312,7 @@ def _possible(topology: Topology, places: int) -> Topology:
         graph(topology, places)
     except UsageError:
         if topology.kind != "random":
-            return Topology("exponential", "exponential")
+            return Topology("exponential-all", "exponential-all")
         degree = max(topology.degree, 2)
         degree += places * degree % 2
         if degree >= places:

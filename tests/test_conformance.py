@@ -83,8 +83,8 @@ MORE = [
     Row("delayed-nesterov:3,dynamic=yes", 2),
     Row("async+bf16"),
     Row("gossip:complete,order=step-then-mix"),
+    Row("gossip:exponential-all"),
     Row("gossip:exponential"),
-    Row("gossip:doubling"),
     Row("adpsgd:ring"),
     Row("push:1"),
     Row("push:2,fanout=2"),
@@ -95,6 +95,8 @@ MORE = [
     Row("allreduce / slowmo:3"),
     Row("allreduce / diloco:4"),
     Row("allreduce / streaming-diloco:6,fragments=3"),
+    Row("broadcast:0.02,pulses=one"),
+    Row("broadcast:0.004,topology=tree,fanout=1,warmup=3"),
 ]
 # Every codec joins by itself too: under allreduce as it is by default, unless that would hardly send anything
 # of a network as small as the one here.
@@ -171,10 +173,12 @@ def go(
     )  # fmt: skip
 
 
-# With one worker these are another algorithm; tests/test_server_laws.py and test_outer_laws.py say which.
+# With one worker these are another algorithm; tests/test_server_laws.py, test_outer_laws.py and
+# test_broadcast_laws.py say which.
 NOT_PLAIN = {
     "dana-slim", "dana-zero", "delayed-nesterov", "easgd", "ormo", "slowmo", "diloco", "streaming-diloco",
     "noloco",
+    "broadcast",
 }  # fmt: skip
 
 

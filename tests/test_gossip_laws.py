@@ -24,7 +24,7 @@ from polyrhythm.topology import contraction, graph, matrix, parse_topology
 PAPER, AFTER = "mix-while-computing", "step-then-mix"
 ORDERS = [PAPER, AFTER]
 GRAPHS = [
-    ("ring", 5), ("torus", 6), ("exponential", 9), ("doubling", 6), ("hypercube", 8), ("complete", 4),
+    ("ring", 5), ("torus", 6), ("exponential-all", 9), ("exponential", 6), ("hypercube", 8), ("complete", 4),
     ("random:3", 8), ("0-1/0-2/0-3/3-4", 5), ("ring", 2), ("ring", 1),
 ]  # fmt: skip
 LR = 0.5
@@ -132,7 +132,7 @@ def test_without_a_learning_rate_all_come_together_by_rho(simulate: Any, topolog
     plane = Plane(30, rate=lambda step: LR * (step == 1))
     simulate(plane, f"gossip:{topology}", workers)
     x = rows(plane)
-    if topology == "doubling":
+    if topology == "exponential":
         product = np.eye(workers)
         for step in range(1, plane.count):
             product = turning(topology, workers, step - 1) @ product
@@ -156,7 +156,7 @@ def test_how_far_apart_they_stay(simulate: Any) -> None:
         simulate(plane, f"gossip:{topology}", 12)
         return float(np.mean([far(each) for each in rows(plane)[20:]]))
 
-    order = ["complete", "exponential", "torus", "ring"]
+    order = ["complete", "exponential-all", "torus", "ring"]
     rhos = [contraction(matrix(graph(parse_topology(each), 12))) for each in order]
     found = [apart(each, 0.1) for each in order]
     assert rhos == sorted(rhos) and found == sorted(found)
@@ -181,7 +181,7 @@ def test_mixing_takes_one_way_or_no_time(simulate: Any, strategy: str, step: flo
 
 
 def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
-    """On a ring and with doubling each sends its parameters twice per step; exponential: to more of them."""
+    """On a ring, and exponential by turns, each sends its parameters twice per step at most."""
 
     def sent(topology: str, workers: int) -> float:
         counts = (simulate(Plane(count), f"gossip:{topology}", workers)["bytes_sent"] for count in (14, 2))
@@ -191,11 +191,11 @@ def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
     size = 8 * sum(each.numel() for each in layers().parameters())
     for workers in (4, 8, 16):
         assert sent("ring", workers) == 2
-    assert {workers: sent("doubling", workers) for workers in (8, 16)} == {8: 5 / 3, 16: 7 / 4}
-    assert [sent("exponential", workers) for workers in (4, 8, 16)] == [3, 5, 7]
+    assert {workers: sent("exponential", workers) for workers in (8, 16)} == {8: 5 / 3, 16: 7 / 4}
+    assert [sent("exponential-all", workers) for workers in (4, 8, 16)] == [3, 5, 7]
 
 
-@pytest.mark.parametrize(("topology", "most"), [("ring", 2), ("complete", 2), ("doubling", 4)])
+@pytest.mark.parametrize(("topology", "most"), [("ring", 2), ("complete", 2), ("exponential", 4)])
 def test_few_rounds_are_kept(simulate: Any, topology: str, most: int) -> None:
     """However slow one is, what was shown is kept for two rounds, or for a cycle of turns and one more."""
     slow = '[[hosts]]\ncount = 1\nspeed = 0.05\n[[hosts]]\nlatency = "30 ms"\n'
@@ -307,7 +307,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(strategy: str, tmp_pat
 # --- churn ------------------------------------------------------------------------------------------
 
 EPOCHS = 6
-FAMILY = ["gossip:torus", f"gossip:hypercube,order={AFTER}", "gossip:doubling", "choco", "choco+topk:0.3"]
+FAMILY = ["gossip:torus", f"gossip:hypercube,order={AFTER}", "gossip:exponential", "choco", "choco+topk:0.3"]
 DEATHS = '[[hosts]]\nlatency = "1 ms"\nstep_time = {{ uniform = ["8 ms", "12 ms"] }}\n{}'
 ONE = '[[failures]]\nworkers = [1]\nat = "{at} ms"\n'
 BACK = ONE + 'back = "{back} ms"\n'
@@ -362,7 +362,7 @@ def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strate
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("strategy", ["gossip", f"gossip:doubling,order={AFTER}", "choco+topk:0.3"])
+@pytest.mark.parametrize("strategy", ["gossip", f"gossip:exponential,order={AFTER}", "choco+topk:0.3"])
 def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, seed: int) -> None:
     """Three of six die at odd times, two of them come back, at once or later; the run comes to its end."""
     times = np.random.default_rng(seed).integers(15, 400, 3)
@@ -407,7 +407,7 @@ def test_one_that_came_back_is_not_who_was_meant(simulate: Any, strategy: str) -
         ("gossip+int8", 3, "gossip takes no codec"),
         ("choco:0", 3, "gamma must be auto, or more than 0"),
         ("choco:1.5", 3, "gamma must be auto, or more than 0"),
-        ("choco:topology=doubling", 3, "take topology=exponential"),
+        ("choco:topology=exponential", 3, "take topology=exponential-all"),
         ("choco+dgc", 3, "is for gradients"),
     ],
 )

@@ -208,6 +208,13 @@ def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
         assert summary["wall_s"] == pytest.approx(4 * 40 * 0.010)
 
 
+@pytest.mark.parametrize("collective", ["direct", "ring", "shared"])
+def test_whatever_the_collectives(collective: str, tmp_path: Path) -> None:
+    """They meet once, when all begin."""
+    summary = go(partial(descend, 5), "real", 3, tmp_path, "hogwild:lock=yes", collective=collective)
+    assert same(trained(summary), serial(partial(descend, 15)))
+
+
 def test_worker_0_has_the_first_values(tmp_path: Path) -> None:
     """Whatever the others' models are."""
 

@@ -10,14 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planes import Plane, slopes
-from programs import Script, Steps, events, trained
+from programs import Point, Script, Steps, events, trained
 from torch import Tensor
 
 import polyrhythm as pr
+from polyrhythm.data.sharing import mix
 from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
 from polyrhythm.strategies.adpsgd import ADPSGD, asked
 from polyrhythm.strategies.handing import gifts_of
+from polyrhythm.strategies.push import ONE
 from polyrhythm.topology import parse_topology, regraph
 from polyrhythm.worlds.fibers import Loop
 from polyrhythm.worlds.simulated import _Asked, _SimulatedReply
@@ -228,3 +230,243 @@ def test_a_topology_that_cannot_be(simulate: Any) -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             simulate(Steps(1), text, workers)
+
+
+# Stochastic gradient push
+
+LINKS = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
+
+
+def under_way(replicas: dict[int, Replica]) -> list[tuple[int, list[Tensor]]]:
+    """What was given and has not been added by whom it is for: grains, and the z that they stand for."""
+    found = []
+    for replica in replicas.values():
+        for (peer, name), gift in gifts_of(replica).given.items():
+            turn, theirs = int(name.partition("/")[2]), replicas[peer.rank].notes
+            if turn in theirs["asked"] or turn > theirs["turn"]:
+                found.append((gift.words["grains"], gift.vectors))
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("strategy", ["push", "push:1", "push:2", "push:0,fanout=2", "push:3,fanout=2"])
+def test_mass_is_conserved(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, workers: int
+) -> None:
+    """After every event, what is on its way included: sum of omega == N exactly, and the sum of x moved by
+    the steps that were taken and by nothing else."""
+    plane, seen = Plane(60), {"under way": 0, "events": 0}
+    way = torch.zeros(9 * 7 + 7 + 7 * 4 + 4, dtype=torch.float64)
+    taken = dict.fromkeys(range(workers), 0)
+    start: list[Tensor] = []
+    apply = Replica.apply
+
+    def counted(self: Replica) -> None:
+        apply(self)
+        rank = next(rank for rank, replica in plane.replicas.items() if replica is self)
+        taken[rank] += 1
+        way.sub_(0.5 * flat(slopes(rank, taken[rank], self.model)))
+
+    def look() -> None:
+        replicas = plane.replicas
+        if len(replicas) < workers:
+            return
+        flying = under_way(replicas)
+        seen["under way"] += len(flying)
+        seen["events"] += 1
+        own = [(replica.notes["omega"], replica.parameters) for replica in replicas.values()]
+        assert sum(grains for grains, _ in (*own, *flying)) == workers * ONE
+        if seen["events"] % 7 and len(start):
+            return
+        x = sum(flat(vectors) * (grains / ONE) for grains, vectors in (*own, *flying))
+        start[:] = start or [x]
+        assert (x - start[0] - way).abs().max() < 1e-11
+
+    monkeypatch.setattr(Replica, "apply", counted)
+    watch(monkeypatch, look)
+    simulate(plane, strategy, workers, cluster=LINKS)
+    assert set(taken.values()) == {60} and seen["under way"] > 100
+    # At the end nothing is: each has its whole weight again.
+    assert {replica.notes["omega"] for replica in plane.replicas.values()} == {ONE}
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("fanout", [1, 2])
+def test_balanced_rounds_are_step_then_mix(simulate: Any, workers: int, fanout: int) -> None:
+    """All give and get the same, so omega is 1 and it is D-PSGD: x_i <- sum_j W_ij (x_j - update_j), with
+    the W of each round."""
+    plane = Plane(20)
+    simulate(plane, f"push:fanout={fanout}", workers)
+    receivers = min(fanout, (workers - 1).bit_length())
+    x = began(plane, workers)
+    for turn in range(20):
+        steps = torch.stack([0.5 * flat(slopes(rank, turn + 1, plane.model())) for rank in range(workers)])
+        x = matrix(workers, turn, receivers, fanout) @ (x - steps)
+        now = torch.stack([flat(plane.x[rank][turn]) for rank in range(workers)])
+        # One third has no exact number of grains, and so no exact share.
+        assert (now - x).abs().max() < (1e-13 if receivers == 1 else 1e-10)
+
+
+def began(plane: Plane, workers: int) -> Tensor:
+    """Where all workers began: they are equal, and the mean moves by updates only."""
+    torch.manual_seed(mix("model", 0))
+    return flat(plane.model().parameters()).expand(workers, -1)
+
+
+def matrix(workers: int, turn: int, receivers: int, fanout: int) -> Tensor:
+    """W of a round: each keeps a part, and one goes to each that is 1, 2, 4, ... places further."""
+    weights = torch.eye(workers, dtype=torch.float64)
+    for number in range(receivers):
+        far = 1 << (turn * fanout + number) % (workers - 1).bit_length()
+        for sender in range(workers):
+            weights[(sender + far) % workers, sender] += 1
+    return weights / (receivers + 1)
+
+
+def test_ahead_takes_what_was_given_before(simulate: Any) -> None:
+    """By the rule itself, for two workers: x and omega of each, written out."""
+    ahead, plane = 2, Plane(12)
+    simulate(plane, f"push:{ahead}", 2)
+    x, omega = list(began(plane, 2)), [1.0, 1.0]
+    given: list[list[tuple[Tensor, float]]] = [[], []]
+    for step in range(12):
+        for rank in range(2):
+            x[rank] = x[rank] - 0.5 * flat(slopes(rank, step + 1, plane.model()))
+            x[rank], omega[rank] = x[rank] / 2, omega[rank] / 2
+            given[rank].append((x[rank], omega[rank]))
+        for rank in range(2):
+            if step >= ahead:
+                more = given[1 - rank][step - ahead]
+                x[rank], omega[rank] = x[rank] + more[0], omega[rank] + more[1]
+            assert (flat(plane.x[rank][step]) - x[rank] / omega[rank]).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("strategy", ["push", "push:2", "noloco:3"])
+def test_a_slow_link_changes_no_bit(simulate: Any, strategy: str) -> None:
+    """What is taken in which round does not depend on when it comes."""
+    digests = {simulate(Script(), strategy, 5, cluster=cluster)["digest"] for cluster in ("", LINKS, UNEQUAL)}
+    assert len(digests) == 1
+
+
+# NoLoCo
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+def test_the_mean_goes_by_heavy_ball(simulate: Any, workers: int) -> None:
+    """What draws two together sums to zero: mean phi follows heavy ball down the mean way, whoever meets."""
+    plane = Plane(24)
+    simulate(plane, "noloco:4,mu=0.5,lr=0.7", workers)
+    x = torch.stack([torch.stack([flat(each) for each in plane.x[rank]]) for rank in range(workers)])
+    ways = -torch.stack(
+        [
+            torch.stack(
+                [down(plane, rank, 4 * (turn + 1)) - down(plane, rank, 4 * turn) for turn in range(6)]
+            )
+            for rank in range(workers)
+        ]
+    ).mean(0)
+    phi = began(plane, 1)[0]
+    m = torch.zeros_like(phi)
+    for turn in range(6):
+        m = 0.5 * m + 0.7 * ways[turn]
+        phi = phi + m
+        assert (x[:, 4 * turn + 3].mean(0) - phi).abs().max() < 1e-12
+    if workers > 2:
+        assert (x[0, -1] - x[1, -1]).abs().max() > 1e-3
+
+
+def test_a_pair_meets_by_the_rule(simulate: Any) -> None:
+    """m <- mu m + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m, for two workers."""
+    plane = Plane(6)
+    simulate(plane, "noloco:2,mu=0.4,lr=0.6", 2)
+    phi, m = list(began(plane, 2)), [torch.zeros_like(began(plane, 1)[0])] * 2
+    for turn in range(3):
+        ways = [down(plane, rank, 2 * turn) - down(plane, rank, 2 * turn + 2) for rank in range(2)]
+        mean_way, mean_phi = (ways[0] + ways[1]) / 2, (phi[0] + phi[1]) / 2
+        m = [0.4 * m[rank] + 0.6 * mean_way + 0.6 * (mean_phi - phi[rank]) for rank in range(2)]
+        phi = [phi[rank] + m[rank] for rank in range(2)]
+        for rank in range(2):
+            assert (flat(plane.x[rank][2 * turn + 1]) - phi[rank]).abs().max() < 1e-13
+
+
+def test_nothing_but_pairs(simulate: Any) -> None:
+    """Each meeting moves two vectors each way, and there is no collective."""
+    summary = simulate(Steps(12, size=100), "noloco:3", 4)
+    heard = [line for line in events(summary, "deliver") if line["kind"] == "fetch"]
+    assert len(heard) == 4 * 4  # each of four, four times
+    # Besides, all begin with the parameters of worker 0; the look at the end comes after the count.
+    assert summary["bytes_sent"] == 3 * 800 + 4 * 4 * 2 * 800
+
+
+# Churn, for those that step together
+
+STEPPING = ["push", "push:2", "push:1,fanout=2", "noloco:3"]
+
+
+@pytest.mark.parametrize("strategy", STEPPING)
+@pytest.mark.parametrize("back", ["", 'back = "95 ms"\n', 'back = "56 ms"\n'])
+@pytest.mark.parametrize("who", [[0], [3], [1, 2]])
+def test_the_others_step_on(simulate: Any, strategy: str, back: str, who: list[int]) -> None:
+    """Some die in the middle of an epoch; those that come back are in from the next one on."""
+    crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\n{back}'
+    script = Script(size=240, epochs=4)
+    summary = simulate(script, strategy, 5, cluster=LINKS + crash)
+    assert set(summary["lost"]) == {f"worker {rank}" for rank in who}
+    assert summary["joined"] == (len(who) if back else 0)
+    assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
+    last = {line["node"] for line in events(summary, "step")[-10:]}
+    assert last == {f"worker {rank}" for rank in range(5) if back or rank not in who}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("strategy", STEPPING)
+def test_no_delay_and_no_crash_stops_those_either(simulate: Any, seed: int, strategy: str) -> None:
+    lots = torch.Generator().manual_seed(100 + seed)
+    text = LINKS
+    for rank in torch.randperm(6, generator=lots)[:4].tolist():
+        at = int(torch.randint(1, 400, (), generator=lots))
+        text += f'[[failures]]\nworkers = [{rank}]\nat = "{at} ms"\n'
+        if torch.rand((), generator=lots) < 0.6:
+            text += f'back = "{at + int(torch.randint(1, 200, (), generator=lots))} ms"\n'
+    summary = simulate(Script(size=120, epochs=4), strategy, 6, cluster=text, seed=seed)
+    assert summary["lost"] and summary["metrics"]["after"] < summary["metrics"]["before"]
+
+
+def test_what_was_for_the_dead_is_kept(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among those who live the sum of omega falls by no more than the dead one had."""
+    plane = Plane(60)
+    crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
+    totals: list[int] = []
+
+    def look() -> None:
+        if len(plane.replicas) == 4:
+            living = {rank: replica for rank, replica in plane.replicas.items() if rank != 1}
+            own = sum(replica.notes["omega"] for replica in living.values())
+            own += sum(grains for replica in living.values() for grains, _ in replica.notes["returned"])
+            totals.append(own)
+
+    watch(monkeypatch, look)
+    summary = simulate(plane, "push", 4, cluster='[[hosts]]\nstep_time = "10 ms"\n' + crash)
+    assert list(summary["lost"]) == ["worker 1"]
+    assert totals[-1] >= 2 * ONE and {len(plane.x[rank]) for rank in (0, 2, 3)} == {60}
+
+
+def test_one_that_dies_while_a_group_is_made(simulate: Any) -> None:
+    """It is in the group and gone already: nothing is laid out for it, and no weight is lost to it."""
+
+    def script() -> None:
+        here = pr.init()
+        point = Point(3)
+        point, optimizer = here.prepare(point, torch.optim.SGD(point.parameters(), lr=0.1))
+        for step in range(40):
+            if step == 20:
+                here.strategy.regroup(here._node, here._replica, [0, 1, 2, 3], 1)
+            point.x.grad = torch.ones_like(point.x)
+            optimizer.step()
+        replicas[here.rank] = here._replica
+
+    replicas: dict[int, Replica] = {}
+    crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
+    simulate(script, "push", 4, cluster=crash)
+    assert sum(replica.notes["omega"] for replica in replicas.values()) == 3 * ONE
+    assert not any(gifts_of(replica).given for replica in replicas.values())

@@ -60,6 +60,15 @@ def test_one_worker_per_site_is_the_outer_strategy(simulate: Any, outer: str, si
     assert two["bytes_between_sites"] <= one["bytes_between_sites"]
 
 
+def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
+    """Not by their places in the file, where a group may come first that has no worker in the end."""
+    odd = '[[hosts]]\nsite = "b"\n[[hosts]]\ncount = 2\nsite = "a"\n[[hosts]]\ncount = 1\nsite = "b"\n'
+    strategy = "allreduce / diloco:4+int4:rounding=stochastic,feedback=no"
+    program = Script(optimizer=MOMENTUM, size=40)
+    one, other = (simulate(program, strategy, 3, cluster=each) for each in (odd, at(2, 1)))
+    assert one == other | {"folder": one["folder"]}
+
+
 @pytest.mark.parametrize("outer", ["local:1", "average:1", "local:1,momentum=average"])
 @pytest.mark.parametrize("size", [48, 50, 43])
 def test_averaging_each_step_between_equal_sites_is_allreduce(simulate: Any, outer: str, size: int) -> None:
@@ -325,6 +334,33 @@ def test_a_slow_link_between_sites(simulate: Any) -> None:
     assert everyone["wall_s"] == pytest.approx(
         2 * 0.1 + 3 * 8 * size / 8000 + 8 * 0.01 + 2 * (0.2 + 2 * 3 * 3 / 6 * 8 * size / 8000)
     )
+
+
+def test_a_link_that_is_slow_is_overlapped(simulate: Any) -> None:
+    """What streams between the sites holds no step up if it takes no longer than the steps in between."""
+    links = 'bandwidth = "1 MB/s"\nlatency = "5 ms"'  # the exchange of a fragment takes 20 ms and a little
+    strategy = "allreduce / streaming-diloco:8,fragments=2,overlap=3"
+    ends = {}
+    for cluster in (at(2, 2), at(2, 2, links=links)):
+        summary = simulate(Trace(20), strategy, 4, cluster=cluster)
+        times = [line["t"] for line in events(summary, "step") if line["node"] == "worker 3"]
+        ends[cluster] = [round(now - times[0], 9) for now in times]
+    free, slow = ends.values()
+    assert slow == free and free[-1] == pytest.approx(0.19)
+
+
+def test_codes_inside_may_go_round_a_ring(simulate: Any, tmp_path: Path) -> None:
+    """Inside a site a codec may hop as it does among all; the same bits on processes."""
+    program = Script(optimizer=SGD, size=40)
+    (tmp_path / "cluster.toml").write_text(at(2, 3))
+    law, real = (
+        how(
+            program, workers=5, strategy="allreduce+int8 / diloco:4", collective="ring", runs=tmp_path,
+            threads=1, cluster=tmp_path / "cluster.toml",
+        )
+        for how in (pr.simulate, pr.run)
+    )  # fmt: skip
+    assert (law["digest"], law["bytes_sent"]) == (real["digest"], real["bytes_sent"])
 
 
 def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:

@@ -134,27 +134,27 @@ def test_a_torus_contracts_by_the_formula(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("places", [5, 8, 12, 31, 32, 33])
 def test_an_exponential_graph_contracts_by_the_formula(places: int) -> None:
     """It is a circulant: its eigenvalues are the Fourier sum of its first row."""
-    weights = of("exponential", places)
+    weights = of("exponential-all", places)
     spectrum = np.abs(np.fft.fft(weights[0]))
     assert contraction(weights) == pytest.approx(np.sort(spectrum)[-2], abs=1e-12)
-    assert 2 * math.log2(places) - 3 <= degrees(graph(parse_topology("exponential"), places)).pop()
+    assert 2 * math.log2(places) - 3 <= degrees(graph(parse_topology("exponential-all"), places)).pop()
 
 
 @PATIENT
 @given(st.integers(2, 40))
-def test_doubling_is_the_exponential_graph_by_turns(places: int) -> None:
-    """Each has two neighbours at most at a time, and over its turns those of the exponential graph."""
-    topology = parse_topology("doubling")
+def test_exponential_takes_turns(places: int) -> None:
+    """Each has two neighbours at most at a time, and over its turns those of the exponential-all graph."""
+    topology = parse_topology("exponential")
     turns = [graph(topology, places, turn=turn) for turn in range(topology.turns(places))]
     union = tuple(tuple(sorted(set().union(*(each[place] for each in turns)))) for place in range(places))
-    assert union == graph(topology, places) == graph(parse_topology("exponential"), places)
+    assert union == graph(topology, places) == graph(parse_topology("exponential-all"), places)
     assert all(degrees(each) <= {1, 2} for each in turns)
     assert graph(topology, places, turn=len(turns)) == turns[0]
 
 
-def test_turns_of_doubling_contract_faster_than_a_ring() -> None:
+def test_turns_of_exponential_contract_faster_than_a_ring() -> None:
     """With the same two messages per round: over a cycle of turns W is a product."""
-    topology, places = parse_topology("doubling"), 64
+    topology, places = parse_topology("exponential"), 64
     product = np.eye(places)
     for turn in range(topology.turns(places)):
         product = matrix(graph(topology, places, turn=turn)) @ product

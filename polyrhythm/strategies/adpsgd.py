@@ -104,9 +104,8 @@ class ADPSGD(Peers):
                 if replica.notes.get("averages"):
                     place.add_(drift)
         name = replica.notes["asked"] = f"{node.life}/{replica.steps}"
-        with contextlib.suppress(PeerLost):
-            reply = node.ask(neighbour, "average", *x, into=x, name=name)
-            replica.outstanding.append((neighbour, reply))
+        reply = node.ask(neighbour, "average", *x, into=x, name=name)
+        replica.outstanding.append((neighbour, reply))
 
     def _join(self, node: Node, replica: Replica) -> int:
         """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
@@ -140,9 +139,11 @@ class ADPSGD(Peers):
         if _shape(message.tensors) != _shape(replica.parameters):
             raise WireError(f"{message.sender} wants to average with other parameters than {node.me} has")
         gifts, key = gifts_of(replica), (message.sender, message["name"])
-        if key not in gifts.given:  # otherwise only the answer was lost: what has been given is given
+        seen = replica.notes.setdefault("seen", {})
+        if message.sequence > seen.get(message.sender, 0):
+            seen[message.sender] = message.sequence
             for peer, name in [each for each in gifts.given if each[0] == message.sender]:
-                gifts.arrived(peer, name)  # it says so, but its word may have got lost
+                gifts.arrived(peer, name)  # it has said so, but its word may have got lost
             gift = gifts.given[key] = Gift(gifts.room(replica))
             theirs = [part.to(d.device) for part, d in zip(message.tensors, gift.vectors, strict=True)]
             with node.exclusive():
@@ -150,7 +151,11 @@ class ADPSGD(Peers):
                     d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
                     drift.add_(d)
                 replica.notes["averages"] = replica.notes.get("averages", 0) + 1
-        gifts.given[key].answer(node, message)
+        # One that asks again has lost the answer: it gets the same. Or it has it, and waits no longer.
+        if key in gifts.given:
+            gifts.given[key].answer(node, message)
+        else:
+            node.answer(message)
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
     from polyrhythm.replica import Replica
 
 MOST = 1 << 30  # pulses of a parameter, in all
-BACKLOG = 64  # messages that may wait to be sent
+EVERY = 8  # messages that come from each neighbour, on average, before they are confirmed
+LEAST = 1 << 20  # bytes, of more than FEW messages, that may be on their way unconfirmed in any case
+FEW = 4 * EVERY
+PATIENCE = 16  # steps in a row in which nothing is sent, at most
 
-Item = tuple[str, str, int]  # what is to be sent: "pulses" of an origin and their number, "have" or "whole"
-HAVE: Item = ("have", "", 0)
-WHOLE: Item = ("whole", "", 0)
+Item = tuple[str, str, int]  # to be sent: "pulses" of an origin and their number, or another kind of message
+HAVE: Item = ("have", "", 0)  # what this one has, for another who may have other messages
+HEARD: Item = ("heard", "", 0)  # what all on this side have, for another to keep it no longer
+WHOLE: Item = ("whole", "", 0)  # all counts
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,10 @@ class Broadcast(Peers):
     The paper has plain SGD. Momentum is part of u: it is taken of each worker's own gradients, before they
     become pulses, and what waits in r comes late on top of it. At the end r is not sent.
 
-    Messages are numbered. Whoever has missed some, since another died before it had sent to all, or because
-    it has come late, gets them from others, or all of k if they are too many to be kept.
+    Messages are numbered, and kept until all have confirmed them. Whoever has missed some, since another died
+    before it had sent to all, gets them from others; one that comes late takes k from another. While more is
+    unconfirmed than k has bytes, divided by the number of workers, the network is behind: then what would be
+    sent stays in r, for up to 16 steps, and goes in one message.
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10
@@ -61,7 +68,9 @@ class Broadcast(Peers):
     name: ClassVar[str] = "broadcast"
     main: ClassVar[str | None] = "tau"
     paper: ClassVar[str] = "Strom 2015, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing"
-    kinds: ClassVar[tuple[str, ...]] = ("pulses", "have", "whole", "state", "begin", "settle", "digest")
+    kinds: ClassVar[tuple[str, ...]] = (
+        "pulses", "have", "heard", "whole", "state", "begin", "settle", "digest",
+    )  # fmt: skip
 
     tau: float = 1e-3
     pulses: Literal["one", "many"] = "many"
@@ -106,6 +115,7 @@ class Broadcast(Peers):
             ledger=Ledger(counts, self.unit), origin=f"{node.rank}.{node.life}", sent=0,
             ready=not node.life,  # one that comes late has nothing to tell before it has asked
             done=False, there=set(others(node)), outbox={}, talking=set(), begin=[], settle=[],
+            asked={}, taken=0, told={}, held=0,
         )  # fmt: skip
         _refuse_loading(replica)
         node.listen(partial(self.hear, node, replica), *self.kinds)
@@ -116,20 +126,18 @@ class Broadcast(Peers):
 
     def _catch_up(self, node: Node, replica: Replica) -> None:
         """Takes w0 and k, and how far they are known, from any that has them."""
-        import torch
-
         ledger, base = _ledger(replica), replica.buffer("base", exact=True)
         while True:
             late = [node.rank]
             for peer in others(node):
-                counts = [torch.empty_like(vector) for vector in ledger.counts]
                 try:
-                    answer = node.ask(peer, "state", into=(*base, *counts)).wait()
+                    answer = node.ask(peer, "state").wait()
                 except PeerLost:
                     continue
                 if answer["ready"]:
+                    copied(answer.tensors[: len(base)], base)
                     with node.exclusive():
-                        ledger.take(counts, _have(answer))
+                        ledger.take(answer.tensors[len(base) :], *_whole(ledger, answer, len(base)))
                         replica.notes["ready"] = True
                     self._tell(node, replica)  # what has come meanwhile was not taken in
                     return self._answer_settled(node, replica)
@@ -164,6 +172,8 @@ class Broadcast(Peers):
             if codes:
                 notes["sent"] += 1
                 _ledger(replica).add(notes["origin"], notes["sent"], codes)
+                if not neighbours:
+                    _ledger(replica).settled(notes["origin"], notes["sent"])
             asked, notes["begin"] = notes["begin"], []
         self._place(node, replica, replica.parameters)
         if codes:
@@ -191,16 +201,23 @@ class Broadcast(Peers):
 
     def _emit(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
         """r <- r + u, and the pulses that are taken out of it; none if there are none."""
-        outbox = replica.notes["outbox"]
-        waiting = [len(outbox.get(peer, ())) for peer in self.neighbours(node)]
-        if waiting and min(waiting) > BACKLOG:
-            # The network is behind: what is not sent now goes later, in fewer messages.
+        if self._behind(node, replica):
             for residual, part in zip(replica.owed, update, strict=True):
                 residual.add_(part)
             return []
         pairs = zip(replica.owed, update, strict=True)
         found = [selection.pulses(*pair, self.unit, many=self.pulses == "many") for pair in pairs]
         return [code for code, _ in found] if any(count for _, count in found) else []
+
+    def _behind(self, node: Node, replica: Replica) -> bool:
+        """Whether so much is on its way that it is better to send later, in fewer messages."""
+        notes, ledger = replica.notes, _ledger(replica)
+        with node.exclusive():
+            count, size = ledger.kept(notes["origin"])
+        room = sum(vector.nbytes for vector in ledger.counts) // len(_all(node))
+        behind = count > FEW and size > max(LEAST, room) and notes["held"] < PATIENCE
+        notes["held"] = notes["held"] + 1 if behind else 0
+        return behind
 
     def _place(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Sequence[Tensor]:
         """w = w0 + tau k."""
@@ -253,7 +270,9 @@ class Broadcast(Peers):
                 if kind == "pulses":
                     tensors, fields = ledger.message(origin, number), {"origin": origin, "number": number}
                 elif kind == "whole":
-                    tensors = [vector.clone() for vector in ledger.counts]
+                    tensors, fields = ledger.whole()
+                elif kind == "heard":
+                    fields = {"have": self._side(node, replica, peer), "there": _ranks(node)}
             if tensors is None:  # it is kept no longer: the peer has to know that there was something
                 self._post(node, replica, [peer], HAVE)
                 continue
@@ -278,9 +297,12 @@ class Broadcast(Peers):
             node.answer(message, digest=_ledger(replica).digest())
         elif message.kind == "state":
             with node.exclusive():
-                have, counts = dict(_ledger(replica).have), [part.clone() for part in _ledger(replica).counts]
-            tensors = (*replica.buffer("base", exact=True), *counts) if notes["ready"] else ()
-            node.answer(message, *tensors, ready=notes["ready"], have=have)
+                tensors, fields = _ledger(replica).whole()
+            base = replica.buffer("base", exact=True)
+            if notes["ready"]:
+                node.answer(message, *base, *tensors, ready=True, **fields)
+            else:
+                node.answer(message, ready=False)
         elif notes["ready"]:
             getattr(self, f"_hear_{message.kind}")(node, replica, message)
             if notes["settle"]:
@@ -296,10 +318,42 @@ class Broadcast(Peers):
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
         if what == "gap":
-            self._post(node, replica, [message.sender], HAVE)
-        elif what == "new" and self.topology == "tree":
-            onward = [peer for peer in self.neighbours(node) if peer != message.sender]
-            self._post(node, replica, onward, ("pulses", origin, number))
+            self._ask_for(node, replica, message.sender, origin)
+        elif what == "new":
+            neighbours = self.neighbours(node)
+            if self.topology == "tree":
+                onward = [peer for peer in neighbours if peer != message.sender]
+                self._post(node, replica, onward, ("pulses", origin, number))
+            replica.notes["taken"] += 1
+            if replica.notes["taken"] >= EVERY * len(neighbours):
+                replica.notes["taken"] = 0
+                self._post(node, replica, neighbours, HEARD)
+
+    def _ask_for(self, node: Node, replica: Replica, peer: Peer, origin: str) -> None:
+        """Something is missing before what has come: all of it is sent again, so one question is enough."""
+        asked, have = replica.notes["asked"], _ledger(replica).have.get(origin, 0)
+        if asked.get((peer, origin)) != have:
+            asked[peer, origin] = have
+            self._post(node, replica, [peer], HAVE)
+
+    def _side(self, node: Node, replica: Replica, peer: Peer) -> Have:
+        """What all have on this worker's side of the edge to a neighbour; in a mesh it is there alone."""
+        have, told = dict(_ledger(replica).have), replica.notes["told"]
+        if self.topology == "tree":
+            others = [told.get(each, {}) for each in self.neighbours(node) if each != peer]
+            return {origin: min(number, *_of(others, origin)) for origin, number in have.items()}
+        return have
+
+    def _hear_heard(self, node: Node, replica: Replica, message: Message) -> None:
+        """What all have on both sides of all edges is kept no longer."""
+        neighbours, told = self.neighbours(node), replica.notes["told"]
+        if message.fields.get("there") != _ranks(node) or message.sender not in neighbours:
+            return  # it is about other sides, for one of the two does not know yet who has come or gone
+        with node.exclusive():
+            told[message.sender] = _have(message)
+            sides = [told.get(peer, {}) for peer in neighbours]
+            for origin, number in _ledger(replica).have.items():
+                _ledger(replica).settled(origin, min(number, *_of(sides, origin)))
 
     def _hear_have(self, node: Node, replica: Replica, message: Message) -> None:
         """Both are to know what either knows."""
@@ -312,12 +366,11 @@ class Broadcast(Peers):
         self._post(node, replica, [message.sender], *items)
 
     def _hear_whole(self, node: Node, replica: Replica, message: Message) -> None:
-        theirs, ledger = _have(message), _ledger(replica)
-        if [(t.dtype, t.numel()) for t in message.tensors] != [(t.dtype, t.numel()) for t in ledger.counts]:
-            raise WireError(f"{message.sender} sent counts of another model")
+        ledger = _ledger(replica)
+        theirs, kept = _whole(ledger, message)
         with node.exclusive():
             lacks = ledger.lacks(theirs)
-            taken = lacks and ledger.take(message.tensors, theirs)
+            taken = lacks and ledger.take(message.tensors, theirs, kept)
         if taken and self.topology == "tree":
             self._tell(node, replica)
         elif lacks and not taken:  # it has to hear more of this one before
@@ -330,6 +383,8 @@ class Broadcast(Peers):
             for kind in ("begin", "settle"):
                 notes[kind] = [message for message in notes[kind] if node.alive(message)]
             gone, notes["there"] = notes["there"] - there, there
+            notes["told"].clear()
+            notes["asked"].clear()
         if notes["ready"] and all(peer in node.lost for peer in gone):  # otherwise all is over
             self._tell(node, replica)
 
@@ -429,12 +484,32 @@ def _ask_all(
     return answers, late
 
 
+def _ranks(node: Node) -> list[int]:
+    return [peer.rank for peer in _all(node)]
+
+
+def _of(sides: Iterable[Have], origin: str) -> list[int]:
+    """What each side has of an origin; and a large number, so that there is one."""
+    return [sys.maxsize, *(side.get(origin, 0) for side in sides)]
+
+
 def _have(message: Message) -> Have:
     """How far its sender knows each origin, by a message."""
     have = message.fields.get("have")
     if not isinstance(have, dict) or not all(isinstance(each, int) and each >= 0 for each in have.values()):
         raise WireError(f"{message.sender} sent {message.kind!r} that does not say what it has")
     return have
+
+
+def _whole(ledger: Ledger, message: Message, start: int = 0) -> tuple[Have, Have]:
+    """What a message says that brings all of a ledger, from a place of its tensors on."""
+    have, kept = _have(message), message.fields.get("kept")
+    try:
+        ledger.check_whole(message.tensors[start:], have, kept)
+    except WireError as error:
+        raise WireError(f"{message.sender} sent {message.kind!r}: {error}") from None
+    assert isinstance(kept, dict)
+    return have, kept
 
 
 def _refuse_loading(replica: Replica) -> None:

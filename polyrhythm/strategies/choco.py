@@ -54,8 +54,10 @@ class Choco(Mixing):
         super().__post_init__()
         if self.gamma != "auto" and not 0 < self.gamma <= 1:
             raise UsageError("gamma must be auto, or more than 0 and at most 1")
-        if self.topology == "doubling":
-            raise UsageError("neighbours by turns do not know what each has told; take topology=exponential")
+        if self.topology == "exponential":
+            raise UsageError(
+                "neighbours by turns do not know what each has told; take topology=exponential-all"
+            )
 
     def begin(self, node: Node, replica: Replica) -> None:
         super().begin(node, replica)

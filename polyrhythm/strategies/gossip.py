@@ -22,8 +22,8 @@ class Gossip(Mixing):
     is that of the parameters before they are mixed. The optimizer's own step, and with it weight decay, is
     taken from the mixed ones. With `order=step-then-mix` x_i <- sum_j W_ij (x_j - lr g_j) instead: that waits
     for the neighbours, and on a complete graph it is `allreduce`. W follows from `topology`, which is ring,
-    torus, exponential, doubling (its distances by turns), hypercube, complete, random:D with D neighbours
-    each, or edges as in 0-1/1-2/2-0. The result is the mean of all.
+    torus, exponential (at distances of 1, 2, 4, ... by turns), exponential-all, hypercube, complete, random:D
+    with D neighbours each, or edges as in 0-1/1-2/2-0. The result is the mean of all.
 
     >>> import polyrhythm as pr
     >>> pr.parse("gossip:torus").topology

@@ -116,9 +116,10 @@ class Handing(Peers):
     kinds: ClassVar[tuple[str, ...]] = ("fetch", "got")
 
     def begin(self, node: Node, replica: Replica) -> None:
-        # One that comes late is in no group yet.
+        # One that comes late is alone at first, and has nothing for those that were in step with the dead.
         ranks = [node.rank] if node.life else [peer.rank for peer in node.workers]
-        replica.notes["group"] = Group(ranks, seen=set(node.workers))
+        number = node.group + 1 if node.life else 0
+        replica.notes["group"] = Group(ranks, number, seen=set(node.workers))
 
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         """From here on rounds are the new group's. Who waits for one of the old that never came is told."""
@@ -133,6 +134,13 @@ class Handing(Peers):
         for message in late.values():
             if node.alive(message):
                 node.answer(message, nothing=True)
+        # One that is not there has just come, or has died since the group was made: who answers is alive.
+        for peer in sorted({Peer("worker", rank) for rank in ranks} - {node.me, *node.workers}):
+            try:
+                node.ask(peer, "look", start=0, stop=0).wait()
+            except PeerLost:
+                with node.exclusive():
+                    group_of(replica).gone.add(peer)
 
     def hand(
         self, node: Node, replica: Replica, to: int, turn: int, vectors: Sequence[Tensor], **words: Any
@@ -155,10 +163,9 @@ class Handing(Peers):
         """Asks for what another worker hands to this one in a round; None if it is gone."""
         group = group_of(replica)
         peer, name = Peer("worker", sender), group.name(turn)
-        if peer not in group.gone:
-            with contextlib.suppress(PeerLost):
-                return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name))
-        return None
+        if peer in group.gone:
+            return None
+        return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name))
 
     def wait(self, fetched: Fetched) -> Message | None:
         """Until it is here; None if it never will be."""
@@ -167,13 +174,10 @@ class Handing(Peers):
             return None if "nothing" in message.fields else message
         return None
 
-    def take(self, node: Node, fetched: Fetched) -> Message | None:
-        """The same, and tells the other that it need not keep it any longer."""
-        message = self.wait(fetched)
-        if message is not None:
-            with contextlib.suppress(PeerLost):
-                node.send(fetched.sender, "got", name=fetched.name)
-        return message
+    def got(self, node: Node, fetched: Fetched) -> None:
+        """Tells the other that it need not keep it any longer."""
+        with contextlib.suppress(PeerLost):
+            node.send(fetched.sender, "got", name=fetched.name)
 
     def returned(self, replica: Replica, gift: Gift) -> None:
         """The one that this was for is gone, and never got it. Called inside `exclusive()`."""

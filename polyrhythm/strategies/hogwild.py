@@ -116,9 +116,8 @@ class Tally:
     def __init__(self, node: Node, replica: Replica, workers: int) -> None:
         import torch
 
-        self._places: list[
-            tuple[int, int, int]
-        ] = []  # of each parameter: start, stop, and log2 of the stride
+        # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
+        self._places: list[tuple[int, int, int]] = []
         stop = 0
         for piece in replica.layout.pieces:
             rows = piece.shape[0] if piece.shape else 1

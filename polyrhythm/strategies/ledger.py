@@ -4,15 +4,15 @@ An origin is one life of one worker, such as "3.0". Its messages are numbered 1,
 order, each once. Whole numbers can be added up in any order, so two ledgers that know as many messages of
 each origin have the same counts, bit for bit.
 
-The last messages of each origin are kept, for those who have missed them. They may have as many bytes as the
-counts themselves have: whoever has missed more is better off with the counts.
+Messages are kept until all have them, so that whoever has missed some can get them from anybody. One that
+comes late begins with the counts of another, and with what that one keeps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyrhythm.codecs import selection
 from polyrhythm.errors import WireError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Have = dict[str, int]  # by origin: up to which of its messages all are known
-LEAST = 1 << 16  # bytes that are kept of an origin in any case
 
 
 class Ledger:
@@ -31,8 +30,6 @@ class Ledger:
         self.counts, self.tau = tuple(counts), tau
         self.have: Have = {}
         self._logs: dict[str, deque[tuple[Tensor, ...]]] = {}
-        self._bytes: dict[str, int] = {}
-        self._room = sum(vector.nbytes for vector in self.counts)
 
     def add(self, origin: str, number: int, codes: Sequence[Tensor]) -> Literal["new", "known", "gap"]:
         """Takes a message in, if it is the next one of its origin."""
@@ -43,12 +40,7 @@ class Ledger:
             raise WireError(f"{len(codes)} codes came for {len(self.counts)} vectors")
         self._count(codes)
         self.have[origin] = number
-        log = self._logs.setdefault(origin, deque())
-        log.append(tuple(codes))
-        size = self._bytes.get(origin, 0) + _size(codes)
-        while size > max(LEAST, self._room // len(self._logs)) and len(log) > 1:
-            size -= _size(log.popleft())
-        self._bytes[origin] = size
+        self._logs.setdefault(origin, deque()).append(tuple(codes))
         return "new"
 
     def message(self, origin: str, number: int) -> tuple[Tensor, ...] | None:
@@ -71,27 +63,55 @@ class Ledger:
             found += [(origin, each) for each in range(known + 1, number + 1)]
         return found
 
-    def take(self, counts: Sequence[Tensor], theirs: Mapping[str, int]) -> bool:
-        """Goes on from the counts of another, and adds what only this one knows; False if it cannot."""
-        only = self.missing(theirs)
+    def whole(self) -> tuple[list[Tensor], dict[str, Have]]:
+        """All of it, as tensors and fields of a message."""
+        codes = [code for log in self._logs.values() for each in log for code in each]
+        kept = {origin: len(log) for origin, log in self._logs.items()}
+        return [*(vector.clone() for vector in self.counts), *codes], {"have": dict(self.have), "kept": kept}
+
+    def take(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Mapping[str, int]) -> bool:
+        """Goes on from the `whole` of another, and adds what only this one has; False if it cannot."""
+        only, wide = self.missing(theirs), len(self.counts)
         if only is None:
             return False
-        for place, given in zip(self.counts, counts, strict=True):
+        for place, given in zip(self.counts, tensors, strict=False):
             place.copy_(given)
         for each in only:
             codes = self.message(*each)
             assert codes is not None
             self._count(codes)
-        for origin, number in theirs.items():
-            if number > self.have.get(origin, 0):
-                self.have[origin] = number
-                self.forget(origin)
+        at = wide
+        for origin, count in kept.items():
+            end = at + wide * count
+            log = [tuple(tensors[first : first + wide]) for first in range(at, end, wide)]
+            if theirs.get(origin, 0) > self.have.get(origin, 0):
+                self._logs[origin] = deque(log)
+            at = end
+        self.have |= {origin: max(number, self.have.get(origin, 0)) for origin, number in theirs.items()}
         return True
 
-    def forget(self, origin: str) -> None:
-        """Keeps no message of an origin any longer."""
-        self._logs.pop(origin, None)
-        self._bytes.pop(origin, None)
+    def check_whole(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Any) -> None:
+        """WireError if this is no `whole` of another."""
+        wide = len(self.counts)
+        alike = [(given.dtype, given.numel()) for given in tensors[:wide]]
+        if alike != [(vector.dtype, vector.numel()) for vector in self.counts]:
+            raise WireError("counts came of another model")
+        known = isinstance(kept, dict) and all(
+            isinstance(count, int) and 0 <= count <= theirs.get(origin, 0) for origin, count in kept.items()
+        )
+        if not known or len(tensors) != wide + wide * sum(kept.values()):
+            raise WireError("counts came without the messages that belong to them")
+
+    def settled(self, origin: str, number: int) -> None:
+        """All have the messages of an origin up to this one: they are kept no longer."""
+        log = self._logs.get(origin, deque())
+        for _ in range(min(len(log), len(log) - (self.have.get(origin, 0) - number))):
+            log.popleft()
+
+    def kept(self, origin: str) -> tuple[int, int]:
+        """How many messages of an origin are kept, and their bytes."""
+        log = self._logs.get(origin, ())
+        return len(log), sum(code.nbytes for codes in log for code in codes)
 
     def digest(self) -> str:
         """What tells whether two are the same, bit for bit."""
@@ -105,7 +125,3 @@ class Ledger:
     def _count(self, codes: Sequence[Tensor]) -> None:
         for code, vector in zip(codes, self.counts, strict=True):
             selection.count(code, vector, self.tau)
-
-
-def _size(codes: Sequence[Tensor]) -> int:
-    return sum(code.nbytes for code in codes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.errors import UsageError
@@ -91,9 +92,7 @@ class NoLoCo(Handing):
     def _swap(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> bool:
         """Swaps theta and phi with the partner of this round; False if there is none."""
         ranks, turn = group_of(replica).ranks, replica.notes["round"]
-        met = pairs(len(ranks), node.seed, turn)
-        partner = {one: other for pair in met for one, other in (pair, pair[::-1])}
-        place = partner.get(ranks.index(node.rank))
+        place = partners(len(ranks), node.seed, turn).get(ranks.index(node.rank))
         if place is None:
             return False
         gifts = gifts_of(replica)
@@ -103,4 +102,14 @@ class NoLoCo(Handing):
             gifts.spare.append(room)
             return False
         fetched = self.fetch(node, replica, ranks[place], turn, into)
-        return fetched is not None and self.take(node, fetched) is not None
+        if fetched is None or self.wait(fetched) is None:
+            return False
+        self.got(node, fetched)
+        return True
+
+
+@lru_cache(maxsize=64)
+def partners(places: int, seed: int, turn: int) -> Mapping[int, int]:
+    """Whom each place meets in a round."""
+    met = pairs(places, seed, turn)
+    return {one: other for pair in met for one, other in (pair, pair[::-1])}

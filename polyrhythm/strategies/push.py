@@ -80,26 +80,21 @@ class Push(Handing):
         with node.exclusive():
             _update(replica)
         self._give(node, replica, turn)
-        given = self._given(node, replica, turn - self.ahead)
-        with node.exclusive():
-            _add(replica, given)
+        self._take(node, replica, turn - self.ahead)
         replica.notes["turn"] = turn + 1
         self._ask(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:
         """Takes in all that is still on its way."""
-        given = self._given(node, replica, *range(replica.notes["turn"]))
-        with node.exclusive():
-            _add(replica, given)
+        self._take(node, replica, *range(replica.notes["turn"]))
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         """What all will have when that which is on its way is there."""
-        under_way = [each for turn in range(replica.notes["turn"]) for each in self._asked(replica, turn)]
-        if not under_way or node.life or node.lost:
+        given = self._given(replica, *range(replica.notes["turn"]))
+        if not given or node.life or node.lost:
             return super().consensus(node, replica)
-        given = [(message["grains"], into) for into, fetched in under_way if (message := self.wait(fetched))]
         z = copied(replica.parameters, replica.buffer("consensus"))
-        _mix(z, replica.notes["omega"], given)
+        _mix(z, replica.notes["omega"], [each for each, _ in given])
         try:
             node.all_reduce(*z, op="mean")
         except PeerLost:
@@ -138,19 +133,20 @@ class Push(Handing):
             if fetched := self.fetch(node, replica, sender, turn, into):
                 asked.append((into, fetched))
 
-    def _asked(self, replica: Replica, turn: int) -> Sequence[tuple[Sequence[Tensor], Fetched]]:
-        asked: Sequence[tuple[Sequence[Tensor], Fetched]] = replica.notes["asked"].get(turn, ())
-        return asked
+    def _given(self, replica: Replica, *turns: int) -> list[tuple[Given, Fetched]]:
+        """What this worker was given in these rounds, when all of it is here."""
+        asked = [each for turn in turns for each in replica.notes["asked"].get(turn, ())]
+        heard = [(self.wait(fetched), into, fetched) for into, fetched in asked]
+        return [((message["grains"], into), fetched) for message, into, fetched in heard if message]
 
-    def _given(self, node: Node, replica: Replica, *turns: int) -> list[Given]:
-        """What this worker was given in these rounds, when it is here."""
-        given = []
+    def _take(self, node: Node, replica: Replica, *turns: int) -> None:
+        given = self._given(replica, *turns)
+        with node.exclusive():
+            _add(replica, [each for each, _ in given])
         for turn in turns:
-            for into, fetched in self._asked(replica, turn):
-                if message := self.take(node, fetched):
-                    given.append((message["grains"], into))
             replica.notes["asked"].pop(turn, None)
-        return given
+        for _, fetched in given:
+            self.got(node, fetched)
 
 
 def _update(replica: Replica) -> None:

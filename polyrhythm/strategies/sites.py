@@ -142,7 +142,7 @@ class Between(Part):
     """
 
     def __init__(self, whole: Node) -> None:
-        firsts = [site[0] for site in whole.sites]
+        firsts = sorted(site[0] for site in whole.sites)
         mine = _site(whole)
         super().__init__(whole, firsts, rank=firsts.index(mine[0]))
         self._inside = whole.among(mine)

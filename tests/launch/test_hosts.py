@@ -170,6 +170,27 @@ def test_lockstep_is_the_same_run(hosts: Hosts, strategy: str) -> None:
     assert summary["samples"] == expected["samples"] and summary["lost"] == {}
 
 
+@pytest.mark.parametrize("first", [2, 1])
+def test_sites_of_two_hosts(hosts: Hosts, first: int) -> None:
+    """A host may be a site: it shares memory inside, and one of its workers talks to the other host.
+
+    Or a site has workers on two hosts, which exchange as the workers of several hosts do.
+    """
+    cluster = hosts.folder / "cluster.toml"
+    cluster.write_text(f'[[hosts]]\ncount = {first}\nsite = "a"\n[[hosts]]\nsite = "b"\n')
+    script = Script(optimizer=MOMENTUM, shuffle=True)
+    begun = hosts.run(script, workers=4, here=2, strategy="allreduce / diloco:4", cluster=cluster)
+    assert hosts.join(script, workers=2).end()["code"] == 0
+    summary = begun.end()["summary"]
+    expected = pr.simulate(
+        script, workers=4, strategy="allreduce / diloco:4", runs=hosts.folder / "runs", threads=1,
+        cluster=cluster,
+    )  # fmt: skip
+    assert distance(trained(summary), trained(expected)) < 1e-12
+    if first == 2:
+        assert summary["digest"] == expected["digest"]
+
+
 def test_three_hosts_by_default(hosts: Hosts) -> None:
     """In shared memory inside hosts and by a ring between them, sums differ in the last bits only."""
     script = Script(optimizer=MOMENTUM, shuffle=True)

@@ -149,3 +149,17 @@ def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Sign
     assert run.launcher.returncode == 130
     assert error.endswith("polyrhythm: interrupted\n") and "Traceback" not in error
     run.check_gone(within=1.0)
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_memory_and_locks_of_all_workers_go_too(
+    start: Callable[..., Run], strategy: str, number: signal.Signals
+) -> None:
+    """Ctrl-C, or a launcher that is killed: no process, also none that waits for a lock, and no memory."""
+    run = start("-q", "-s", strategy, "--")
+    wait_until(run.trains)
+    assert any("/memfd:polyrhythm" in each.path for each in run.processes()[-1].memory_maps())
+    os.kill(run.launcher.pid, number)
+    run.launcher.communicate(timeout=SOON)
+    run.check_gone(within=4.0)  # memory without a name goes with the last process that has it

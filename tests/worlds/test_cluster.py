@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import UsageError
-from polyrhythm.worlds.cluster import BYTES_PER_SECOND, SECONDS, Cluster, Costs, quantity
+from polyrhythm.worlds.cluster import BYTES_PER_SECOND, SECONDS, Cluster, Costs, Host, Site, quantity
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 W0, W1, W2, S0, S1 = ("worker", 0), ("worker", 1), ("worker", 2), ("server", 0), ("server", 1)
@@ -335,3 +335,124 @@ def test_the_examples_have_room_for_any_number() -> None:
     for path in sorted(EXAMPLES.glob("*.toml")):
         for workers in (1, 4, 64):
             Cluster.load(path).place(workers, 1, 0)
+
+
+# Sites
+
+
+TWO = """
+[[hosts]]
+count = 2
+site = "a"
+bandwidth = "100 MB/s"
+latency = "1 ms"
+[[hosts]]
+site = "b"
+bandwidth = "100 MB/s"
+latency = "1 ms"
+[[sites]]
+name = "b"
+bandwidth = "1 MB/s"
+latency = "20 ms"
+"""
+
+
+def test_who_is_at_which_site(tmp_path: Path) -> None:
+    """In the order of their groups, those without a worker included; without sites, nobody is anywhere."""
+    assert cluster(tmp_path, TWO).places(5) == {"a": [0, 1], "b": [2, 3, 4]}
+    assert cluster(tmp_path, TWO).places(2) == {"a": [0, 1], "b": []}
+    three = '[[hosts]]\ncount = 1\nsite = "x"\n[[hosts]]\ncount = 2\nsite = "y"\n[[hosts]]\nsite = "x"'
+    assert cluster(tmp_path, three).places(5) == {"x": [0, 3, 4], "y": [1, 2]}
+    assert cluster(tmp_path, "[[hosts]]\ncount = 3").places(3) == {}
+
+
+def through(these: Costs, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> float:
+    """When a message is in, if nothing else is under way at the links in between."""
+    head, span = these.depart(source, target, nbytes, now)
+    crossing = these.crossing(source, target)
+    if crossing is not None:
+        assert these.sites is not None
+        head += sum(these.sites.latency[site] for site in crossing)
+        for site, way in zip(crossing, ("up", "down"), strict=True):
+            head, span = these.sites.through(site, way, nbytes, head, span)
+    return these.land(target, nbytes, head, span)
+
+
+def test_a_message_between_sites_passes_both_links(tmp_path: Path) -> None:
+    """It is as late as all latencies together, and as slow as the narrowest link; inside there are none."""
+    these = costs(tmp_path, TWO, workers=4)
+    assert through(these, W0, W1, MB, 0.0) == pytest.approx(0.002 + 0.01)
+    assert through(these, W0, W2, MB, 1.0) == pytest.approx(1.0 + 0.022 + 1.0)
+    assert these.sites is not None and these.sites.passed == MB
+
+
+def test_all_hosts_of_a_site_share_its_link(tmp_path: Path) -> None:
+    """Two that send to two at the same time take twice as long; the other way is free meanwhile."""
+    these = costs(tmp_path, TWO, workers=4)
+    assert through(these, W0, W2, MB, 0.0) == pytest.approx(0.022 + 1.0)
+    assert through(these, W1, ("worker", 3), MB, 0.0) == pytest.approx(0.022 + 2.0)
+    assert through(these, W2, W0, MB, 0.0) == pytest.approx(0.022 + 1.0)
+
+
+def test_a_server_at_no_site_is_beyond_the_links(tmp_path: Path) -> None:
+    """And one at a site is on the same side of it as the workers there."""
+    assert through(costs(tmp_path, TWO), W2, S0, MB, 0.0) == pytest.approx(0.021 + 1.0)
+    near = costs(tmp_path, TWO + '[servers]\nsite = "b"\n')
+    assert through(near, W2, S0, MB, 0.0) == pytest.approx(0.001 + 0.01)
+    assert through(near, W0, S0, MB, 0.0) == pytest.approx(0.021 + 1.0)
+
+
+def test_collectives_pass_the_links_of_sites(tmp_path: Path) -> None:
+    """Slices, codes and copies of all workers of a site share its link; inside a site nothing passes it."""
+    these = costs(tmp_path, TWO, workers=5)
+    everyone, inside, firsts = range(5), [2, 3, 4], [0, 2]
+    assert these.all_reduce(inside, MB) == pytest.approx(2 * 0.002 + 4 / 3 * 0.01)
+    assert these.all_reduce(firsts, MB) == pytest.approx(2 * 0.022 + 1.0)
+    assert these.all_reduce(everyone, MB) == pytest.approx(2 * 0.022 + 2 * 3 * 2 / 5)
+    assert these.all_gather(firsts, [MB, MB // 2]) == pytest.approx(0.022 + 1.0)
+    assert these.all_gather(everyone, [MB] * 5) == pytest.approx(0.022 + 3 * 2)
+    assert these.broadcast(everyone, 0, MB) == pytest.approx(2 * 0.022 + 3.0)
+    assert these.broadcast(everyone, 2, MB) == pytest.approx(2 * 0.022 + 2.0)
+    assert these.broadcast(inside, 2, MB) == pytest.approx(2 * 0.002 + 0.02)
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=8))
+def test_without_limits_sites_cost_nothing(places: list[int]) -> None:
+    """Links that are free change no time: the cost is that of the hosts alone, to the last bit."""
+    hosts = [Host(site=str(place), count=1, bandwidth=1e6, latency=0.01) for place in places]
+    names = dict.fromkeys(host.site for host in hosts)
+    plain = Cluster(hosts=tuple(hosts)).place(len(hosts), 0, 0)
+    sites = Cluster(hosts=tuple(hosts), sites=tuple(map(Site, names))).place(len(hosts), 0, 0)
+    ranks = range(len(hosts))
+    assert plain.all_reduce(ranks, MB) == sites.all_reduce(ranks, MB)
+    assert plain.all_gather(ranks, [MB] * len(hosts)) == sites.all_gather(ranks, [MB] * len(hosts))
+    assert plain.broadcast(ranks, 0, MB) == sites.broadcast(ranks, 0, MB)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[hosts]]\ncount = 1\nsite = "a"\n[[hosts]]', "hosts[1]: site is missing; other groups have one"),
+        ("[[hosts]]\nsite = 3", "site = 3: must be a text"),
+        ('[[sites]]\nname = "a"', "sites[0]: name = 'a': no group of hosts is at such a site"),
+        (
+            TWO + '[[sites]]\nname = "c"',
+            "name = 'c': no group of hosts is at such a site; the sites here are a",
+        ),
+        (TWO + '[[sites]]\nname = "b"', "sites[1]: name = 'b': this site is listed twice"),
+        (TWO + "[[sites]]", "sites[1]: name: no group of hosts is at such a site"),
+        (TWO + '[[sites]]\nname = "a"\nlatncy = "1 s"', "unknown key 'latncy'; did you mean latency?"),
+        (TWO + '[[sites]]\nname = "a"\nbandwidth = "1 s"', "bandwidth = '1 s': unknown unit"),
+        (TWO + '[servers]\nsite = "c"', "servers: site = 'c': no group of hosts is there"),
+        ("sites = 3", "sites must be a list of tables"),
+    ],
+)
+def test_a_mistake_about_sites_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    test_a_mistake_is_one_line_that_names_the_file(tmp_path, text, message)
+
+
+def test_a_colocated_server_is_where_its_worker_is(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave out their bandwidth and latency and site"):
+        cluster(tmp_path, TWO + '[servers]\nsite = "b"').place(4, 4, 0, colocated=True)
+    these = cluster(tmp_path, TWO).place(4, 4, 0, colocated=True)
+    assert through(these, W2, ("server", 3), MB, 0.0) == pytest.approx(0.002 + 0.01)

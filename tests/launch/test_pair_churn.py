@@ -1,0 +1,149 @@
+"""Workers of which some are killed while they exchange with each other, on real processes."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.data.sharing import mix
+from polyrhythm.launch.screen import Screen
+from tests.planes import layers, slopes
+from tests.programs import FEATURES, Examples, Script, distance, events, mlp, trained
+
+EXAMPLES, EPOCHS = 240, 4
+
+
+def wide() -> torch.nn.Module:
+    """Large enough that an answer is given beside the thread that listens."""
+    layers = torch.nn.Linear(FEATURES, 40_000), torch.nn.Tanh(), torch.nn.Linear(40_000, 3)
+    return torch.nn.Sequential(*layers).double()
+
+
+def train(folder: Path, kills: dict[int, int], large: bool) -> None:
+    """Worker `rank` kills itself in its step `kills[rank]`, in its first life."""
+    session = pr.init()
+    examples = Examples(EXAMPLES)
+    model = wide() if large else mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001 if large else 0.1)
+    loader = DataLoader(examples, batch_size=4, shuffle=True)
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    session.log(before=Script.loss(session.consensus(), examples))
+    marker = folder / f"killed {session.rank}"
+    steps = 0
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            steps += 1
+            if steps == kills.get(session.rank) and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            time.sleep(0.005)
+    session.log(after=Script.loss(session.consensus(), examples))
+
+
+def run(
+    folder: Path, strategy: str, kills: dict[int, int], restarts: int, *, large: bool = False, **more: Any
+) -> dict[str, Any]:
+    summary = pr.run(
+        partial(train, folder, kills, large), workers=4, strategy=strategy, restarts=restarts, threads=1,
+        runs=folder / "runs", name="run", timeout=30.0, screen=Screen(io.StringIO(), quiet=True), **more,
+    )  # fmt: skip
+    assert set(summary["lost"]) == {f"worker {rank}" for rank in kills}
+    assert summary["joined"] == min(restarts, len(kills))
+    assert summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
+    assert all(bool(value.isfinite().all()) for value in trained(summary).values())
+    return summary
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push:1", "noloco:3"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_of_four_is_killed(tmp_path: Path, strategy: str, rank: int, restarts: int) -> None:
+    """The others go on, and whoever takes its place is soon one of them."""
+    summary = run(tmp_path, strategy, {rank: 7}, restarts)
+    if not pr.parse(strategy).lockstep:
+        assert summary["samples"] >= EXAMPLES * EPOCHS and summary["batches_undone"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push:1", "noloco:3"])
+def test_over_tcp(tmp_path: Path, strategy: str) -> None:
+    run(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+def test_large_answers(tmp_path: Path, strategy: str) -> None:
+    """More than a connection takes at once: they are given beside the thread that listens."""
+    run(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+def test_two_at_once_come_back(tmp_path: Path, strategy: str) -> None:
+    run(tmp_path, strategy, {0: 6, 1: 6}, 2)
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+def test_one_is_left(tmp_path: Path, strategy: str) -> None:
+    run(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
+
+
+def downhill(count: int) -> None:
+    """Steps down a plane, while the connections to other workers are cut again and again."""
+    session = pr.init()
+    node: Any = session._node
+    node._base = 1 << 62  # no tensor is in shared memory, so all travel in full, as between hosts
+    model = layers()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    done = threading.Event()
+
+    def cut() -> None:
+        while not done.wait(0.01):
+            for channel in list(node.transport._lines):
+                if channel.peer.role == "worker":
+                    channel.close()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        for step in range(1, count + 1):
+            optimizer.zero_grad()
+            parts = zip(model.parameters(), slopes(session.rank, step, model), strict=True)
+            sum((parameter * slope).sum() for parameter, slope in parts).backward()
+            optimizer.step()
+            time.sleep(0.002)
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "push", "push:2"])
+def test_broken_connections_lose_and_double_nothing(tmp_path: Path, strategy: str) -> None:
+    """The mean has moved by the updates of all, though answers were lost on their way and asked for again."""
+    summary = pr.run(
+        partial(downhill, 150), workers=4, strategy=strategy, threads=1, listen="tcp:127.0.0.1:0",
+        runs=tmp_path, timeout=60.0, screen=Screen(io.StringIO(), quiet=True),
+    )  # fmt: skip
+    heard = Counter((line["node"], line["sender"], line["sequence"]) for line in events(summary, "deliver"))
+    assert max(heard.values()) > 1
+    torch.manual_seed(mix("model", 0))
+    model = layers()
+    expected = {name: value.clone() for name, value in model.named_parameters()}
+    for rank in range(4):
+        for step in range(1, 151):
+            for value, slope in zip(expected.values(), slopes(rank, step, model), strict=True):
+                value.data.sub_(slope, alpha=0.5 / 4)
+    assert distance(trained(summary), {name: value.detach() for name, value in expected.items()}) < 1e-12

@@ -1,0 +1,583 @@
+"""The laws of `broadcast`: nothing is lost, nothing counts twice, nobody waits, and all come to the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planes import MODELS, Plane, equal
+from programs import Examples, Script, Steps, Walk, events, mlp, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.codecs import selection
+from polyrhythm.errors import PolyrhythmError, UsageError, WireError
+from polyrhythm.node import Message, Peer
+from polyrhythm.replica import Replica
+from polyrhythm.strategies import broadcast
+from polyrhythm.strategies.broadcast import Broadcast
+from polyrhythm.strategies.ledger import Ledger
+
+SHAPES = ["topology=mesh", "topology=tree,fanout=1", "topology=tree,fanout=2", "topology=tree,fanout=3"]
+RANDOM = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "3 ms"\nbandwidth = "500 kbit/s"\n'
+
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@dataclass
+class Emitted:
+    """One step of one worker: what waited, what came, what was sent, and what waits then."""
+
+    before: list[Tensor]
+    update: list[Tensor]
+    sent: list[Tensor]  # in pulses
+    after: list[Tensor]
+
+
+@dataclass
+class Watch:
+    """All that workers emit, and all that is taken in, by origin and number."""
+
+    emitted: dict[str, list[Emitted]] = field(default_factory=lambda: defaultdict(list))
+    codes: dict[tuple[str, int], tuple[bytes, ...]] = field(default_factory=dict)
+
+    def total(self, replica: Replica, unit: float) -> list[Tensor]:
+        """The sum of all messages that a replica says it has."""
+        book = replica.notes["ledger"]
+        sums = [torch.zeros_like(vector) for vector in book.counts]
+        for origin, number in book.have.items():
+            for each in range(1, number + 1):
+                for place, code in zip(sums, self.codes[origin, each], strict=True):
+                    selection.count(torch.frombuffer(bytearray(code), dtype=torch.uint8), place, unit)
+        return sums
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """What happens in a simulation, seen from outside."""
+    seen = Watch()
+    emit, add = Broadcast._emit, Ledger.add
+
+    def emitting(self: Broadcast, node: Any, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
+        before = [part.clone() for part in replica.owed]
+        codes = emit(self, node, replica, update)
+        sent = [torch.zeros(len(part), dtype=torch.int32) for part in update]
+        for code, place in zip(codes, sent, strict=False):
+            selection.count(code, place, self.unit)
+        kept = [part.clone() for part in replica.owed]
+        seen.emitted[replica.notes["origin"]].append(
+            Emitted(before, [part.clone() for part in update], sent, kept)
+        )
+        return codes
+
+    def adding(self: Ledger, origin: str, number: int, codes: Sequence[Tensor]) -> str:
+        plain = tuple(code.numpy().tobytes() for code in codes)
+        assert seen.codes.setdefault((origin, number), plain) == plain
+        return add(self, origin, number, codes)
+
+    monkeypatch.setattr(Broadcast, "_emit", emitting)
+    monkeypatch.setattr(Ledger, "add", adding)
+    return seen
+
+
+@dataclass
+class Training:
+    """A little training, in which workers may kill themselves; keeps the replica of each life."""
+
+    epochs: int = 3
+    size: int = 96
+    pause: float = 0.0
+    dies: dict[int, int] = field(default_factory=dict)  # the step before which a worker dies, by rank
+    replicas: dict[tuple[int, int], Replica] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        here = pr.init()
+        life = here._node.life
+        model = mlp()
+        examples = Examples(self.size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = here.prepare(
+            model, optimizer, DataLoader(examples, batch_size=4, shuffle=True)
+        )
+        self.replicas[here.rank, life] = here._replica
+        here.log(before=Script.loss(here.consensus(), examples))
+        for _ in range(self.epochs):
+            for x, y in loader:
+                time.sleep(self.pause)
+                if not life and self.dies.get(here.rank) == here._replica.steps:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        here.log(after=Script.loss(here.consensus(), examples))
+
+
+def simulate(program: Any, strategy: str, workers: int, folder: Path, cluster: str = "", **more: Any) -> Any:
+    (folder / "cluster.toml").write_text(cluster)
+    return pr.simulate(
+        program, workers=workers, strategy=strategy, runs=folder, threads=1, cluster=folder / "cluster.toml",
+        **more,
+    )  # fmt: skip
+
+
+def digests(summary: dict[str, Any]) -> dict[str, str]:
+    """What each worker had in the end."""
+    return {line["peer"]: line["digest"] for line in events(summary, "replica")}
+
+
+# --- what is sent and what waits -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pulses", ["one", "many"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_waits_and_what_is_sent_is_all(watch: Watch, tmp_path: Path, kind: str, pulses: str) -> None:
+    """r + u = r' + tau · sent, bit for bit in each step; and so, but for rounding, over all steps."""
+    plane = Plane(12, model=MODELS[kind])
+    strategy = pr.parse(f"broadcast:0.3,pulses={pulses}")
+    simulate(plane, str(strategy), 3, tmp_path, RANDOM)
+    tau = strategy.unit
+    assert tau == 0.25 and len(watch.emitted) == 3
+    for steps in watch.emitted.values():
+        assert len(steps) == 12
+        for step in steps:
+            for r, u, sent, left in zip(step.before, step.update, step.sent, step.after, strict=True):
+                assert torch.equal(r + u, left + tau * sent.to(left.dtype))
+                assert (left.abs() < tau).all() if pulses == "many" else (sent.abs() <= 1).all()
+        for part in range(len(steps[0].update)):
+            moved = sum(step.update[part].double() for step in steps)
+            sent = sum(step.sent[part].double() for step in steps)
+            assert torch.allclose(moved, steps[-1].after[part].double() + tau * sent, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@every_shape
+def test_all_come_to_the_same(watch: Watch, tmp_path: Path, kind: str, shape: str) -> None:
+    """At the end every replica is w0 + tau · (all pulses of all), bit for bit, whatever came when."""
+    plane = Plane(9, model=MODELS[kind])
+    summary = simulate(plane, f"broadcast:0.25,{shape}", 5, tmp_path, RANDOM)
+    steps = [step for steps in watch.emitted.values() for step in steps]
+    total = [sum(parts) for parts in zip(*(step.sent for step in steps), strict=True)]
+    assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
+    for replica in plane.replicas.values():
+        assert equal(replica.notes["ledger"].counts, total)
+        assert equal(watch.total(replica, 0.25), total)
+    first = plane.replicas[0]
+    shown = first.buffers["consensus"]
+    for start, count, made in zip(first.buffer("base", exact=True), total, shown, strict=True):
+        assert start.element_size() >= 4
+        assert torch.equal(made, (start + 0.25 * count.to(start.dtype)).to(made.dtype))
+    final = trained(summary)
+    for piece in first.layout.pieces:
+        assert torch.equal(final[piece.name], first.layout.view(shown, piece))
+
+
+def test_one_worker_trains_alone(watch: Watch, tmp_path: Path) -> None:
+    """With one worker w = w0 + all that its optimizer did, less what waits: to within tau of plain SGD."""
+    walk = Walk(20, lr=0.3, slope=lambda rank, x: torch.full_like(x, 0.7))
+    simulate(walk, "broadcast:0.01", 1, tmp_path)
+    tau = 2.0**-7
+    exact = 1 - 20 * 0.3 * 0.7
+    assert abs(walk.points[0].x.item() - exact) < tau
+    (steps,) = watch.emitted.values()
+    assert steps[-1].after[0].abs().item() < tau and steps[0].after[0].abs().item() > 0
+
+
+@pytest.mark.parametrize(("pulses", "behind"), [("one", 2.0), ("many", 0.0)])
+def test_one_pulse_falls_behind_where_many_do_not(
+    watch: Watch, tmp_path: Path, pulses: str, behind: float
+) -> None:
+    """With steps of 3 tau one pulse leaves 2 tau behind in each step; whole multiples leave nothing."""
+    simulate(Steps(10, lr=0.75), f"broadcast:0.25,pulses={pulses}", 2, tmp_path)
+    for steps in watch.emitted.values():
+        left = [-step.after[0].item() for step in steps]
+        assert left == [0.25 * behind * number for number in range(1, 11)]
+
+
+def test_the_sum_of_all_steps_or_their_mean(tmp_path: Path) -> None:
+    """`sum` goes N times as far as `mean`."""
+    for reduce, far in (("sum", 4.0), ("mean", 1.0)):
+        walk = Walk(8, lr=1.0, slope=lambda rank, x: torch.ones_like(x))
+        summary = simulate(walk, f"broadcast:0.0625,reduce={reduce}", 4, tmp_path)
+        assert trained(summary)["x"].item() == 1 - 8 * far
+
+
+def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
+    """What comes from others is taken in between steps only: forward and backward see one w."""
+
+    def main() -> None:
+        here = pr.init()
+        model = mlp()
+        examples = Examples(40)
+        model, optimizer, loader = here.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(examples, batch_size=1)
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            here._node._take_time(0.02)  # others send meanwhile
+            loss.backward()
+            assert equal(before, [parameter.detach() for parameter in model.parameters()])
+            optimizer.step()
+
+    simulate(main, "broadcast:0.001", 4, tmp_path, RANDOM)
+
+
+def test_while_the_network_is_behind_all_waits(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where too much is still to be sent nothing is added to it, and nothing is lost."""
+    monkeypatch.setattr(broadcast, "FEW", -1)
+    monkeypatch.setattr(broadcast, "LEAST", -1)
+    monkeypatch.setattr(Ledger, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
+    summary = simulate(Steps(20, lr=1.0), "broadcast:0.25", 2, tmp_path)
+    for steps in watch.emitted.values():  # each 17th time all the same, for who knows
+        assert [step.sent[0].item() for step in steps] == [0] * 16 + [-4 * 17] + [0] * 3
+        assert [step.after[0].item() for step in steps] == [*range(-1, -17, -1), 0, -1, -2, -3]
+    assert trained(summary)["x"].item() == -34
+
+
+@every_shape
+def test_what_all_have_is_kept_no_longer(tmp_path: Path, shape: str) -> None:
+    """However long a run is, what is kept is what is on its way: a few messages of each."""
+    plane = Plane(80)
+    simulate(plane, f"broadcast:0.25,{shape}", 5, tmp_path, RANDOM.replace("500 kbit/s", "100 Mbit/s"))
+    for replica in plane.replicas.values():
+        book = replica.notes["ledger"]
+        assert len(book.have) == 5 and min(book.have.values()) == 80
+        assert max(book.kept(origin)[0] for origin in book.have) < 50
+
+
+# --- who waits, and for whom -----------------------------------------------------------------------
+
+
+@every_shape
+def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
+    """The others' steps are over when they would be without it, to the last bit."""
+
+    def times(cluster: str) -> dict[str, list[float]]:
+        lines = events(simulate(Plane(20), f"broadcast:0.25,{shape}", 4, tmp_path, cluster), "step")
+        assert all(line["wait_s"] == 0 for line in lines)
+        found = defaultdict(list)
+        for line in lines:
+            found[line["node"]].append(line["t"])
+        return found
+
+    plain = times(RANDOM)
+    slow = times(f"{RANDOM}[[stragglers]]\nworkers = [1]\nslowdown = 10.0\n")
+    assert slow.pop("worker 1")[-1] > 5 * plain.pop("worker 1")[-1]
+    assert slow == plain
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@every_shape
+def test_at_first_only_some_train(tmp_path: Path, shape: str, first: int) -> None:
+    """The others take no step before worker 0 has taken `warmup`, and begin with what it has learned."""
+    plane = Plane(10)
+    summary = simulate(plane, f"broadcast:0.25,{shape},warmup=6,first={first}", 4, tmp_path, RANDOM)
+    steps = events(summary, "step")
+    began = next(line["t"] for line in steps if line["node"] == "worker 0" and line["step"] == 6)
+    for rank in range(4):
+        mine = [line["t"] for line in steps if line["node"] == f"worker {rank}"]
+        assert len(mine) == 10 and (mine[0] > began) == (rank >= first)
+    assert len(set(digests(summary).values())) == 1
+
+
+def test_the_first_may_be_done_before_the_warmup_is(tmp_path: Path) -> None:
+    """With less data than that the others train on what is left: nobody waits for ever."""
+    summary = simulate(Training(epochs=1, size=12), "broadcast:0.001,warmup=100", 3, tmp_path)
+    assert summary["samples"] == 12
+
+
+@pytest.mark.parametrize("back", ["", 'back = "60 ms"\n'])
+def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) -> None:
+    crash = f'[[failures]]\nworkers = [0]\nat = "35 ms"\n{back}'
+    summary = simulate(Training(), "broadcast:0.001,warmup=8", 3, tmp_path, RANDOM + crash)
+    assert summary["samples"] >= 3 * 96 and len(set(digests(summary).values())) == 1
+
+
+# --- what goes where -------------------------------------------------------------------------------
+
+
+@every_shape
+def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
+    """Everybody gets every message of every other exactly once, and sends to as few as the tree says."""
+    workers = 11
+    summary = simulate(Plane(6), f"broadcast:0.25,{shape}", workers, tmp_path, RANDOM)
+    sent = {line["node"]: line["messages"] for line in events(summary, "residual")}
+    lines = [line for line in events(summary, "deliver") if line["kind"] == "pulses"]
+    got, receivers = Counter(line["node"] for line in lines), defaultdict(set)
+    for line in lines:
+        receivers[line["sender"]].add(line["node"])
+    assert got == {node: sum(sent.values()) - sent[node] for node in sent}
+    strategy = pr.parse(f"broadcast:{shape}")
+    most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
+    assert max(map(len, receivers.values())) == most
+    assert not [line for line in events(summary, "deliver") if line["kind"] in ("have", "whole")]
+
+
+class Wide(nn.Module):
+    """Many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(100_000))
+
+
+def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
+    """With steps of which one in a hundred parameters is due, messages have about a tenth of a bit each."""
+
+    def main() -> None:
+        here = pr.init()
+        model = Wide()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        generator = torch.Generator().manual_seed(here.rank)
+        for _ in range(5):
+            some = torch.rand(100_000, generator=generator) < 0.01
+            model.x.grad = some * 0.25
+            optimizer.step()
+
+    sent = {each: simulate(main, each, 4, tmp_path)["bytes_sent"] for each in ("broadcast:0.25", "allreduce")}
+    dense = 4 * 3 * 5 * 100_000 * 4 + 3 * 400_000
+    bits = (sent["broadcast:0.25"] - 3 * 400_000) / (4 * 3 * 5 * 100_000) * 8
+    assert 0.08 < bits < 0.1
+    assert 300 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
+
+
+# --- who comes and goes ----------------------------------------------------------------------------
+
+
+def troubled(seed: int) -> tuple[int, str, str]:
+    """A number of workers, a strategy and a cluster in which anything may happen."""
+    lots = random.Random(seed)
+    workers = lots.choice([2, 3, 5, 8])
+    latency, width = lots.choice([0, 1, 7, 30]), lots.choice(["200 kbit/s", "1 Mbit/s", "1 Gbit/s"])
+    lines = '[[hosts]]\nstep_time = { exponential = "10 ms" }\n'
+    lines += f'latency = "{latency} ms"\nbandwidth = "{width}"\n'
+    safe = lots.randrange(workers)
+    for _ in range(lots.randrange(2 * workers)):
+        worker, at = lots.randrange(workers), lots.uniform(0.001, 1.2 / workers)
+        if worker != safe:
+            lines += f'[[failures]]\nworkers = [{worker}]\nat = "{at:.4f} s"\n'
+            lines += f'back = "{at + lots.uniform(0.001, 0.2):.4f} s"\n' if lots.random() < 0.7 else ""
+    if lots.random() < 0.5:
+        lines += f"[[stragglers]]\nworkers = [{lots.randrange(workers)}]\nslowdown = 10.0\n"
+    fields = [lots.choice(["0.001", "0.01,pulses=one"]), lots.choice(SHAPES), "reduce=mean"]
+    fields += lots.choice([[], ["warmup=4"], ["warmup=4,first=2"]])
+    return workers, f"broadcast:{','.join(fields)}", lines
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_come_to_the_same_whoever_comes_and_goes(watch: Watch, tmp_path: Path, seed: int) -> None:
+    """Delays, stragglers, crashes and rejoins: those who are there at the end have the same messages, each
+    once, and so the same bits."""
+    workers, strategy, cluster = troubled(seed)
+    training = Training()
+    summary = simulate(training, strategy, workers, tmp_path, cluster, seed=seed)
+    assert summary["samples"] >= 3 * 96 and summary["batches_undone"] == 0
+    assert summary["metrics"]["after"] < summary["metrics"]["before"]
+    ends = digests(summary)
+    assert len(set(ends.values())) == 1
+    lives = dict(sorted(training.replicas))  # the last of each rank
+    there = [training.replicas[rank, lives[rank]] for rank in (int(name.split()[1]) for name in ends)]
+    for replica in there:
+        assert replica.notes["ledger"].have == there[0].notes["ledger"].have
+        assert equal(replica.notes["ledger"].counts, watch.total(replica, pr.parse(strategy).unit))
+        assert replica.notes["sent"] == replica.notes["ledger"].have.get(replica.notes["origin"], 0)
+
+
+def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
+    workers, strategy, cluster = troubled(9)
+    one, other = (simulate(Training(), strategy, workers, tmp_path, cluster) for _ in range(2))
+    assert one["digest"] == other["digest"] and one["lost"] == other["lost"]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_all_come_to_the_same_on_real_processes(tmp_path: Path, shape: str) -> None:
+    summary = pr.run(Training(epochs=6), workers=4, strategy=f"broadcast:{shape}", runs=tmp_path, threads=1)
+    ends = digests(summary)
+    assert len(ends) == 4 and len(set(ends.values())) == 1
+    assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_of_four_is_killed(tmp_path: Path, shape: str, restarts: int, victim: int) -> None:
+    """With kill -9, with and without another in its place: the others train on and end equal."""
+    summary = pr.run(
+        Training(epochs=6, pause=0.01, dies={victim: 8}), workers=4, strategy=f"broadcast:{shape}",
+        runs=tmp_path, threads=1, restarts=restarts, timeout=60.0,
+    )  # fmt: skip
+    assert list(summary["lost"]) == [f"worker {victim}"] and summary["joined"] == restarts
+    ends = digests(summary)
+    assert len(ends) == 3 + restarts and len(set(ends.values())) == 1
+    assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
+
+
+# --- the ledger ------------------------------------------------------------------------------------
+
+
+def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]]]:
+    """The messages of an origin."""
+    lots = np.random.default_rng(sum(map(ord, origin)))
+    made = []
+    for number in range(1, count + 1):
+        residual = torch.zeros(40)
+        code, _ = selection.pulses(residual, torch.from_numpy(lots.normal(size=40)).float(), 0.5, many=True)
+        made.append((origin, number, (code,)))
+    return made
+
+
+def book() -> Ledger:
+    return Ledger([torch.zeros(40, dtype=torch.int32)], 0.5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_ledgers_agree_whatever_each_has_missed(data: st.DataObject) -> None:
+    """Messages come to three in any order, again, or never. What all have they forget. Another comes late,
+    with the counts of one. Each tells the next what it has, and they agree."""
+    everything = [each for origin in ("0.0", "1.0", "1.1") for each in messages(origin, 6)]
+    books = [book() for _ in range(3)]
+    for each in books:
+        for place in data.draw(st.lists(st.integers(0, len(everything) - 1), max_size=60)):
+            origin, number, codes = everything[place]
+            known = each.have.get(origin, 0)
+            wanted = "new" if number == known + 1 else "known" if number <= known else "gap"
+            assert each.add(origin, number, codes) == wanted
+    for each in books:
+        for origin in each.have:
+            least = min(other.have.get(origin, 0) for other in books)
+            each.settled(origin, least)
+            assert each.kept(origin)[0] == each.have[origin] - least
+    late, giver = book(), data.draw(st.sampled_from(books))
+    tensors, fields = giver.whole()
+    late.check_whole(tensors, fields["have"], fields["kept"])
+    assert late.take(tensors, fields["have"], fields["kept"])
+    if data.draw(st.booleans()):
+        books.remove(giver)  # it dies
+    books.append(late)
+    for giver in books + books:
+        for taker in books:
+            if data.draw(st.booleans()):
+                tensors, fields = giver.whole()
+                assert taker.take(tensors, fields["have"], fields["kept"])
+            missing = giver.missing(taker.have)
+            assert missing is not None
+            for origin, number in missing:
+                codes = giver.message(origin, number)
+                assert codes is not None and taker.add(origin, number, codes) == "new"
+            assert not taker.lacks(giver.have)
+    wanted = book()
+    for origin, number, codes in everything:
+        if number <= books[0].have.get(origin, 0):
+            wanted.add(origin, number, codes)
+    for each in books:
+        assert each.have == wanted.have and torch.equal(each.counts[0], wanted.counts[0])
+        assert each.digest() == wanted.digest()
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("broadcast:0", "tau must be more than 0"),
+        ("broadcast:-0.1", "tau must be more than 0"),
+        ("broadcast:inf", "tau must be more than 0"),
+        ("broadcast:fanout=0", "fanout must be 1 or more"),
+        ("broadcast:warmup=-1", "warmup must be 0 or more"),
+        ("broadcast:first=0", "first must be 1 or more"),
+        ("broadcast:topology=star", "topology takes mesh or tree"),
+        ("broadcast+topk:0.1", "broadcast takes no codec"),
+    ],
+)
+def test_what_cannot_work_is_refused(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        pr.parse(text)
+
+
+def test_tau_is_the_next_power_of_two() -> None:
+    assert [pr.parse(f"broadcast:{tau}").unit for tau in (0.001, 0.25, 0.3, 3)] == [2**-10, 0.25, 0.25, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "why"),
+    [
+        ({"origin": "1.0", "number": 1}, (torch.zeros(9, dtype=torch.uint8),), "this is no sparse message"),
+        ({"origin": "1.0", "number": 1}, (), "0 codes came for 1 vectors"),
+        ({"origin": "1.0", "number": 1}, (torch.zeros(9),), "a sparse message is bytes"),
+        ({"number": 1}, (), "without an origin and a number"),
+    ],
+)
+def test_bad_bytes_name_their_sender(
+    tmp_path: Path, fields: dict[str, Any], tensors: tuple[Tensor, ...], why: str
+) -> None:
+    def main() -> None:
+        here = pr.init()
+        model = mlp()
+        model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        bad = Message(Peer("worker", 1), "pulses", 1, fields, tensors)
+        with pytest.raises(WireError, match=f"worker 1 sent pulses.*{why}"):
+            here.strategy.hear(here._node, here._replica, bad)
+
+    simulate(main, "broadcast", 2, tmp_path)
+
+
+def test_pulses_of_another_size_are_refused() -> None:
+    (_, _, codes), *_ = messages("0.0", 1)
+    with pytest.raises(WireError, match=r"its pulses are of 0\.5, not of 0\.25"):
+        selection.count(codes[0], torch.zeros(40, dtype=torch.int32), 0.25)
+    values = selection.pack(torch.ones(40), torch.arange(3), half=True)[0]
+    with pytest.raises(WireError, match="it has values, and pulses are wanted"):
+        selection.count(values, torch.zeros(40, dtype=torch.int32), 0.25)
+
+
+def test_what_is_loaded_too_late_is_refused(tmp_path: Path) -> None:
+    def main() -> None:
+        here = pr.init()
+        model = mlp()
+        model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        here.consensus().load_state_dict(mlp().state_dict())
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) comes before session.prepare"):
+            model.load_state_dict(mlp().state_dict())
+
+    simulate(main, "broadcast", 2, tmp_path)
+
+
+def test_a_tau_that_is_too_small_is_told(tmp_path: Path) -> None:
+    """Before a count leaves the whole numbers that 32 bits hold."""
+    with pytest.raises(PolyrhythmError, match=r"pulses from where it began.* tau \(9\.09e-13\) is too small"):
+        simulate(Steps(80), f"broadcast:{2.0**-40}", 2, tmp_path)
+
+
+def test_updates_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].data.fill_(float("nan"))
+
+    def main() -> None:
+        here = pr.init()
+        model = mlp()
+        model, optimizer = here.prepare(model, Broken(model.parameters(), lr=0.1))
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(PolyrhythmError, match=r"worker 0, step 1: the parameters of .* are not finite"):
+        simulate(main, "broadcast", 2, tmp_path)
