@@ -61,9 +61,9 @@ class Problem:
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    rounds = 1 if quick else 5
+    rounds, size = (1, 6_000) if quick else (3, 20_000)
     rows, notes = [], []
-    for problem in (synthetic(), text(), dense()):
+    for problem in (synthetic(size), text(size), dense(size)):
         seconds, steps = _rounds(problem, rounds)
         one, two, locked = (seconds[name] for name in (ONE, TWO, LOCK))
         more = {name: _spread(seconds[name]) for name in seconds}
@@ -108,7 +108,7 @@ def _spread(values: list[float]) -> str:
 # --- what is trained --------------------------------------------------------------------------------
 
 
-def synthetic(rows: int = 20_000) -> Problem:
+def synthetic(rows: int) -> Problem:
     """50 features of a million in each row, some more often than others; the label depends on all of them."""
     random = np.random.default_rng(0)
     words = (FEATURES * random.random((rows, TOUCHED)) ** 2).astype(np.int64)
@@ -120,7 +120,7 @@ def synthetic(rows: int = 20_000) -> Problem:
     )
 
 
-def dense(rows: int = 20_000, features: int = 2000) -> Problem:
+def dense(rows: int, features: int = 2000) -> Problem:
     """Every feature in every row: where HogWild! is not at home."""
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, features)).astype(np.float32) / np.float32(math.sqrt(features))
@@ -128,7 +128,7 @@ def dense(rows: int = 20_000, features: int = 2000) -> Problem:
     return Problem("dense", features, x, np.arange(0), labels, 4.0, 0.25, dense=True)
 
 
-def text(rows: int = 20_000) -> Problem:
+def text(rows: int) -> Problem:
     """Lines of two kinds of file: is it Python, or a copyright notice?"""
     kinds = {
         "Python's own sources": sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")),
