@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,12 @@ class Row:
         ]
 
     def plain(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
+        """For JSON, which knows no NaN."""
+        known = {
+            name: None if isinstance(value, float) and isnan(value) else value
+            for name, value in asdict(self).items()
+        }
+        return {**known, "met": self.met}
 
 
 def show(rows: Sequence[Row]) -> str:

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def _rows(case: Case, mine: Sequence[Outcome], theirs: Sequence[Outcome]) -> lis
     """How long it took, and what passed between the sites meanwhile."""
 
     def middle(those: Sequence[Outcome], what: str) -> float:
-        return statistics.median(getattr(each, what) for each in those)
+        # What never got there took no time that could be compared, and meets no bar.
+        there = all(each.reached for each in those)
+        return statistics.median(getattr(each, what) for each in those) if there else nan
 
     def row(what: str, key: str, unit: str, scale: float, bar: float, **more: str) -> Row:
         ours, beside = middle(mine, key) / scale, middle(theirs, key) / scale

@@ -28,7 +28,9 @@ from tests.programs import SPEEDS, events, same, trained
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
 
-def go(program: Any, world: str, workers: int, runs: Path, strategy: str = "hogwild", **more: Any) -> Any:
+def go(
+    program: Any, world: str, workers: int, runs: Path, strategy: str | None = "hogwild", **more: Any
+) -> Any:
     if world == "simulated":
         (runs / "c.toml").write_text(more.pop("cluster", SPEEDS["exponential"]))
         more["cluster"] = runs / "c.toml"
@@ -515,6 +517,21 @@ def test_one_host_only_when_the_script_chooses(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="works on memory that all workers share, and they are on several"):
         pr.run(main, workers=2, runs=tmp_path, listen="tcp:127.0.0.1:0")
+
+
+@pytest.mark.parametrize("chosen", ["outside", "in the script"])
+@pytest.mark.parametrize("link", ['latency = "1 ms"', 'bandwidth = "1 Gbit/s"', 'site = "a"'])
+def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_path: Path) -> None:
+    """Where messages cost something, workers are on several hosts: in simulation too."""
+
+    def main() -> None:
+        session = pr.init("hogwild")
+        model = Bowl()
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(UsageError, match="and in the cluster file they are on hosts with links between them"):
+        strategy = "hogwild" if chosen == "outside" else None
+        go(main, "simulated", 2, tmp_path, strategy, cluster=f"[[hosts]]\n{link}\n")
 
 
 def test_cpu_only() -> None:

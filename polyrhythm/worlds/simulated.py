@@ -526,6 +526,12 @@ class SimulatedNode(Node):
         return torch.empty(count, dtype=dtype, device=device)
 
     def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        if not self.world.costs.free:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and in the cluster file they are on "
+                "hosts with links between them: leave bandwidth, latency and sites out, or use a strategy "
+                "that sends, such as async"
+            )
         return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
 
     def lock(self, name: str) -> Lock:
