@@ -104,6 +104,10 @@ def parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
     )
+    join.add_argument(
+        "--site", default="", metavar="NAME",
+        help="at which site of the run's --cluster file this machine is, if workers of several are missing",
+    )  # fmt: skip
 
     simulate = commands.add_parser(
         "simulate",
@@ -279,7 +283,7 @@ def _join(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     join(
         options.address, options.script, workers=options.workers, key=options.key, arguments=rest,
-        threads=options.threads, screen=Screen(sys.stderr),
+        threads=options.threads, site=options.site, screen=Screen(sys.stderr),
     )  # fmt: skip
     print(f"trained; the result is where the run began, at {options.address}")
     return 0

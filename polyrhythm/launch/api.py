@@ -126,12 +126,14 @@ def join(
     key: str | Path,
     arguments: Sequence[str] = (),
     threads: int = 0,
+    site: str = "",
     screen: Screen | None = None,
 ) -> None:
     """Brings workers on this host into a run that another host has begun, and returns when that is over.
 
     `address` is where the run listens, such as "10.0.0.1:7000"; `program` is the same program as there, by
-    this host's own path; `key` is a copy of the run's key file. Raises `PolyrhythmError` if the run fails.
+    this host's own path; `key` is a copy of the run's key file; `site` says at which of the run's sites this
+    host is, if it has several. Raises `PolyrhythmError` if the run fails.
     """
     from polyrhythm.launch import key as keys
     from polyrhythm.launch.joiner import Joiner
@@ -149,7 +151,7 @@ def join(
     try:
         with polite():
             launcher = Joiner(
-                what, f"tcp:{where}", workers=workers, key=secret, threads=threads, screen=screen
+                what, f"tcp:{where}", workers=workers, key=secret, threads=threads, site=site, screen=screen
             )
             over = launcher.run()
     except Interrupted:

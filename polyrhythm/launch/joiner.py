@@ -33,7 +33,7 @@ class Joiner:
 
     def __init__(
         self, program: Program, address: str, *, workers: int, key: bytes, threads: int = 0,
-        screen: Screen | None = None,
+        site: str = "", screen: Screen | None = None,
     ) -> None:  # fmt: skip
         self._screen = screen or Screen(quiet=True)
         self._address = address
@@ -47,8 +47,9 @@ class Joiner:
         try:
             self._channel = _greet(self._socket, key, self._where)
             mine = self._socket.getsockname()[0]
-            terms = self._enlist(workers, mine)
-            self._screen.line(f"joined the run at {self._where} with {listing(terms['ranks'])}")
+            terms = self._enlist(workers, mine, site)
+            at = f" at {site}" if site else ""
+            self._screen.line(f"joined the run at {self._where} with {listing(terms['ranks'])}{at}")
             self._rooms = Rooms(workers, min(workers, terms["restarts"]) + 1)
             passport = Passport(
                 key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads, terms["wait"],
@@ -85,10 +86,10 @@ class Joiner:
         assert self._over is not None
         return self._over
 
-    def _enlist(self, workers: int, address: str) -> dict[str, Any]:
+    def _enlist(self, workers: int, address: str, site: str) -> dict[str, Any]:
         """Offers workers; the terms of the run. Raises what the coordinator has against it."""
         try:
-            self._say("enlist", asked=True, version=__version__, workers=workers, address=address)
+            self._say("enlist", asked=True, version=__version__, workers=workers, address=address, site=site)
             terms = self._channel.receive_header().fields
         except OSError:
             raise PolyrhythmError(f"the run at {self._where} does not answer; is it ending?") from None

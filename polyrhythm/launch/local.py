@@ -63,7 +63,7 @@ class Launcher:
         self._restarts, self._rescued = restarts, False
         threads = threads_each(threads, here)
         self._rooms = Rooms(here + max(servers, SPARE), min(here, restarts) + 1)
-        self._hosts = Hosts(here, workers)
+        self._hosts = Hosts(here, workers, sites)
         self._began = time.monotonic()
         self._deadline = self._began + wait  # for other hosts to join
         self._key_file = key[0] if key else None
@@ -246,7 +246,9 @@ class Launcher:
         try:
             if self._ending or self.coordinator.failure is not None:
                 raise UsageError("the run is over")
-            guest = self._hosts.enlist(who, *(fields.get(key) for key in ("version", "workers", "address")))
+            guest = self._hosts.enlist(
+                who, *(fields.get(key) for key in ("version", "workers", "address", "site"))
+            )
         except UsageError as error:
             answer: dict[str, Any] = {"error": str(error)}
             self._screen.line(f"{fields.get('address')} cannot join: {error}")
@@ -261,7 +263,7 @@ class Launcher:
 
     def _invite(self) -> None:
         assert self._transport is not None
-        missing = len(self._hosts.free)
+        missing = self._hosts.missing
         self._screen.line(
             invitation(self._transport.address, self._program, missing, self._workers, self._key_file)
         )

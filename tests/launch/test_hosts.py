@@ -191,6 +191,31 @@ def test_sites_of_two_hosts(hosts: Hosts, first: int) -> None:
         assert summary["digest"] == expected["digest"]
 
 
+def test_a_host_says_at_which_site_it_is(hosts: Hosts) -> None:
+    """Whoever joins first: a machine gets the ranks of its own site, so what is inside stays inside."""
+    cluster = hosts.folder / "cluster.toml"
+    cluster.write_text(
+        "".join(
+            f'[[hosts]]\ncount = {count}\nsite = "{name}"\n' for name, count in (("a", 1), ("b", 2), ("c", 1))
+        )
+    )
+    script = Script(optimizer=MOMENTUM, shuffle=True)
+    begun = hosts.run(script, workers=4, here=1, strategy="allreduce / local:2", cluster=cluster)
+    for site, wrong in [
+        ("", r"say with --site at which this host is: b \(2\), c \(1\)"),
+        ("d", "the run has no site 'd'; it has: a, b, c"),
+        ("a", "1 worker cannot join at a, where 0 are missing"),
+    ]:
+        refused = hosts.join(script, workers=1, site=site)
+        refused.find(wrong)
+        assert refused.end()["code"] == 2
+    last = hosts.join(script, workers=1, site="c")
+    last.find("joined the run at (.*) with worker 3 at c\n")
+    begun.find("waiting for (2) of 4 workers; on another host.*\n.*workers=2.*site='b'")
+    assert hosts.join(script, workers=2, site="b").end()["code"] == last.end()["code"] == 0
+    assert begun.end()["summary"]["lost"] == {}
+
+
 def test_three_hosts_by_default(hosts: Hosts) -> None:
     """In shared memory inside hosts and by a ring between them, sums differ in the last bits only."""
     script = Script(optimizer=MOMENTUM, shuffle=True)
