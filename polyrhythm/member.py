@@ -313,12 +313,12 @@ class Member(Session):
         def give_back(unseen: int) -> None:
             self._seat.request("give_back", loader=number, unseen=unseen)
 
-        def deal(epoch: int) -> tuple[int, int] | None:
+        def deal(epoch: int) -> tuple[int, int, int] | None:
             answer = self._seat.request("deal", loader=number, epoch=epoch)
             if "over" in answer:
                 return None
             self._join_group(answer["ranks"], answer["number"])
-            return self._group.index(self.rank), len(self._group)
+            return self._group.index(self.rank), len(self._group), answer["epoch"]
 
         return SharedLoader(
             loader,

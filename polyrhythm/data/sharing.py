@@ -28,8 +28,9 @@ from polyrhythm.worlds.leases import Lease
 # (epoch, its number of batches, how many leased ones are still unseen) -> the next ones to train on
 Take = Callable[[int, int, int], Lease | None]
 GiveBack = Callable[[int], None]  # so many of the leased ones will not be seen: others may have them
-# (epoch) -> this worker's place among those that share it, and their number; None if it is over
-Deal = Callable[[int], tuple[int, int] | None]
+# (epoch) -> this worker's place among those that share it, their number, and the epoch that it is for all of
+# them; None if it is over
+Deal = Callable[[int], tuple[int, int, int] | None]
 
 
 def mix(*parts: object) -> int:
@@ -174,7 +175,8 @@ class SharedLoader:
             place = self._deal(self.epoch)
             if place is None:
                 return
-            self._rank, self._workers = place
+            self._rank, self._workers, self.epoch = place
+            self._peers = range(self._workers)
         batches = self._order(self.epoch)
         if not self._splits:
             for first in range(0, len(batches), self._workers):

@@ -2,9 +2,10 @@
 
 Each shows something of its own in every round, and each takes what its neighbours have shown in that round:
 nobody sends to anybody who has not asked. Asks go out a round ahead, so that what is shown is on its way at
-once. What was shown is kept until all neighbours have it. That is two rounds at most: nobody can show a third
-before each neighbour has shown the second, for which it needed the first. (Where the graph changes by turns a
-neighbour comes up again after one cycle, and so it is a cycle and one more.)
+once. What was shown is kept until all neighbours have it, and that they say by asking for a later round: a
+connection may break with the answer, and then they ask again. That is two rounds, or three: before anybody
+shows a third, each neighbour has asked for the second, though that may not have been heard yet. (Where the
+graph changes by turns a neighbour comes up again after one cycle, and so it is a cycle and one more.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Board:
         self.gone: set[Peer] = set()  # neighbours that are so no longer
         self.round = -1  # what was shown last
         self.shown: dict[int, Sequence[Tensor]] = {}  # by round, as long as somebody needs it
-        self.unread: dict[int, set[Peer]] = {}  # who has not got it yet
+        self.unread: dict[int, set[Peer]] = {}  # who may not have got it yet
         self.held: list[Message] = []  # asks for what was not shown yet
         self.over = False  # nothing will be
         self.asked: list[tuple[Peer, Reply]] = []
@@ -137,6 +138,9 @@ class Board:
         node = self.node
         if message is not None:
             with node.exclusive():
+                if message["group"] == self.group:
+                    for round_ in [each for each in self.unread if each < message["round"]]:
+                        self.unread[round_].discard(message.sender)
                 if self._wanted(message) is None:
                     self.held.append(message)
                     return
@@ -159,13 +163,7 @@ class Board:
         tensors = self._wanted(message)
         if tensors is None:
             return False
-        if not tensors:
-            self.node.answer(message, over=True)
-            return True
-        self.node.answer(message, *tensors)
-        with self.node.exclusive():
-            if message["group"] == self.group:
-                self.unread.get(message["round"], set()).discard(message.sender)
+        self.node.answer(message, *tensors, **({} if tensors else {"over": True}))
         return True
 
 

@@ -48,7 +48,10 @@ class Peers(Strategy):
 
     def start(self, node: Node, replica: Replica) -> None:
         if node.life:
-            self.adopt(node, replica, replica.parameters)
+            if self.adopt(node, replica, replica.parameters) is None:
+                raise PeerLost(
+                    f"{node.me} came in place of one that died, and all that held the parameters are gone"
+                )
         else:
             node.broadcast(*replica.parameters)
         self.begin(node, replica)

@@ -278,7 +278,7 @@ class Coordinator:
 
     def _on_deal(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """A worker is about to begin an epoch of a loader."""
-        self._deals.ask(peer, fields["loader"], fields["epoch"], respond)
+        self._deals.ask(peer, self.lives[peer], fields["loader"], fields["epoch"], respond)
         self._deal()
 
     def _deal(self) -> None:

@@ -8,7 +8,7 @@ at the latest in the next epoch. No I/O here: the coordinator asks and tells.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,37 +108,40 @@ class Deals:
     """Who shares the epochs of a run in equal parts, where workers step together but may come and go.
 
     An epoch begins when all are there that shared the one before and are still in the run. Whoever else is
-    there by then, in place of one that died, is in from here on; the epochs before are over for it.
+    there by then, in place of one that died, is in from here on; the epochs before are over for it. For those
+    of a second loader it may never have asked: once it is in, it gets the one that the others begin next.
     """
 
     def __init__(self, workers: int) -> None:
-        self._first = frozenset(Peer("worker", rank) for rank in range(workers))
-        self._groups: dict[int, Collection[Peer]] = {}  # of the last epoch that was dealt, by loader
-        self._epochs: dict[int, int] = {}  # which that was
+        self._epochs: dict[int, int] = {}  # the last one that was dealt, by loader
         self.number = 0  # how often a group has been another than the one before
-        self._last = dict.fromkeys(self._first, 0)  # its workers, and which of their lives
+        self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # it, each in one of its lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
-    def ask(self, worker: Peer, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]) -> None:
-        """A worker wants to begin an epoch."""
-        if epoch <= self._epochs.get(loader, -1):
+    def ask(
+        self, worker: Peer, life: int, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """A worker, in one of its lives, wants to begin an epoch."""
+        next_ = self._epochs.get(loader, -1) + 1
+        if epoch < next_ and self._last.get(worker) != life:
             respond({"over": True})
         else:
-            self._waiting.setdefault((loader, epoch), {})[worker] = respond
+            self._waiting.setdefault((loader, max(epoch, next_)), {})[worker] = respond
 
     def answer(self, there: Mapping[Peer, int]) -> None:
         """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
             for gone in [worker for worker in waiting if worker not in there]:
                 del waiting[gone]
-            wanted = [worker for worker in self._groups.get(loader, self._first) if worker in there]
+            # Not who came in place of another: that one may be waiting elsewhere in the script.
+            wanted = [worker for worker, life in self._last.items() if there.get(worker) == life]
             if not waiting or not all(worker in waiting for worker in wanted):
                 continue
             del self._waiting[loader, epoch]
-            group = sorted(waiting)
-            self._groups[loader], self._epochs[loader] = group, epoch
-            lives = {worker: there[worker] for worker in group}
-            if lives != self._last:
-                self.number, self._last = self.number + 1, lives
+            group = {worker: there[worker] for worker in sorted(waiting)}
+            self._epochs[loader] = epoch
+            if group != self._last:
+                self.number, self._last = self.number + 1, group
             for respond in waiting.values():
-                respond({"ranks": [worker.rank for worker in group], "number": self.number})
+                ranks = [worker.rank for worker in group]
+                respond({"ranks": ranks, "number": self.number, "epoch": epoch})

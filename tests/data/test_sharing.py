@@ -99,16 +99,22 @@ def test_full_rounds_are_one_batch_per_worker(size: int, batch: int, workers: in
 
 
 @settings(deadline=None)
-@given(**sizes, own=some.booleans())
-def test_a_plain_mean_over_workers_is_the_union(size: int, batch: int, workers: int, own: bool) -> None:
-    """Full rounds count 1; in all of them, the mean of factor * batch mean is the mean of the round."""
+@given(**sizes, own=some.booleans(), died=some.integers(0, 3))
+def test_a_plain_mean_over_workers_is_the_union(
+    size: int, batch: int, workers: int, own: bool, died: int
+) -> None:
+    """Full rounds count 1; in all of them, the mean of factor * batch mean is the mean of the round. Whoever
+    shares it: of those that the run began with some may have died."""
 
     def make() -> DataLoader[Any]:
         if own:
             return DataLoader(Numbers(12), batch_sampler=InPairs())
         return DataLoader(Numbers(size), batch_size=batch)
 
-    shared = [Shared(make(), rank, workers) for rank in range(workers)]
+    def share(rank: int) -> Shared:
+        return Shared(make(), rank, workers + died, deal=lambda epoch: (rank, workers, epoch))
+
+    shared = [share(rank) for rank in range(workers)]
     epochs = [each.batches() for each in shared]
     for number, round_ in enumerate(zip(*epochs, strict=True)):
         counts = [each.counts[number] for each in shared]

@@ -161,3 +161,41 @@ def test_to_ask_one_that_is_gone_fails_where_it_is_waited_for() -> None:
             reply.wait()
     finally:
         transport.close()
+
+
+def paired(side_by_side: bool) -> None:
+    """Two loaders, one batch of each at a time, or one after the other."""
+    here = pr.init()
+    model = mlp()
+    loaders = DataLoader(Examples(48), batch_size=4), DataLoader(Examples(24), batch_size=4)
+    model, optimizer, *two = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), *loaders)
+    for _ in range(4):
+        for (x, y), _ in (
+            zip(*two, strict=False) if side_by_side else ((each, 0) for one in two for each in one)
+        ):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "gossip:order=step-then-mix", "push", "noloco:2"])
+@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize(("at", "back"), [(5, 8), (15, 25), (25, 60)])
+def test_one_that_comes_back_shares_two_loaders(
+    simulate: Any, strategy: str, side_by_side: bool, at: int, back: int
+) -> None:
+    """Whatever it did not see of the first one, of the second it gets what the others are about to begin."""
+    crash = (
+        f'[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [1]\nat = "{at} ms"\nback = "{back} ms"\n'
+    )
+    summary = simulate(partial(paired, side_by_side), strategy, 3, cluster=crash)
+    last = {line["node"] for line in events(summary, "step")[-3:]}
+    assert summary["joined"] == 1 and last == {"worker 0", "worker 1", "worker 2"}
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "gossip", "push"])
+def test_who_comes_when_all_are_gone_does_not_begin_anew(simulate: Any, strategy: str) -> None:
+    """What was trained is lost with the last that had it, and the run says so."""
+    crash = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [0, 1]\nat = "55 ms"\nback = "80 ms"\n'
+    with pytest.raises(PolyrhythmError, match="all that held the parameters are gone"):
+        simulate(partial(paired, False), strategy, 2, cluster=crash)
