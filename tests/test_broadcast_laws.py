@@ -31,6 +31,7 @@ from polyrhythm.replica import Replica
 from polyrhythm.strategies import broadcast
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
+from polyrhythm.worlds.simulated import SimulatedNode
 
 SHAPES = ["topology=mesh", "topology=tree,fanout=1", "topology=tree,fanout=2", "topology=tree,fanout=3"]
 RANDOM = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "3 ms"\nbandwidth = "500 kbit/s"\n'
@@ -320,19 +321,29 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
 
 @every_shape
 def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
-    """Everybody gets every message of every other exactly once, and sends to as few as the tree says."""
+    """Everybody gets every message of every other exactly once, and sends to as few as the tree says. Only at
+    the end some come again, to those who are asked whether they have all while it is on its way."""
     workers = 11
-    summary = simulate(Plane(6), f"broadcast:0.25,{shape}", workers, tmp_path, RANDOM)
+    plane = Plane(6)
+    summary = simulate(plane, f"broadcast:0.25,{shape}", workers, tmp_path, RANDOM)
     sent = {line["node"]: line["messages"] for line in events(summary, "residual")}
     lines = [line for line in events(summary, "deliver") if line["kind"] == "pulses"]
     got, receivers = Counter(line["node"] for line in lines), defaultdict(set)
     for line in lines:
         receivers[line["sender"]].add(line["node"])
-    assert got == {node: sum(sent.values()) - sent[node] for node in sent}
+    extra = got - Counter({node: sum(sent.values()) - sent[node] for node in sent})
+    assert all(got[node] >= sum(sent.values()) - sent[node] for node in sent)
+    asked = [line for line in events(summary, "deliver") if line["kind"] == "have"]
+    done = min(line["t"] for line in events(summary, "residual"))
+    assert all(line["t"] >= done for line in asked) and (asked or not extra)
+    early = Counter(line["node"] for line in lines if line["t"] < done)
+    assert all(early[node] <= sum(sent.values()) - sent[node] for node in sent)
+    for replica in plane.replicas.values():
+        assert replica.notes["ledger"].have == {f"{node.split()[1]}.0": sent[node] for node in sent}
     strategy = pr.parse(f"broadcast:{shape}")
     most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
     assert max(map(len, receivers.values())) == most
-    assert not [line for line in events(summary, "deliver") if line["kind"] in ("have", "whole")]
+    assert not [line for line in events(summary, "deliver") if line["kind"] == "whole"]
 
 
 class Wide(nn.Module):
@@ -409,6 +420,28 @@ def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
     workers, strategy, cluster = troubled(9)
     one, other = (simulate(Training(), strategy, workers, tmp_path, cluster) for _ in range(2))
     assert one["digest"] == other["digest"] and one["lost"] == other["lost"]
+
+
+@pytest.mark.parametrize("which", ["some", "the last"])
+@every_shape
+def test_what_is_lost_with_a_connection_comes_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, which: str
+) -> None:
+    """One message to each is lost, in the middle or the very last, and so is the first question after it."""
+    send, last, lost = SimulatedNode.send, 40, set()
+
+    def dropping(self: SimulatedNode, to: Peer, kind: str, *tensors: Tensor, **fields: Any) -> None:
+        edge = self.me, to
+        if kind == "pulses" and fields["number"] == (7 if which == "some" else last) and edge not in lost:
+            lost.add(edge)
+        elif kind == "have" and which == "some" and ("asked", *edge) not in lost:
+            lost.add(("asked", *edge))
+        else:
+            send(self, to, kind, *tensors, **fields)
+
+    monkeypatch.setattr(SimulatedNode, "send", dropping)
+    summary = simulate(Plane(last), f"broadcast:0.25,{shape}", 4, tmp_path, RANDOM)
+    assert lost and len(digests(summary)) == 4 and len(set(digests(summary).values())) == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
