@@ -316,6 +316,25 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
     assert summary["samples"] >= 3 * 96 and len(set(digests(summary).values())) == 1
 
 
+def test_one_that_comes_late_does_not_train_as_if_alone(watch: Watch, tmp_path: Path) -> None:
+    """In place of the first, after the warm-up: the mean is over all, also in its own first steps."""
+
+    def main() -> None:
+        here = pr.init()
+        late = here._node.life
+        model = nn.Linear(1, 1, bias=False).double()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(6 if late else 20):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    crash = '[[failures]]\nworkers = [0]\nat = "105 ms"\nback = "110 ms"\n'
+    simulate(main, "broadcast:0.0625,reduce=mean,warmup=4", 4, tmp_path, crash)
+    assert {step.update[0].item() for step in watch.emitted["0.0"][:4]} == {-1.0}
+    assert watch.emitted["0.1"] and {step.update[0].item() for step in watch.emitted["0.1"]} == {-0.25}
+
+
 # --- what goes where -------------------------------------------------------------------------------
 
 

@@ -197,7 +197,8 @@ class Broadcast(Peers):
     def _training(self, node: Node, replica: Replica) -> int:
         """How many workers train."""
         count = len(_all(node))
-        return min(count, self.first) if replica.steps <= self.warmup and node.rank < self.first else count
+        first = node.rank < self.first and not node.life  # one that comes late finds the others training
+        return min(count, self.first) if first and replica.steps <= self.warmup else count
 
     def _emit(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
         """r <- r + u, and the pulses that are taken out of it; none if there are none."""
