@@ -393,6 +393,28 @@ def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
     assert 300 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
 
 
+@pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree,fanout=4"])
+def test_on_a_free_network_nothing_is_held_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
+) -> None:
+    """Also where only one trains, and the others have little to confirm."""
+    monkeypatch.setattr(broadcast, "LEAST", 0)
+
+    def main() -> None:
+        here = pr.init()
+        model = Wide()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        generator = torch.Generator().manual_seed(here.rank)
+        for _ in range(120 if here.rank == 0 else 1):
+            some = torch.rand(100_000, generator=generator) < 0.1
+            model.x.grad = some * 0.25
+            optimizer.step()
+
+    summary = simulate(main, f"broadcast:0.25,warmup=119,{shape}", 16, tmp_path)
+    sent = {line["node"]: line["messages"] for line in events(summary, "residual")}
+    assert sent.pop("worker 0") == 120 and set(sent.values()) == {1}
+
+
 # --- who comes and goes ----------------------------------------------------------------------------
 
 

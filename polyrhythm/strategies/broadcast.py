@@ -115,7 +115,7 @@ class Broadcast(Peers):
             ledger=Ledger(counts, self.unit), origin=f"{node.rank}.{node.life}", sent=0,
             ready=not node.life,  # one that comes late has nothing to tell before it has asked
             done=False, there=set(others(node)), outbox={}, talking=set(), begin=[], settle=[],
-            asked={}, taken=0, told={}, held=0,
+            asked={}, taken=0, each={}, told={}, held=0,
         )  # fmt: skip
         _refuse_loading(replica)
         node.listen(partial(self.hear, node, replica), *self.kinds)
@@ -326,8 +326,12 @@ class Broadcast(Peers):
                 onward = [peer for peer in neighbours if peer != message.sender]
                 self._post(node, replica, onward, ("pulses", origin, number))
             replica.notes["taken"] += 1
-            if replica.notes["taken"] >= EVERY * len(neighbours):
+            each = replica.notes["each"]
+            each[origin] = each.get(origin, 0) + 1
+            # Where few train, or one is much faster, what it has sent is confirmed before it holds back.
+            if replica.notes["taken"] >= EVERY * len(neighbours) or each[origin] >= 2 * EVERY:
                 replica.notes["taken"] = 0
+                each.clear()
                 self._post(node, replica, neighbours, HEARD)
 
     def _ask_for(self, node: Node, replica: Replica, peer: Peer, origin: str, number: int) -> None:
