@@ -31,6 +31,7 @@ from polyrhythm.replica import Replica
 from polyrhythm.strategies import broadcast
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
+from polyrhythm.worlds.simulated import SimulatedNode
 
 SHAPES = ["topology=mesh", "topology=tree,fanout=1", "topology=tree,fanout=2", "topology=tree,fanout=3"]
 RANDOM = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "3 ms"\nbandwidth = "500 kbit/s"\n'
@@ -310,24 +311,53 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
     assert summary["samples"] >= 3 * 96 and len(set(digests(summary).values())) == 1
 
 
+def test_one_that_comes_late_does_not_train_as_if_alone(watch: Watch, tmp_path: Path) -> None:
+    """In place of the first, after the warm-up: the mean is over all, also in its own first steps."""
+
+    def main() -> None:
+        here = pr.init()
+        late = here._node.life
+        model = nn.Linear(1, 1, bias=False).double()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(6 if late else 20):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    crash = '[[failures]]\nworkers = [0]\nat = "105 ms"\nback = "110 ms"\n'
+    simulate(main, "broadcast:0.0625,reduce=mean,warmup=4", 4, tmp_path, crash)
+    assert {step.update[0].item() for step in watch.emitted["0.0"][:4]} == {-1.0}
+    assert watch.emitted["0.1"] and {step.update[0].item() for step in watch.emitted["0.1"]} == {-0.25}
+
+
 # --- what goes where -------------------------------------------------------------------------------
 
 
 @every_shape
 def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
-    """Everybody gets every message of every other exactly once, and sends to as few as the tree says."""
+    """Everybody gets every message of every other exactly once, and sends to as few as the tree says. Only at
+    the end some come again, to those who are asked whether they have all while it is on its way."""
     workers = 11
-    summary = simulate(Plane(6), f"broadcast:0.25,{shape}", workers, tmp_path, RANDOM)
+    plane = Plane(6)
+    summary = simulate(plane, f"broadcast:0.25,{shape}", workers, tmp_path, RANDOM)
     sent = {line["node"]: line["messages"] for line in events(summary, "residual")}
     lines = [line for line in events(summary, "deliver") if line["kind"] == "pulses"]
     got, receivers = Counter(line["node"] for line in lines), defaultdict(set)
     for line in lines:
         receivers[line["sender"]].add(line["node"])
-    assert got == {node: sum(sent.values()) - sent[node] for node in sent}
+    extra = got - Counter({node: sum(sent.values()) - sent[node] for node in sent})
+    assert all(got[node] >= sum(sent.values()) - sent[node] for node in sent)
+    asked = [line for line in events(summary, "deliver") if line["kind"] == "have"]
+    done = min(line["t"] for line in events(summary, "residual"))
+    assert all(line["t"] >= done for line in asked) and (asked or not extra)
+    early = Counter(line["node"] for line in lines if line["t"] < done)
+    assert all(early[node] <= sum(sent.values()) - sent[node] for node in sent)
+    for replica in plane.replicas.values():
+        assert replica.notes["ledger"].have == {f"{node.split()[1]}.0": sent[node] for node in sent}
     strategy = pr.parse(f"broadcast:{shape}")
     most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
     assert max(map(len, receivers.values())) == most
-    assert not [line for line in events(summary, "deliver") if line["kind"] in ("have", "whole")]
+    assert not [line for line in events(summary, "deliver") if line["kind"] == "whole"]
 
 
 class Wide(nn.Module):
@@ -354,8 +384,30 @@ def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
     sent = {each: simulate(main, each, 4, tmp_path)["bytes_sent"] for each in ("broadcast:0.25", "allreduce")}
     dense = 4 * 3 * 5 * 100_000 * 4 + 3 * 400_000
     bits = (sent["broadcast:0.25"] - 3 * 400_000) / (4 * 3 * 5 * 100_000) * 8
-    assert 0.08 < bits < 0.1
-    assert 300 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
+    assert 0.08 < bits < 0.12  # at the end the last may come twice
+    assert 250 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
+
+
+@pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree,fanout=4"])
+def test_on_a_free_network_nothing_is_held_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
+) -> None:
+    """Also where only one trains, and the others have little to confirm."""
+    monkeypatch.setattr(broadcast, "LEAST", 0)
+
+    def main() -> None:
+        here = pr.init()
+        model = Wide()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        generator = torch.Generator().manual_seed(here.rank)
+        for _ in range(120 if here.rank == 0 else 1):
+            some = torch.rand(100_000, generator=generator) < 0.1
+            model.x.grad = some * 0.25
+            optimizer.step()
+
+    summary = simulate(main, f"broadcast:0.25,warmup=119,{shape}", 16, tmp_path)
+    sent = {line["node"]: line["messages"] for line in events(summary, "residual")}
+    assert sent.pop("worker 0") == 120 and set(sent.values()) == {1}
 
 
 # --- who comes and goes ----------------------------------------------------------------------------
@@ -404,6 +456,28 @@ def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
     workers, strategy, cluster = troubled(9)
     one, other = (simulate(Training(), strategy, workers, tmp_path, cluster) for _ in range(2))
     assert one["digest"] == other["digest"] and one["lost"] == other["lost"]
+
+
+@pytest.mark.parametrize("which", ["some", "the last"])
+@every_shape
+def test_what_is_lost_with_a_connection_comes_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, which: str
+) -> None:
+    """One message to each is lost, in the middle or the very last, and so is the first question after it."""
+    send, last, lost = SimulatedNode.send, 40, set()
+
+    def dropping(self: SimulatedNode, to: Peer, kind: str, *tensors: Tensor, **fields: Any) -> None:
+        edge = self.me, to
+        if kind == "pulses" and fields["number"] == (7 if which == "some" else last) and edge not in lost:
+            lost.add(edge)
+        elif kind == "have" and which == "some" and ("asked", *edge) not in lost:
+            lost.add(("asked", *edge))
+        else:
+            send(self, to, kind, *tensors, **fields)
+
+    monkeypatch.setattr(SimulatedNode, "send", dropping)
+    summary = simulate(Plane(last), f"broadcast:0.25,{shape}", 4, tmp_path, RANDOM)
+    assert lost and len(digests(summary)) == 4 and len(set(digests(summary).values())) == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])

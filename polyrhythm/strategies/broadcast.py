@@ -115,7 +115,7 @@ class Broadcast(Peers):
             ledger=Ledger(counts, self.unit), origin=f"{node.rank}.{node.life}", sent=0,
             ready=not node.life,  # one that comes late has nothing to tell before it has asked
             done=False, there=set(others(node)), outbox={}, talking=set(), begin=[], settle=[],
-            asked={}, taken=0, told={}, held=0,
+            asked={}, taken=0, each={}, told={}, held=0,
         )  # fmt: skip
         _refuse_loading(replica)
         node.listen(partial(self.hear, node, replica), *self.kinds)
@@ -197,7 +197,8 @@ class Broadcast(Peers):
     def _training(self, node: Node, replica: Replica) -> int:
         """How many workers train."""
         count = len(_all(node))
-        return min(count, self.first) if replica.steps <= self.warmup and node.rank < self.first else count
+        first = node.rank < self.first and not node.life  # one that comes late finds the others training
+        return min(count, self.first) if first and replica.steps <= self.warmup else count
 
     def _emit(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
         """r <- r + u, and the pulses that are taken out of it; none if there are none."""
@@ -318,22 +319,28 @@ class Broadcast(Peers):
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
         if what == "gap":
-            self._ask_for(node, replica, message.sender, origin)
+            self._ask_for(node, replica, message.sender, origin, number)
         elif what == "new":
             neighbours = self.neighbours(node)
             if self.topology == "tree":
                 onward = [peer for peer in neighbours if peer != message.sender]
                 self._post(node, replica, onward, ("pulses", origin, number))
             replica.notes["taken"] += 1
-            if replica.notes["taken"] >= EVERY * len(neighbours):
+            each = replica.notes["each"]
+            each[origin] = each.get(origin, 0) + 1
+            # Where few train, or one is much faster, what it has sent is confirmed before it holds back.
+            if replica.notes["taken"] >= EVERY * len(neighbours) or each[origin] >= 2 * EVERY:
                 replica.notes["taken"] = 0
+                each.clear()
                 self._post(node, replica, neighbours, HEARD)
 
-    def _ask_for(self, node: Node, replica: Replica, peer: Peer, origin: str) -> None:
-        """Something is missing before what has come: all of it is sent again, so one question is enough."""
+    def _ask_for(self, node: Node, replica: Replica, peer: Peer, origin: str, number: int) -> None:
+        """Something is missing before what has come: all of it is sent again, so one question is enough;
+        unless that is lost with its connection, so it is asked again when twice as much is missing."""
         asked, have = replica.notes["asked"], _ledger(replica).have.get(origin, 0)
-        if asked.get((peer, origin)) != have:
-            asked[peer, origin] = have
+        known, gap = asked.get((peer, origin), (have, 0))
+        if known != have or number - have >= 2 * gap:
+            asked[peer, origin] = have, max(number - have, EVERY)
             self._post(node, replica, [peer], HAVE)
 
     def _side(self, node: Node, replica: Replica, peer: Peer) -> Have:
@@ -360,7 +367,9 @@ class Broadcast(Peers):
         theirs = _have(message)
         with node.exclusive():
             missing, lacks = _ledger(replica).missing(theirs), _ledger(replica).lacks(theirs)
+            waiting = {*replica.notes["outbox"].get(message.sender, ())}
         items = [WHOLE] if missing is None else [("pulses", *each) for each in missing]
+        items = [item for item in items if item not in waiting]
         if lacks:
             items.append(HAVE)
         self._post(node, replica, [message.sender], *items)
@@ -395,8 +404,12 @@ class Broadcast(Peers):
             asked: list[Message] = []
             if replica.notes["done"] or replica.steps >= self.warmup:
                 asked, replica.notes["begin"] = replica.notes["begin"], []
+            lacks = message.kind == "settle" and _ledger(replica).lacks(_have(message))
         self._let_begin(node, replica, asked)
         self._answer_settled(node, replica)
+        if lacks and replica.notes["ready"]:  # it is on its way, or it was lost with a connection
+            mesh = self.topology == "mesh"
+            self._post(node, replica, [message.sender] if mesh else self.neighbours(node), HAVE)
 
     def _answer_settled(self, node: Node, replica: Replica) -> None:
         """Answers those who wait until this one has got all that they have."""
@@ -431,7 +444,7 @@ class Broadcast(Peers):
             answers |= {peer: _have(answer) for peer, answer in found.items()}
             asked = late & set(others(node))
             if asked:  # a connection broke, perhaps, and something was lost with it
-                self._tell(node, replica)
+                self._post(node, replica, sorted(asked), HAVE)
         return answers
 
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
