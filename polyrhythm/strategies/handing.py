@@ -141,6 +141,7 @@ class Handing(Peers):
             except PeerLost:
                 with node.exclusive():
                     group_of(replica).gone.add(peer)
+        self.catch_up(node, replica)
 
     def hand(
         self, node: Node, replica: Replica, to: int, turn: int, vectors: Sequence[Tensor], **words: Any

@@ -202,9 +202,7 @@ class Mixing(Peers):
 
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         board_of(replica).regroup(number, self._turns(node, ranks))
-        if node.life and not replica.steps:
-            # It has waited for this epoch; what it took over when it came is old by now.
-            self.adopt(node, replica, replica.parameters)
+        self.catch_up(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:
         board_of(replica).close()

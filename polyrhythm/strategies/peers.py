@@ -107,6 +107,14 @@ class Peers(Strategy):
                 reduce([given[peer][index] for peer in sorted(given)], "mean", [place])
         return into
 
+    def catch_up(self, node: Node, replica: Replica) -> None:
+        """One that has come late has waited for its first epoch: what it took over then is old by now."""
+        if node.life and not replica.steps:
+            latest = replica.buffer("consensus")
+            if self.adopt(node, replica, latest) is not None:
+                with node.exclusive():
+                    copied(latest, replica.parameters)
+
     def adopt(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Peer | None:
         """Takes the parameters of another worker, whoever answers first; None if there is none."""
         for peer in others(node):

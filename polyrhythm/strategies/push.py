@@ -86,11 +86,11 @@ class Push(Handing):
 
     def finish(self, node: Node, replica: Replica) -> None:
         """Takes in all that is still on its way."""
-        self._take(node, replica, *range(replica.notes["turn"]))
+        self._take(node, replica, *self._begun(replica))
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         """What all will have when that which is on its way is there."""
-        given = self._given(replica, *range(replica.notes["turn"]))
+        given = self._given(replica, *self._begun(replica))
         if not given or node.life or node.lost:
             return super().consensus(node, replica)
         z = copied(replica.parameters, replica.buffer("consensus"))
@@ -105,6 +105,10 @@ class Push(Handing):
         replica.notes["returned"].append((gift.words["grains"], gift.vectors))
 
     # One round.
+
+    def _begun(self, replica: Replica) -> list[int]:
+        """Rounds of which something may still be on its way: the next one has not begun."""
+        return [turn for turn in replica.notes["asked"] if turn < replica.notes["turn"]]
 
     def _distances(self, replica: Replica, turn: int) -> Iterator[int]:
         """How many places further the receivers of a round are."""

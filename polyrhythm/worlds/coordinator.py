@@ -281,6 +281,11 @@ class Coordinator:
         self._deals.ask(peer, self.lives[peer], fields["loader"], fields["epoch"], respond)
         self._deal()
 
+    def _on_late(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        """Who has others wait: for an epoch to begin, or at the end."""
+        waiting = {self._bringer, *self._leaving, *self._deals.waiting}
+        respond({"workers": [str(each) for each in sorted(self.members) if each not in waiting]})
+
     def _deal(self) -> None:
         """Answers those who wait to begin an epoch, if all are there."""
         done = {self._bringer, *self._leaving}

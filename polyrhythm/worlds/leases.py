@@ -128,6 +128,11 @@ class Deals:
         else:
             self._waiting.setdefault((loader, max(epoch, next_)), {})[worker] = respond
 
+    @property
+    def waiting(self) -> set[Peer]:
+        """Who wants to begin an epoch, and cannot yet."""
+        return {worker for each in self._waiting.values() for worker in each}
+
     def answer(self, there: Mapping[Peer, int]) -> None:
         """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):

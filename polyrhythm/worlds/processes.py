@@ -467,7 +467,13 @@ class ProcessSeat(Seat):
         self.me = node.me
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
-        answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
+        try:
+            answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
+        except WaitError as error:
+            if kind not in ("bye", "deal") or isinstance(error, PeerLost):
+                raise
+            late = ", ".join(self.request("late")["workers"])  # it is not the coordinator that was waited for
+            raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None
         if "error" in answer:
             raise PolyrhythmError(answer["error"])
         if kind == "prepared":

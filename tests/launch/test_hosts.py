@@ -120,9 +120,9 @@ class Hosts:
         self.address = host.find(r"polyrhythm[. ]join\W+([\d.:]+)")
         return host
 
-    def join(self, program: Any, workers: int = 1, key: Path | None = None) -> Host:
+    def join(self, program: Any, workers: int = 1, key: Path | None = None, site: str = "") -> Host:
         name = "bcdefgh"[len(self.all) - 1]
-        go = partial(pr.join, self.address, program, workers=workers, key=key or self.key)
+        go = partial(pr.join, self.address, program, workers=workers, key=key or self.key, site=site)
         return self._start(name, lambda screen: go(screen=screen))
 
     def _start(self, name: str, start: Callable[[Screen], Any]) -> Host:
