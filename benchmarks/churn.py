@@ -2,7 +2,8 @@
 
 Four workers learn 12,000 images of Fashion-MNIST under strategies without a server, a step every 10 ms or so.
 Every three seconds one of them, chosen at random, gets SIGKILL; another takes its place. The same is
-trained without kills, with three seeds: how far these are apart is the noise.
+trained without kills: how far seeds are apart there is the noise, and that far below the worst of them is the
+bar.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WORKERS, BATCH, RATE, PAUSE = 4, 25, 0.1, 0.010
 TRAINING = 12_000
 EPOCHS, EVERY = 36, 3.0  # seconds between two kills
 STRATEGIES = ("adpsgd", "broadcast:0.001,reduce=mean", "gossip")
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
@@ -36,20 +37,22 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rows = []
     for strategy in STRATEGIES:
         calm = [apart(run, strategy, seed, epochs, False) for seed in seeds]
-        wild = apart(run, strategy, SEEDS[0], epochs, True)
-        accuracies = [each["accuracy"] for each in calm]
+        wild = [apart(run, strategy, seed, epochs, True) for seed in seeds]
+        reached, kept = (sorted(100 * each["accuracy"] for each in runs) for runs in (calm, wild))
         rows.append(
             Row(
-                f"{strategy}: accuracy, killed at random", 100 * wild["accuracy"], "%",
-                theirs=100 * statistics.median(accuracies),
+                f"{strategy}: accuracy, killed at random", statistics.mean(kept), "%",
+                theirs=statistics.mean(reached), bar=reached[0] - (reached[-1] - reached[0]),
                 more={
-                    "undisturbed": ", ".join(f"{100 * each:.1f}" for each in accuracies),
-                    "killed": str(wild["killed"]), "joined": str(wild["joined"]),
-                    "seconds": f"{wild['seconds']:.0f}", "seconds undisturbed": f"{calm[0]['seconds']:.0f}",
+                    "by seeds": ", ".join(f"{each:.2f}" for each in kept),
+                    "undisturbed": ", ".join(f"{each:.2f}" for each in reached),
+                    "killed": ", ".join(str(each["killed"]) for each in wild),
+                    "joined": ", ".join(str(each["joined"]) for each in wild),
+                    "seconds": ", ".join(f"{each['seconds']:.0f}" for each in wild),
                 },
             )
         )  # fmt: skip
-    return rows, [f"theirs: undisturbed, the median of {len(seeds)} seeds; {epochs} epochs"]
+    return rows, [f"theirs: undisturbed; means over {len(seeds)} seeds; {epochs} epochs"]
 
 
 def run(strategy: str, seed: int, epochs: int, killing: bool) -> dict[str, Any]:
@@ -86,12 +89,13 @@ def _kill(folder: Path, chance: random.Random) -> None:
         if len(ready) < 2:  # one must live on, or nobody is left to bring anything home
             continue
         victim = chance.choice(ready)
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             pid = victim.read_text()
-            victim.unlink()
-            os.kill(int(pid), signal.SIGKILL)
-            with (folder / "killed").open("a") as file:
-                print(pid, file=file)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+                with (folder / "killed").open("a") as file:
+                    print(pid, file=file)
+            victim.unlink()  # now that it cannot write it again; who comes in its place will
 
 
 def _main(folder: Path, epochs: int) -> None:

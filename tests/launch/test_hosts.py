@@ -206,9 +206,8 @@ def test_a_host_says_at_which_site_it_is(hosts: Hosts) -> None:
         ("d", "the run has no site 'd'; it has: a, b, c"),
         ("a", "1 worker cannot join at a, where 0 are missing"),
     ]:
-        refused = hosts.join(script, workers=1, site=site)
-        refused.find(wrong)
-        assert refused.end()["code"] == 2
+        refused = hosts.join(script, workers=1, site=site).end()
+        assert refused["code"] == 2 and re.search(wrong, refused["error"])
     last = hosts.join(script, workers=1, site="c")
     last.find("joined the run at (.*) with worker 3 at c\n")
     begun.find("waiting for (2) of 4 workers; on another host.*\n.*workers=2.*site='b'")

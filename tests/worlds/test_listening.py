@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.errors import PeerLost, PolyrhythmError
 from polyrhythm.node import Peer
+from polyrhythm.session import session
 from polyrhythm.strategies.peers import Peers, others
 from polyrhythm.strategy import Strategy, describe
 from polyrhythm.wire.transport import Transport
@@ -141,6 +142,18 @@ def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) 
     if locked == "yes":
         last = events(one, "regroup")[-1]
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
+
+
+def test_whoever_is_late_is_named(tmp_path: Path) -> None:
+    """At the end all wait for the last: if it takes too long the error says who that is."""
+
+    def main() -> None:
+        script({}, tmp_path, epochs=1)
+        if session.get().rank == 1:
+            time.sleep(8)
+
+    with pytest.raises(PolyrhythmError, match="'bye'; worker 1 did not come so far"):
+        pr.run(main, workers=3, threads=1, strategy="nearest", timeout=2.0)
 
 
 @pytest.mark.parametrize("world", ["simulated", "real"])
