@@ -28,7 +28,7 @@ from polyrhythm.codecs import selection
 from polyrhythm.errors import PolyrhythmError, UsageError, WireError
 from polyrhythm.node import Message, Peer
 from polyrhythm.replica import Replica
-from polyrhythm.strategies import broadcast
+from polyrhythm.strategies import courier
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated import SimulatedNode
@@ -58,7 +58,7 @@ class Watch:
 
     def total(self, replica: Replica, unit: float) -> list[Tensor]:
         """The sum of all messages that a replica says it has."""
-        book = replica.notes["ledger"]
+        book = replica.notes["courier"].ledger
         sums = [torch.zeros_like(vector) for vector in book.counts]
         for origin, number in book.have.items():
             for each in range(1, number + 1):
@@ -80,7 +80,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         for code, place in zip(codes, sent, strict=False):
             selection.count(code, place, self.unit)
         kept = [part.clone() for part in replica.owed]
-        seen.emitted[replica.notes["origin"]].append(
+        seen.emitted[replica.notes["courier"].origin].append(
             Emitted(before, [part.clone() for part in update], sent, kept)
         )
         return codes
@@ -174,7 +174,7 @@ def test_all_come_to_the_same(watch: Watch, tmp_path: Path, kind: str, shape: st
     total = [sum(parts) for parts in zip(*(step.sent for step in steps), strict=True)]
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
     for replica in plane.replicas.values():
-        assert equal(replica.notes["ledger"].counts, total)
+        assert equal(replica.notes["courier"].ledger.counts, total)
         assert equal(watch.total(replica, 0.25), total)
     first = plane.replicas[0]
     shown = first.buffers["consensus"]
@@ -242,8 +242,8 @@ def test_while_the_network_is_behind_all_waits(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where too much is still to be sent nothing is added to it, and nothing is lost."""
-    monkeypatch.setattr(broadcast, "FEW", -1)
-    monkeypatch.setattr(broadcast, "LEAST", -1)
+    monkeypatch.setattr(courier, "FEW", -1)
+    monkeypatch.setattr(courier, "LEAST", -1)
     monkeypatch.setattr(Ledger, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
     summary = simulate(Steps(20, lr=1.0), "broadcast:0.25", 2, tmp_path)
     for steps in watch.emitted.values():  # each 17th time all the same, for who knows
@@ -258,7 +258,7 @@ def test_what_all_have_is_kept_no_longer(tmp_path: Path, shape: str) -> None:
     plane = Plane(80)
     simulate(plane, f"broadcast:0.25,{shape}", 5, tmp_path, RANDOM.replace("500 kbit/s", "100 Mbit/s"))
     for replica in plane.replicas.values():
-        book = replica.notes["ledger"]
+        book = replica.notes["courier"].ledger
         assert len(book.have) == 5 and min(book.have.values()) == 80
         assert max(book.kept(origin)[0] for origin in book.have) < 50
 
@@ -353,7 +353,7 @@ def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
     early = Counter(line["node"] for line in lines if line["t"] < done)
     assert all(early[node] <= sum(sent.values()) - sent[node] for node in sent)
     for replica in plane.replicas.values():
-        assert replica.notes["ledger"].have == {f"{node.split()[1]}.0": sent[node] for node in sent}
+        assert replica.notes["courier"].ledger.have == {f"{node.split()[1]}.0": sent[node] for node in sent}
     strategy = pr.parse(f"broadcast:{shape}")
     most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
     assert max(map(len, receivers.values())) == most
@@ -393,7 +393,7 @@ def test_on_a_free_network_nothing_is_held_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
     """Also where only one trains, and the others have little to confirm."""
-    monkeypatch.setattr(broadcast, "LEAST", 0)
+    monkeypatch.setattr(courier, "LEAST", 0)
 
     def main() -> None:
         here = pr.init()
@@ -447,9 +447,11 @@ def test_all_come_to_the_same_whoever_comes_and_goes(watch: Watch, tmp_path: Pat
     lives = dict(sorted(training.replicas))  # the last of each rank
     there = [training.replicas[rank, lives[rank]] for rank in (int(name.split()[1]) for name in ends)]
     for replica in there:
-        assert replica.notes["ledger"].have == there[0].notes["ledger"].have
-        assert equal(replica.notes["ledger"].counts, watch.total(replica, pr.parse(strategy).unit))
-        assert replica.notes["sent"] == replica.notes["ledger"].have.get(replica.notes["origin"], 0)
+        assert replica.notes["courier"].ledger.have == there[0].notes["courier"].ledger.have
+        assert equal(replica.notes["courier"].ledger.counts, watch.total(replica, pr.parse(strategy).unit))
+        assert replica.notes["courier"].sent == replica.notes["courier"].ledger.have.get(
+            replica.notes["courier"].origin, 0
+        )
 
 
 def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
