@@ -91,7 +91,7 @@ class Member(Session):
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
-        if self.strategy.begins:
+        if self.strategy.watches_forward:
             self._watch_forward(model)
         self._mark = node.now()
         return (model, optimizer, *shared)
@@ -178,7 +178,7 @@ class Member(Session):
                 assert self._replica is not None
                 before = self._node.now()
                 with torch.no_grad(), self._seat.away():
-                    self.strategy.begin(self._node, self._replica)
+                    self.strategy.before_forward(self._node, self._replica)
                 self._exchange += self._node.now() - before
 
         model.register_forward_pre_hook(begin)

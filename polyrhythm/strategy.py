@@ -210,7 +210,7 @@ class Strategy(Configured):
         return False
 
     @property
-    def begins(self) -> bool:
+    def watches_forward(self) -> bool:
         """Whether it wants to know when the script is about to read the parameters for a step."""
         return False
 
@@ -241,8 +241,8 @@ class Strategy(Configured):
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        """A forward pass of the model begins that gradients may be wanted of; for those with `begins`."""
+    def before_forward(self, node: Node, replica: Replica) -> None:
+        """A forward pass that gradients may be wanted of is about to begin; for those that watch it."""
 
     def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
         """A part of the gradient is complete, and backward goes on: it must not wait.

@@ -51,7 +51,7 @@ class HogWild(Strategy):
         return False
 
     @property
-    def begins(self) -> bool:
+    def watches_forward(self) -> bool:
         return self.lock
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -82,7 +82,7 @@ class HogWild(Strategy):
         replica.notes["tally"] = Tally(node, replica, int(begun))
         replica.notes["lock"] = node.lock("step") if self.lock else None
 
-    def begin(self, node: Node, replica: Replica) -> None:
+    def before_forward(self, node: Node, replica: Replica) -> None:
         replica.notes["lock"].take()
 
     def step(self, node: Node, replica: Replica) -> None:
