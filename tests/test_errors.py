@@ -15,7 +15,7 @@ TRAIN, MISTAKES = str(SCRIPTS / "train.py"), str(SCRIPTS / "mistakes.py")
 
 # What is asked for, the exit code, and what the one line must tell.
 COMMANDS = {
-    "unknown strategy": (["-s", "asynk"], 2, "asynk.*did you mean 'async'.*Known: allreduce, async"),
+    "unknown strategy": (["-s", "asynk"], 2, "asynk.*did you mean 'async'.*Known: adpsgd, allreduce, async"),
     "unknown field": (["-s", "async:tau=3"], 2, "no field 'tau'; async has: wait_for, max_staleness, weight"),
     "value out of range": (["-s", "local:0"], 2, "local:0: period must be 1 or more"),
     "value of no use": (["-s", "local:x"], 2, "local:x: period takes a whole number or auto, not 'x'"),
