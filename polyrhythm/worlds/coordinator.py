@@ -257,7 +257,7 @@ class Coordinator:
         It is the last one, for only then are they final; in lockstep worker 0, for there all have the same
         and so the buffers are always of the same worker.
         """
-        if self.strategy is not None and self.strategy.stays and peer.role == "worker":
+        if self._stays and peer.role == "worker":
             self._leaving[peer] = respond
             self._part()
             return
@@ -267,6 +267,11 @@ class Coordinator:
         respond({"last": last})
         if not last:
             self.leave(peer, "finished")
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the workers hold the parameters, and stay until the result is home."""
+        return self.strategy is not None and self.strategy.stays
 
     def _part(self) -> None:
         """Once all workers are done, one of them brings the result, while the others still answer it."""
@@ -352,7 +357,8 @@ class Coordinator:
             self._bringer = None
         again = not done and self._replace(peer)
         if not again and not self.digest and not any(o.role == "worker" and o != peer for o in self.members):
-            again = not self.expected and bool(self.servers) and self._rescue(peer)
+            # Unless they went with it, somebody has to bring home what servers or shared memory hold.
+            again = not self.expected and not self._stays and self._rescue(peer)
         if again:
             self.expected.add(peer)
         self.leave(peer, reason)
@@ -361,8 +367,8 @@ class Coordinator:
             self.lives[peer] += 1
         else:
             self.gone[peer] = reason
-        peers = self.strategy is not None and self.strategy.stays  # then workers lend to workers
-        holders = {each for each in self.members if peers or each.role == "server"}
+        # Where workers stay, they lend to each other.
+        holders = {each for each in self.members if self._stays or each.role == "server"}
         if joined and holders:
             self._holders[peer, life] = holders
         else:
