@@ -31,7 +31,7 @@ SEEDS = (1, 2)
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := _missing():
+    if missing := apart(_missing):  # which computes: whoever is forked after that would wait for its threads
         return [], [missing]
     epochs, seeds = (6, SEEDS[:1]) if quick else (EPOCHS, SEEDS)
     rows = []
