@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.communication import _missing, network
+from benchmarks.communication import _missing, network, trained_on
 from benchmarks.processes import _fork, apart
 from benchmarks.report import Row
 
@@ -100,20 +100,11 @@ def _kill(folder: Path, chance: random.Random) -> None:
 
 def _main(folder: Path, epochs: int) -> None:
     from torch.nn.functional import cross_entropy
-    from torch.optim import SGD
-    from torch.utils.data import DataLoader, TensorDataset
 
     import polyrhythm as pr
-    from polyrhythm.data.mnist import mnist
 
-    images, labels = mnist()[0].tensors
     session: Any = pr.init()
-    model: Any = network()
-    optimizer: Any = SGD(model.parameters(), lr=RATE)
-    loader: Any = DataLoader(
-        TensorDataset(images[:TRAINING], labels[:TRAINING]), batch_size=BATCH, shuffle=True
-    )
-    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    model, optimizer, loader = session.prepare(*trained_on(TRAINING, BATCH, RATE))
     mine = folder / f"worker {session.rank}"
     for _ in session.epochs(epochs):
         for x, y in loader:

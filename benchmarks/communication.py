@@ -169,6 +169,19 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
+def trained_on(examples: int, batch: int, rate: float) -> tuple[Any, Any, Any]:
+    """The network, plain SGD and a loader of so many images of Fashion-MNIST, for `prepare`."""
+    from torch.optim import SGD
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from polyrhythm.data.mnist import mnist
+
+    images, labels = mnist()[0].tensors
+    model = network()
+    data = TensorDataset(images[:examples], labels[:examples])
+    return model, SGD(model.parameters(), lr=rate), DataLoader(data, batch_size=batch, shuffle=True)
+
+
 def _share(
     here: Together, jobs: list[tuple[Case, int]], networks: Sequence[str]
 ) -> list[tuple[Case, Outcome]]:

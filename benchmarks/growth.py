@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from benchmarks.report import DRAWN, Row
 
 WORKERS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STRATEGIES = ("gossip", "gossip:exponential", "push", "adpsgd", "allreduce", "sync", "async")
@@ -83,13 +83,8 @@ def draw(found: dict[str, list[tuple[float, float]]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    settings = {
-        "svg.fonttype": "none", "svg.hashsalt": "polyrhythm", "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"], "font.size": 11, "axes.spines.top": False,
-        "axes.spines.right": False, "figure.facecolor": "white", "axes.facecolor": "white",
-    }  # fmt: skip
     colours = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#0f172a", "#b91c1c", "#a16207")
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(DRAWN):
         figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4.4))
         for (strategy, values), colour, mark in zip(found.items(), colours, "osv^Dx+", strict=True):
             for axes, part, unit in zip(panels, (0, 1), (4 * COUNT, 1e-3), strict=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from benchmarks.report import DRAWN, Row
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 PERIODS = (1, 8)  # steps between two meetings; 1 is `allreduce`
@@ -121,13 +121,8 @@ def draw(found: dict[int, list[float]], steps: int, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    settings = {
-        "svg.fonttype": "none", "svg.hashsalt": "polyrhythm", "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"], "font.size": 11, "axes.spines.top": False,
-        "axes.spines.right": False, "figure.facecolor": "white", "axes.facecolor": "white",
-    }  # fmt: skip
     colours = dict(zip(found, ("#c2410c", "#1d4ed8", "#15803d"), strict=False))
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(DRAWN):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.2))
         for period, values in found.items():
             name = "1 + 1/2 + … + 1/N"

@@ -11,6 +11,11 @@ from typing import Any, Literal
 
 from polyrhythm.launch.screen import table
 
+DRAWN = {  # how plots look, the same everywhere
+    "svg.fonttype": "none", "svg.hashsalt": "polyrhythm", "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"], "font.size": 11, "axes.spines.top": False,
+    "axes.spines.right": False, "figure.facecolor": "white", "axes.facecolor": "white",
+}  # fmt: skip
 HEAD = ("what", "ours", "theirs", "ratio", "bar", "met")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.communication import _missing, network
+from benchmarks.communication import _missing, trained_on
 from benchmarks.processes import Together, apart, together
 from benchmarks.report import Row
 
@@ -116,20 +116,11 @@ def run(cluster: str, strategy: str, seed: int) -> Watch:
 
 def _main(watch: Watch) -> None:
     from torch.nn.functional import cross_entropy
-    from torch.optim import SGD
-    from torch.utils.data import DataLoader, TensorDataset
 
     import polyrhythm as pr
-    from polyrhythm.data.mnist import mnist
 
-    images, labels = mnist()[0].tensors
     session: Any = pr.init()
-    model: Any = network()
-    optimizer: Any = SGD(model.parameters(), lr=RATE)
-    loader: Any = DataLoader(
-        TensorDataset(images[:TRAINING], labels[:TRAINING]), batch_size=BATCH, shuffle=True
-    )
-    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    model, optimizer, loader = session.prepare(*trained_on(TRAINING, BATCH, RATE))
     watch.replicas[session.rank] = session._replica
     for _ in range(EPOCHS):
         for x, y in loader:

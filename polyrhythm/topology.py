@@ -267,7 +267,10 @@ def _listed(topology: Topology, places: int) -> Graph:
             else f"topology {topology}: names worker {top}, and there is one worker, 0"
         )
     found = _graph(places, topology.edges)
-    check_connected(found)
+    try:
+        check_connected(found)
+    except UsageError as error:
+        raise UsageError(f"topology {topology}: {error}") from None
     return found
 
 
