@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from polyrhythm.replica import Replica
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Level(Replica):
@@ -36,3 +40,12 @@ class Level(Replica):
 
     def apply(self) -> None:
         self._take_step()
+
+    @contextmanager
+    def at(self, vectors: Sequence[Tensor]) -> Iterator[None]:
+        """For a while this level's parameters are these: what another has made of the model's own."""
+        self.parameters = tuple(vectors)
+        try:
+            yield
+        finally:
+            del self.parameters

@@ -178,7 +178,7 @@ class Strategy(Configured):
     sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
     lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
     one_host: ClassVar[bool] = False  # it works on memory that all workers share
-    inside: ClassVar[bool] = False  # it can keep the workers of one site equal, step by step,
+    inside: ClassVar[bool] = False  # at each of its beats the workers are equal, wherever all began: a site,
     between: ClassVar[bool] = False  # and it can have whole sites for its workers
 
     codec: Codec | None = field(default=None, kw_only=True)
@@ -223,6 +223,19 @@ class Strategy(Configured):
     def levels(self) -> tuple[Strategy, ...]:
         """The strategies that it is made of: itself, or one inside sites and one between them."""
         return (self,)
+
+    @property
+    def beat(self) -> int | None:
+        """Every so many steps workers exchange what they exchange; None if that is not known before."""
+        return 1
+
+    @property
+    def same_state(self) -> bool:
+        """Whether at a beat the optimizers of all workers have the same state, as far as it made it."""
+        return False
+
+    def check_inside(self, within: Strategy) -> None:
+        """Raises UsageError if it cannot be between sites inside which there is this one."""
 
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""

@@ -95,6 +95,8 @@ MORE = [
     Row("allreduce / slowmo:3"),
     Row("allreduce / diloco:4"),
     Row("allreduce / streaming-diloco:6,fragments=3"),
+    Row("local:2 / diloco:4"),
+    Row("average:2,momentum=average / average:4,momentum=average"),
     Row("broadcast:0.02,pulses=one"),
     Row("broadcast:0.004,topology=tree,fanout=1,warmup=3"),
 ]

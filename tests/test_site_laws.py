@@ -11,12 +11,14 @@ import pytest
 import torch
 from programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
 from test_saved_state import EPOCHS, script
-from traces import Trace, close
+from traces import Trace, close, drift, mean
 
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.session import session
+from polyrhythm.strategies.averaging import Rounds
 from polyrhythm.strategies.means import agree
+from polyrhythm.strategies.sites import TwoLevel
 
 
 def at(*counts: int, links: str = "") -> str:
@@ -30,6 +32,17 @@ def at(*counts: int, links: str = "") -> str:
     return "".join(groups + sites)
 
 
+# Inside and between, where those of a site are together only now and then.
+PAIRS = [
+    "local:2 / local:4", "local:2,momentum=reset / diloco:4",
+    "local:2,momentum=average / local:4,momentum=average",
+    "average:2 / average:4", "average:2 / diloco:4", "local:2 / average:4+int8", "slowmo:2 / slowmo:4",
+    "local:2+topk:0.3 / diloco:4+int4", "diloco:2,lr=0.9 / diloco:6", "slowmo:2+int8 / local:4",
+    "local:2 / streaming-diloco:8,fragments=2,overlap=2",
+    "diloco:2 / streaming-diloco:8,fragments=2,overlap=0+int8",
+    "local:4 / local:4",
+]  # fmt: skip
+every_pair = pytest.mark.parametrize("pair", PAIRS)
 OUTER = [
     "local:3", "local:3,momentum=average", "local:3,momentum=reset", "local:auto", "local:3+topk:0.3",
     "average:3", "average:3,momentum=average", "average:3+int8", "slowmo:3,alpha=0.8", "slowmo:3+randomk:0.4",
@@ -69,25 +82,109 @@ def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
     assert one == other | {"folder": one["folder"]}
 
 
+@pytest.mark.parametrize(
+    "outer", ["local:4", "average:4", "slowmo:4", "diloco:4+int8", "streaming-diloco:8,fragments=2,overlap=2"]
+)
+@pytest.mark.parametrize("inner", ["local:2", "average:4", "slowmo:2,beta=0"])
+@pytest.mark.parametrize("size", [48, 43])
+def test_one_worker_per_site_averages_with_nobody(simulate: Any, inner: str, outer: str, size: int) -> None:
+    """The mean of one is that one, to the last bit, however often it is taken."""
+    if size == 43 and "average" in inner and "average" not in outer:
+        pytest.skip("by examples inside, where gradients are as they come, and not between")
+    if inner == "average:4" and "streaming" in outer:
+        outer = outer.replace("overlap=2", "overlap=0")
+    program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True, schedule=True)
+    two, one = (simulate(program, each, 3, cluster=at(1, 1, 1)) for each in (f"{inner} / {outer}", outer))
+    assert two["digest"] == one["digest"] and two["metrics"] == one["metrics"]
+
+
+@pytest.mark.parametrize("inner", ["allreduce", "local:1", "average:1"])
 @pytest.mark.parametrize("outer", ["local:1", "average:1", "local:1,momentum=average"])
 @pytest.mark.parametrize("size", [48, 50, 43])
-def test_averaging_each_step_between_equal_sites_is_allreduce(simulate: Any, outer: str, size: int) -> None:
+def test_averaging_each_step_between_equal_sites_is_allreduce(
+    simulate: Any, inner: str, outer: str, size: int
+) -> None:
     """A mean of means of as many is the mean: with plain SGD, and in uneven rounds too."""
+    if "momentum" in outer and inner != "allreduce":
+        inner += ",momentum=average"
+    if size != 48 and inner.startswith("average") and not outer.startswith("average"):
+        pytest.skip("by examples inside, and not between")
     program = Script(optimizer=SGD, size=size, epochs=3)
     law = trained(simulate(program, "allreduce", 4))
-    assert distance(trained(simulate(program, f"allreduce / {outer}", 4, cluster=at(2, 2))), law) < 1e-12
+    assert distance(trained(simulate(program, f"{inner} / {outer}", 4, cluster=at(2, 2))), law) < 1e-12
+
+
+@pytest.mark.parametrize("outer", ["local:4", "average:4", "slowmo:4", "diloco:4", "diloco:4+int8"])
+@pytest.mark.parametrize("size", [48, 43])
+def test_averaging_each_step_inside_is_allreduce_inside(simulate: Any, outer: str, size: int) -> None:
+    """Of plain SGD: mean_i(w - lr g_i) = w - lr mean_i g_i. Within rounding: each rounds elsewhere."""
+    program = Script(optimizer=SGD, size=size, epochs=3)
+    two, one = (
+        simulate(program, f"{each} / {outer}", 5, cluster=at(2, 3)) for each in ("local:1", "allreduce")
+    )
+    # What a codec rounds may fall to the other side, by less than its step.
+    assert distance(trained(two), trained(one)) < (1e-3 if "+" in outer else 1e-12)
+
+
+def test_averaging_each_step_inside_is_allreduce_to_the_last_bit_where_sums_are_exact(simulate: Any) -> None:
+    slope = lambda rank, x: torch.full_like(x, float(4 * rank))  # noqa: E731
+    step = lambda parameters: torch.optim.SGD(parameters, lr=0.25)  # noqa: E731
+    two, one = (Trace(9, slope, step) for _ in range(2))
+    simulate(two, "local:1 / local:3", 6, cluster=at(2, 4))
+    simulate(one, "allreduce / local:3", 6, cluster=at(2, 4))
+    assert all(all(map(torch.equal, two.x[rank], one.x[rank])) for rank in range(6))
+
+
+@pytest.mark.parametrize("size", [48, 43])
+def test_the_same_period_twice_is_once(simulate: Any, monkeypatch: Any, size: int) -> None:
+    """In one site to the last bit, and in sites of as many within the rounding of a mean of means."""
+    program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True)
+    one = simulate(program, "local:4", 4)
+    two = simulate(program, "local:4 / local:4", 4, cluster=at(2, 2))
+    assert distance(trained(two), trained(one)) < 1e-12
+    monkeypatch.setattr(TwoLevel, "check_sites", lambda *_: None)  # it would say: use local:4
+    assert simulate(program, "local:4 / local:4", 4, cluster=at(4))["digest"] == one["digest"]
 
 
 @every_place
+@pytest.mark.parametrize("momentum", ["keep", "reset"])
+def test_hierarchical_local_sgd_by_hand(simulate: Any, sites: list[list[int]], momentum: str) -> None:
+    """Lin et al. 2018, to the last bit: each worker counts once in its site, and each site once."""
+    workers, inner, outer = sum(sizes(sites)), 2, 6
+    inside = "local:2,momentum=reset" if momentum == "reset" else "local:2"
+    trace = Trace(14, optimizer=MOMENTUM, look=True)
+    simulate(trace, f"{inside} / local:6", workers, cluster=at(*sizes(sites)))
+    x = [torch.ones(12, dtype=torch.float64) for _ in range(workers)]
+    steps = [MOMENTUM([each]) for each in x]
+    for step in range(1, trace.count + 1):
+        for rank, optimizer in enumerate(steps):
+            x[rank].grad = drift(rank, x[rank])
+            optimizer.step()
+        means = [mean([x[rank].clone() for rank in site]) for site in sites]
+        for site, agreed in zip(sites, means, strict=True):
+            for rank in site if step % inner == 0 else ():
+                x[rank].copy_(agreed)
+                if momentum == "reset":
+                    steps[rank] = MOMENTUM([x[rank]])
+        together = mean(means)
+        for each in x if step % outer == 0 else ():
+            each.copy_(together)
+        assert all(torch.equal(trace.x[rank][step - 1], x[rank]) for rank in range(workers)), step
+        # The mean over the sites, and not only over their first workers, at any time.
+        assert all(torch.equal(trace.shown[rank][step - 1], together) for rank in range(workers)), step
+
+
+@every_place
+@pytest.mark.parametrize("inner", ["allreduce", "local:1", "average:1"])
 @pytest.mark.parametrize("size", [48, 50, 43])
 def test_by_examples_unequal_sites_are_allreduce_too(
-    simulate: Any, sites: list[list[int]], size: int
+    simulate: Any, sites: list[list[int]], inner: str, size: int
 ) -> None:
     """Under `average` a site counts by the examples of its workers, so that every example counts alike."""
     program = Script(optimizer=SGD, size=size, epochs=3)
     workers = sum(sizes(sites))
     law = trained(simulate(program, "allreduce", workers))
-    two = simulate(program, "allreduce / average:1", workers, cluster=at(*sizes(sites)))
+    two = simulate(program, f"{inner} / average:1", workers, cluster=at(*sizes(sites)))
     assert distance(trained(two), law) < 1e-12
 
 
@@ -140,8 +237,35 @@ def test_inside_a_site_all_are_equal_after_every_step(
             assert all(map(torch.equal, owed[rank], owed[site[0]]))
 
 
-@every_outer
-def test_the_result_is_the_same_for_all(simulate: Any, outer: str) -> None:
+@every_pair
+@every_place
+def test_at_the_end_of_a_round_all_of_a_site_are_equal(
+    simulate: Any, pair: str, sites: list[list[int]]
+) -> None:
+    """Bit for bit, whatever is inside, and so is all that is left to send between sites."""
+    trace = Trace(17, optimizer=MOMENTUM)
+    owed: dict[int, list[Any]] = {}
+
+    def keep(rank: int, *_: object) -> None:
+        between = session.get()._replica.levels["between"]
+        owed.setdefault(rank, []).append([part.clone() for part in between.owed])
+
+    trace.before = keep
+    simulate(trace, pair, sum(sizes(sites)), cluster=at(*sizes(sites)))
+    within, across = pr.parse(pair).levels
+    for site in sites:
+        for rank in site[1:]:
+            for step, own in enumerate(trace.x[rank], 1):
+                if step % within.beat == 0:
+                    assert torch.equal(own, trace.x[site[0]][step - 1]), (rank, step)
+            assert all(all(map(torch.equal, *both)) for both in zip(owed[rank], owed[site[0]], strict=True))
+    if isinstance(across, Rounds) and not across.name.startswith("streaming"):
+        for step in range(across.beat, 18, across.beat):
+            assert all(torch.equal(trace.x[rank][step - 1], trace.x[0][step - 1]) for rank in trace.x)
+
+
+@pytest.mark.parametrize("strategy", [*(f"allreduce / {outer}" for outer in OUTER), *PAIRS])
+def test_the_result_is_the_same_for_all(simulate: Any, strategy: str) -> None:
     """The consensus is one model, also in the middle of a round, and it is what the run brings home."""
     shown: dict[int, list[torch.Tensor]] = {}
     final: dict[int, torch.Tensor] = {}
@@ -156,11 +280,11 @@ def test_the_result_is_the_same_for_all(simulate: Any, outer: str) -> None:
     def flat(here: Any) -> torch.Tensor:
         return here._replica.parameters[0].clone()
 
-    summary = simulate(main, f"allreduce / {outer}", 5, cluster=at(2, 3))
+    summary = simulate(main, strategy, 5, cluster=at(2, 3))
     for one, other in combinations(range(5), 2):
         assert all(map(torch.equal, shown[one], shown[other]))
         assert torch.equal(final[one], final[other])
-    assert close(trained(summary)["x"], shown[0][-1], 1e-12) or "+" in outer or "auto" in outer
+    assert close(trained(summary)["x"], shown[0][-1], 1e-12) or "+" in strategy or "auto" in strategy
 
 
 @pytest.mark.parametrize("outer", ["local:4", "diloco:4", "slowmo:4+int8", "average:4", "diloco:4+topk:0.3"])
@@ -185,6 +309,15 @@ def test_between_rounds_nothing_passes_between_sites(simulate: Any, outer: str, 
         moved = [now > then for then, now in zip(passed[rank], passed[rank][1:], strict=False)]
         assert moved == [step % 4 == 0 for step in range(1, 13)]
         assert all(now > then for then, now in zip(sent[rank], sent[rank][1:], strict=False))
+
+
+def test_between_rounds_inside_nothing_passes_at_all(simulate: Any) -> None:
+    """Every second step inside, every fourth between, and in the others nobody sends anything."""
+    trace = Trace(13)
+    simulate(trace, "local:2 / diloco:4", 4, cluster=at(2, 2))
+    inside, between = 2 * 2 * 12 * 8, 2 * 12 * 8  # to average in two sites; between them, and
+    passed = [0, inside, 0, inside + between + 2 * 12 * 8]  # to those who are not the first of their site
+    assert trace.sent_by_step()[1:9] == [passed[(step - 1) % 4] for step in range(3, 11)]
 
 
 def test_buckets_are_agreed_on_inside_a_site(simulate: Any) -> None:
@@ -223,7 +356,9 @@ def test_what_two_levels_remember_is_apart(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize("outer", ["slowmo:4", "diloco:4", "diloco:4+topk:0.2", "local:4+int8"])
-@pytest.mark.parametrize("inner", ["allreduce", "allreduce+topk:0.1"])
+@pytest.mark.parametrize(
+    "inner", ["allreduce", "allreduce+topk:0.1", "local:2", "slowmo:2", "local:2+topk:0.1"]
+)
 def test_an_interrupted_run_goes_on(inner: str, outer: str, tmp_path: Path) -> None:
     """What both levels remember is saved and loaded."""
     (tmp_path / "cluster.toml").write_text(at(1, 2))
@@ -249,7 +384,12 @@ WAYS = [
 
 @pytest.mark.parametrize(("way", "listen"), WAYS)
 @pytest.mark.parametrize(
-    "strategy", ["allreduce / diloco:4", "allreduce+bf16 / streaming-diloco:6,fragments=3,overlap=1"]
+    "strategy",
+    [
+        "allreduce / diloco:4",
+        "allreduce+bf16 / streaming-diloco:6,fragments=3,overlap=1",
+        "local:2 / slowmo:4",
+    ],
 )
 def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str, listen: str) -> None:
     """Bit for bit where sums are taken in rank order, and round a ring as in a simulated one."""
@@ -382,8 +522,18 @@ def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("local:8 / diloco", "inside a site there can be allreduce, and not local"),
-        ("async / diloco", "inside a site there can be allreduce, and not async"),
+        ("async / diloco", "inside a site there can be allreduce, average, diloco, local or slowmo, and not"),
+        ("gossip / diloco", "and not gossip"),
+        ("postlocal:3 / diloco:3", "and not postlocal:3"),
+        ("streaming-diloco / diloco", "and not streaming-diloco"),
+        ("local:4 / diloco:50", "every 4 steps and every 50 do not fit; 48 or 52 would, in place of 50"),
+        ("local:8 / local:4", "every 8 steps and every 4 do not fit; 8 would, in place of 4"),
+        ("local:3 / streaming-diloco:8,fragments=2", "every 3 steps and every 4 do not fit; 3 or 6 would"),
+        ("local:2 / streaming-diloco:8,fragments=2", "overlap must be a multiple of 2 too, and not 1"),
+        ("local:auto / diloco", "neither period can be auto"),
+        ("local:2 / local:auto", "neither period can be auto"),
+        ("local:2 / local:4,momentum=average", "under local:2 each has its own; inside, local, average and"),
+        ("diloco:2 / local:4,momentum=average", "and under diloco:2 each has its own"),
         ("allreduce / allreduce", "between sites there can be average, diloco, local, slowmo or streaming-"),
         ("allreduce / ssp:2", "and not ssp:2"),
         ("allreduce / postlocal:3", "and not postlocal:3"),

@@ -35,6 +35,10 @@ class AllReduce(Strategy):
     paper: ClassVar[str] = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
 
     @property
+    def same_state(self) -> bool:
+        return True
+
+    @property
     def overlaps(self) -> bool:
         return in_buckets(self.codec)
 

@@ -40,6 +40,7 @@ class Rounds(Strategy):
 
     main: ClassVar[str | None] = "period"
     sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    inside: ClassVar[bool] = True
     between: ClassVar[bool] = True
 
     period: Literal["auto"] | int = 8
@@ -47,6 +48,26 @@ class Rounds(Strategy):
     def __post_init__(self) -> None:
         if self.period != "auto" and self.period < 1:
             raise UsageError("period must be 1 or more")
+
+    @property
+    def beat(self) -> int | None:
+        return None if self.period == "auto" else self.period
+
+    def check_inside(self, within: Strategy) -> None:
+        # A site is one worker only when its own are together.
+        if within.beat == 1:
+            return
+        if within.beat is None or self.beat is None:
+            raise UsageError(
+                "the workers of a site must be together whenever sites exchange: neither period can be auto"
+            )
+        if over := self.beat % within.beat:
+            below, above = self.beat - over, self.beat - over + within.beat
+            raise UsageError(
+                f"the workers of a site must be together whenever sites exchange: every {within.beat} steps "
+                f"and every {self.beat} do not fit; {f'{below} or ' if below else ''}{above} would, in place "
+                f"of {self.beat}"
+            )
 
     def step(self, node: Node, replica: Replica) -> None:
         replica.apply()
@@ -85,6 +106,18 @@ class Averaging(Rounds):
     codecs: ClassVar[bool] = True
 
     momentum: Literal["keep", "average", "reset"] = "keep"
+
+    @property
+    def same_state(self) -> bool:
+        return self.momentum != "keep"
+
+    def check_inside(self, within: Strategy) -> None:
+        super().check_inside(within)
+        if self.momentum == "average" and not within.same_state:
+            raise UsageError(
+                "momentum=average between sites needs workers of a site to have the same, and under "
+                f"{within} each has its own; inside, local, average and slowmo have momentum=average too"
+            )
 
     def ready(self, node: Node, replica: Replica) -> None:
         if (self.codec is not None or self.weighs) and self.alone(replica) == 0:  # a round begins
@@ -226,7 +259,8 @@ class LocalSGD(Averaging):
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         begun = node.now()
         shown = super().consensus(node, replica)
-        replica.notes["since"] += node.now() - begun  # it is no part of a step
+        if self.period == "auto":
+            replica.notes["since"] += node.now() - begun  # it is no part of a step
         return shown
 
     def _figures(self, node: Node, replica: Replica) -> Tensor:
@@ -310,7 +344,8 @@ class PostLocal(Averaging):
     """
 
     name: ClassVar[str] = "postlocal"
-    between: ClassVar[bool] = False  # at first it has no rounds
+    inside: ClassVar[bool] = False  # at first it has no rounds
+    between: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("turned",)
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Node
     from polyrhythm.replica import Replica
+    from polyrhythm.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     name: ClassVar[str] = "streaming-diloco"
+    inside: ClassVar[bool] = False  # its workers are never equal
     paper: ClassVar[str] = "Douillard et al. 2025, Streaming DiLoCo with Overlapping Communication"
 
     period: int = 100
@@ -210,6 +212,18 @@ class StreamingDiLoCo(DiLoCo):
     def every(self) -> int:
         """A fragment is begun every so many steps."""
         return self.period // self.fragments
+
+    @property
+    def beat(self) -> int | None:
+        return self.every
+
+    def check_inside(self, within: Strategy) -> None:
+        super().check_inside(within)
+        if within.beat and self.overlap % within.beat:
+            raise UsageError(
+                "what sites have agreed on must come when the workers of a site are together: overlap must "
+                f"be a multiple of {within.beat} too, and not {self.overlap}"
+            )
 
     def step(self, node: Node, replica: Replica) -> None:
         if replica.steps == 1:

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TwoLevel(Strategy):
-    """Inside each site workers step together; between sites each site is one worker of another strategy.
+    """Inside each site workers keep together; between sites each site is one worker of another strategy.
 
     `allreduce / diloco:50`: the workers of a site average every gradient, so that they are equal after every
     step. For DiLoCo they are one worker, whose optimizer's step is theirs: every 50 steps the first worker of
     each site exchanges with those of the others, and the rest of its site get from it what they agreed on.
     All of a site compute the same outer step from it. Between rounds nothing passes between sites.
+
+    `local:5 / diloco:50` (hierarchical local SGD, Lin et al. 2018): those of a site are equal after every
+    fifth step only. When sites exchange they have to be, so the one period is a multiple of the other. A look
+    at the consensus in between is that of the sites' means.
 
     In the outer mean every site counts alike, however many workers it has: so it is in the papers, where one
     replica is one vote, whatever it runs on. Where sites should count by the examples that they have trained
@@ -45,6 +49,7 @@ class TwoLevel(Strategy):
             raise UsageError(f"inside a site there can be {_able('inside')}, and not {self.within}")
         if not self.across.between:
             raise UsageError(f"between sites there can be {_able('between')}, and not {self.across}")
+        self.across.check_inside(self.within)
 
     def __str__(self) -> str:
         return f"{self.within} / {self.across}"
@@ -59,7 +64,11 @@ class TwoLevel(Strategy):
 
     @property
     def weighs(self) -> bool:
-        return self.across.weighs
+        return self.within.weighs or self.across.weighs
+
+    @property
+    def beat(self) -> int | None:
+        return self.within.beat
 
     def check(self, workers: int, servers: int) -> None:
         for each in self.levels:
@@ -89,7 +98,7 @@ class TwoLevel(Strategy):
                 each.codec.check_groups(groups)
 
     def peers(self, node: Node) -> Node:
-        return node.among(_site(node))
+        return self.within.peers(node.among(_site(node)))
 
     def start(self, node: Node, replica: Replica) -> None:
         from polyrhythm.level import Level
@@ -123,13 +132,15 @@ class TwoLevel(Strategy):
         self.across.finish(between, replica.levels["between"])
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        _, between = self._nodes(node, replica)
-        return self.across.consensus(between, replica.levels["between"])
+        inside, between = self._nodes(node, replica)
+        upper = replica.levels["between"]
+        with upper.at(self.within.consensus(inside, replica.levels["inside"])):
+            return self.across.consensus(between, upper)
 
     def _nodes(self, node: Node, replica: Replica) -> tuple[Node, Node]:
         """This worker in its site, and its site among the sites."""
         if "nodes" not in replica.notes:
-            replica.notes["nodes"] = self.peers(node), Between(node)
+            replica.notes["nodes"] = node.among(_site(node)), Between(node)
         nodes: tuple[Node, Node] = replica.notes["nodes"]
         return nodes
 
@@ -137,8 +148,8 @@ class TwoLevel(Strategy):
 class Between(Part):
     """A worker's site as one worker among the sites.
 
-    All of a site call what is here, with the same numbers. Its first worker takes part in the collectives of
-    the sites' first workers, and then the others get from it what came out.
+    All of a site call what is here, with the same numbers, when they are together. Its first worker takes part
+    in the collectives of the sites' first workers, and then the others get from it what came out.
     """
 
     def __init__(self, whole: Node) -> None:
