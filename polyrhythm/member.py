@@ -86,8 +86,9 @@ class Member(Session):
         with self._seat.away():
             self.strategy.start(node, replica)
             self._norms = choose(
-                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within
-            )
+                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within,
+                self.strategy,
+            )  # fmt: skip
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
@@ -149,11 +150,13 @@ class Member(Session):
         with torch.no_grad():
             self.strategy.finish(node, replica)
             if self._norms is not None:
-                self._norms.agree()
+                self._norms.finish()
             self._totals()
             self._seat.flush()
             if self._seat.request("bye")["last"]:
                 final = self.strategy.collect(node, replica)
+                if self._norms is not None:
+                    self._norms.collect()
                 self._totals()
                 self._seat.flush()
                 digest, blob = _pack(final, self._shown(replica, final))
