@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from polyrhythm.layerwise import LAMB, LARS
     from polyrhythm.node import Message, Node, Peer
     from polyrhythm.replica import Replica
+    from polyrhythm.rows import RowSGD
     from polyrhythm.scaling import LinearScaling
     from polyrhythm.session import Session, init
     from polyrhythm.shard import Shard
@@ -26,13 +27,13 @@ _HOME = {
     "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
     "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
     "PeerLost": "errors", "NotFinite": "errors",
-    "LinearScaling": "scaling", "LARS": "layerwise", "LAMB": "layerwise",
+    "LinearScaling": "scaling", "LARS": "layerwise", "LAMB": "layerwise", "RowSGD": "rows",
 }  # fmt: skip
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
-    "PolyrhythmError", "Replica", "Session", "Shard", "Strategy", "UsageError", "WaitError", "WireError",
-    "init", "integrations", "join", "parse", "run", "simulate",
+    "PolyrhythmError", "Replica", "RowSGD", "Session", "Shard", "Strategy", "UsageError", "WaitError",
+    "WireError", "init", "integrations", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 

@@ -86,8 +86,9 @@ class Member(Session):
         with self._seat.away():
             self.strategy.start(node, replica)
             self._norms = choose(
-                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within
-            )
+                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within,
+                self.strategy,
+            )  # fmt: skip
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False
@@ -149,11 +150,13 @@ class Member(Session):
         with torch.no_grad():
             self.strategy.finish(node, replica)
             if self._norms is not None:
-                self._norms.agree()
+                self._norms.finish()
             self._totals()
             self._seat.flush()
             if self._seat.request("bye")["last"]:
                 final = self.strategy.collect(node, replica)
+                if self._norms is not None:
+                    self._norms.collect()
                 self._totals()
                 self._seat.flush()
                 digest, blob = _pack(final, self._shown(replica, final))
@@ -176,12 +179,15 @@ class Member(Session):
             # Not a copy of the model, which has this hook too, nor an evaluation.
             if module is model and torch.is_grad_enabled():
                 assert self._replica is not None
-                before = self._node.now()
-                with torch.no_grad(), self._seat.away():
-                    self.strategy.before_forward(self._node, self._replica)
-                self._exchange += self._node.now() - before
+                self._before_forward(self._replica)
 
         model.register_forward_pre_hook(begin)
+
+    def _before_forward(self, replica: Replica) -> None:
+        before = self._node.now()
+        with torch.no_grad(), self._seat.away():
+            self.strategy.before_forward(self._node, replica)
+        self._exchange += self._node.now() - before
 
     def before_backward(self) -> None:
         self._depth += 1
@@ -267,7 +273,9 @@ class Member(Session):
         node = self._node
         if self._charged:
             replica.gather()
-        else:  # gradients that did not come by `backward()`
+        else:  # gradients that did not come by `backward()`, or none at all
+            if self.strategy.watches_forward:
+                self._before_forward(replica)
             replica.before_anything()
             self._complete(replica)
         if not self._agreed:
@@ -390,6 +398,11 @@ def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> No
     if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
         raise UsageError(
             f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
+        )
+    if getattr(optimizer, "own_gradients", False) and not strategy.in_place:
+        raise UsageError(
+            f"{strategy} works on gradients, and {type(optimizer).__name__} makes its own, row by row: use "
+            "hogwild, or torch.optim.SGD with backward()"
         )
     strategy.check_groups(optimizer.param_groups)
     if strategy.codec is not None:

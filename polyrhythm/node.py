@@ -92,11 +92,21 @@ class Lock(ABC):
 
     @abstractmethod
     def take(self) -> None:
-        """Blocks until this worker has it; nothing happens if it has it already."""
+        """Blocks until this worker has it; nothing happens if it has it already. WaitError, which names the
+        holder, if that takes too long."""
 
     @abstractmethod
     def release(self) -> None:
         """Lets others have it; nothing happens if this worker does not have it."""
+
+    @property
+    def mutex(self) -> memoryview | None:
+        """The mutex that compiled code may take by itself, again and again (see `row_loops`); None if there
+        is none, as in simulation."""
+        return None
+
+    def waited(self, seconds: float) -> None:
+        """Compiled code has waited so long: raises WaitError, which names the holder, if it is in vain."""
 
 
 class Coding(Protocol):

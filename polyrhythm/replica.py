@@ -84,7 +84,7 @@ class Replica:
             parameter.data = place
         self._sparse = sparse
         self._rows: dict[int, Tensor] = {}  # the sparse gradients that are there now, by parameter
-        self._summed = self.gradient  # what else there may be of a gradient
+        self._summed = () if sparse else self.gradient  # what else there may be of a gradient
         self._optimizer_step = optimizer.step
         self._has: list[bool] = [False] * len(self._views)
         self._sums: list[Tensor] = []
@@ -236,6 +236,7 @@ class Replica:
     def gather(self) -> bool:
         """Brings what backward left in `.grad` into the flat gradient; False if nothing has a gradient."""
         places, found = [], []
+        changed = False
         rows: dict[int, Tensor] = {}
         for index, (parameter, view) in enumerate(zip(self.layout.parameters, self._views, strict=True)):
             gradient = parameter.grad
@@ -252,14 +253,15 @@ class Replica:
             if has != self._has[index]:
                 self._has[index] = has
                 self.present[index] = float(has)
+                changed = True
         if places:
             torch._foreach_copy_(places, found)
-        if rows.keys() != self._rows.keys():
+        if self._sparse and (changed or rows.keys() != self._rows.keys()):
             whole = (
                 (index, 0, piece.part, piece.start, piece.stop)
                 for index, piece in enumerate(self.layout.pieces)
             )
-            spans = spans_of(whole, frozenset(rows))
+            spans = spans_of(whole, frozenset([*rows, *self.absent]))
             self._summed = tuple(self.gradient[part][start:stop] for _, part, start, stop in spans)
         self._rows = rows
         return any(self._has)

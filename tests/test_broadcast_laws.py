@@ -31,7 +31,7 @@ from polyrhythm.replica import Replica
 from polyrhythm.strategies import courier
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
-from polyrhythm.worlds.simulated import SimulatedNode
+from polyrhythm.worlds.simulated.node import SimulatedNode
 
 SHAPES = ["topology=mesh", "topology=tree,fanout=1", "topology=tree,fanout=2", "topology=tree,fanout=3"]
 RANDOM = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "3 ms"\nbandwidth = "500 kbit/s"\n'
@@ -230,7 +230,7 @@ def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             before = [parameter.detach().clone() for parameter in model.parameters()]
-            here._node._take_time(0.02)  # others send meanwhile
+            here._node.take_time(0.02)  # others send meanwhile
             loss.backward()
             assert equal(before, [parameter.detach() for parameter in model.parameters()])
             optimizer.step()

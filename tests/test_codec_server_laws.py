@@ -119,7 +119,7 @@ def _left_of(shard: Shard, worker: int) -> list[str]:
 def _begin_again(watch: Watch, node: Any, replica: Replica) -> None:
     """The first request of all, again, when others may have pushed already."""
     sequence, first = node._sequence, [part.clone() for part in replica.parameters]
-    node._take_time(0.05 * node.rank)
+    node.take_time(0.05 * node.rank)
     node._sequence -= 1
     again = node.ask(node.servers[0], "pull").wait()
     assert equal(again.tensors, first) and again["version"] == replica.version[0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import doctest
 import json
+import os
 import pickle
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -179,7 +181,7 @@ def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
 
 
 @both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "gossip", "push"])
 def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
     look = Look(tmp_path)
     summary = go(world, look, tmp_path, batch_norm="rank0", strategy=strategy)
@@ -190,7 +192,7 @@ def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
 
 
 @both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "gossip", "noloco:2"])
 def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: Path) -> None:
     """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
     look = Look(tmp_path)
@@ -338,6 +340,124 @@ def test_recompute_survives_the_death_of_a_worker(tmp_path: Path) -> None:
     assert summary["replaced"] == {"worker 1": 1}
     torch.testing.assert_close(final["1.running_mean"], hidden.mean(0), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(final["1.running_var"], hidden.var(0), rtol=1e-10, atol=1e-12)
+
+
+# Where workers go on without one that dies
+
+
+@dataclass
+class Mortal:
+    """Trains, and notes after each epoch what each worker has and what it sees of all.
+
+    On real processes `victim` kills itself in the middle of the second epoch, once; at its end, where each
+    goes at its own pace, for the others may have taken all of it.
+    """
+
+    folder: Path
+    victim: int = -1
+    epochs: int = 4
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model = normed()
+        loader = DataLoader(Examples(48), batch_size=2)
+        model, optimizer, loader = here.prepare(model, MOMENTUM(model.parameters()), loader)
+        late = here._late  # type: ignore[attr-defined]
+        dies = here.rank == self.victim and not late
+        came = statistics(model)
+        for epoch in range(self.epochs):
+            for number, (x, y) in enumerate(loader):
+                if dies and epoch == 1 and number == 2 and here.strategy.lockstep:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if dies and epoch == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            shown = here.consensus()
+            seen = {
+                "own": statistics(model), "shown": statistics(shown), "came": came,
+                "samples": here._replica.samples,  # type: ignore[attr-defined]
+            }  # fmt: skip
+            torch.save(seen, self.folder / f"{epoch}.{here.rank}.{int(late)}.pt")
+
+    def seen(self, epoch: int, *workers: str) -> list[dict[str, Any]]:
+        return [torch.load(self.folder / f"{epoch}.{worker}.pt") for worker in workers]
+
+
+LIVING = ["gossip", "choco", "push", "push:1", "noloco:3"]
+DIES = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n[[failures]]\nworkers = [{}]\nat = "140 ms"\n'
+
+
+def union(seen: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """Of the running statistics of these workers, by their examples."""
+    share = torch.tensor([each["samples"] for each in seen], dtype=torch.float64)
+    share = (share / share.sum()).unsqueeze(1)
+    m, v = (torch.stack([each["own"][f"1.running_{part}"] for each in seen]) for part in ("mean", "var"))
+    mean = (share * m).sum(0)
+    return mean, (share * (v + (m - mean).square())).sum(0)
+
+
+def agrees(shown: dict[str, Tensor], seen: list[dict[str, Any]], policy: str) -> bool:
+    """Whether these statistics are of those workers by the policy."""
+    if policy == "rank0":
+        return all(torch.equal(shown[name], value) for name, value in seen[0]["own"].items())
+    mean, variance = union(seen)
+    return torch.allclose(shown["1.running_mean"], mean, rtol=1e-12) and torch.allclose(
+        shown["1.running_var"], variance, rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("strategy", LIVING)
+@pytest.mark.parametrize(("policy", "victim"), [("rank0", 0), ("mean", 1)])
+def test_the_living_agree_on_theirs(
+    simulate: Any, tmp_path: Path, strategy: str, policy: str, victim: int
+) -> None:
+    """Of three one dies for good: the statistics are those of the two others, on both, to the end."""
+    script = Mortal(tmp_path)
+    summary = simulate(script, strategy, 3, cluster=DIES.format(victim), batch_norm=policy)
+    assert list(summary["lost"]) == [f"worker {victim}"]
+    living = [f"{rank}.0" for rank in range(3) if rank != victim]
+    first = script.seen(0, "0.0", "1.0", "2.0")
+    assert all(agrees(each["shown"], first, policy) for each in first)
+    for epoch in range(1, 4):
+        seen = script.seen(epoch, *living)
+        assert all(agrees(each["shown"], seen, policy) for each in seen)
+    assert agrees(trained(summary), script.seen(3, *living), policy)
+    if policy == "mean":
+        batches = sum(int(each["own"]["1.num_batches_tracked"]) for each in seen)
+        assert int(trained(summary)["1.num_batches_tracked"]) == batches
+
+
+@pytest.mark.parametrize("strategy", [*LIVING, "adpsgd", "broadcast"])
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+def test_one_that_comes_late_goes_on_with_theirs(
+    simulate: Any, tmp_path: Path, strategy: str, policy: str
+) -> None:
+    """Worker 0 dies and is replaced: the new one does not begin with statistics of nothing."""
+    script = Mortal(tmp_path)
+    cluster = DIES.format(0) + 'back = "170 ms"\n'
+    summary = simulate(script, strategy, 3, cluster=cluster, batch_norm=policy)
+    assert summary["replaced"] == {"worker 0": 1}
+    late, *others = script.seen(3, "0.1", "1.0", "2.0")
+    assert late["samples"] and late["came"]["1.num_batches_tracked"] > 0
+    assert agrees(trained(summary), [late, *others], policy)
+    assert len({float(each["came"]["1.running_mean"].sum()) for each in others}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "adpsgd"])
+@pytest.mark.parametrize(("policy", "victim", "restarts"), [("rank0", 0, 0), ("mean", 1, 0), ("rank0", 0, 1)])
+def test_the_living_agree_on_real_processes(
+    tmp_path: Path, strategy: str, policy: str, victim: int, restarts: int
+) -> None:
+    """The final model has what those have that are there at the end, of whom one may have come late."""
+    script = Mortal(tmp_path, victim)
+    summary = go("real", script, tmp_path, strategy=strategy, batch_norm=policy, restarts=restarts)
+    there = [f"{rank}.0" for rank in range(3) if rank != victim]
+    if summary["replaced"] and (tmp_path / f"3.{victim}.1.pt").exists():
+        there.insert(victim, f"{victim}.1")
+    assert list(summary["lost"]) == [f"worker {victim}"]
+    assert agrees(trained(summary), script.seen(3, *there), policy)
 
 
 # One machine with the union batch
@@ -611,7 +731,7 @@ def test_an_unknown_policy_in_the_script() -> None:
 
 
 @pytest.mark.parametrize("policy", ["rank0", "mean", "sync"])
-@pytest.mark.parametrize("strategy", ["async", "ssp:3", "backup:1"])
+@pytest.mark.parametrize("strategy", ["async", "ssp:3", "backup:1", "hogwild"])
 def test_policies_that_need_lockstep(policy: str, strategy: str, tmp_path: Path) -> None:
     """Refused before anything starts, or when the script says so; with what would work."""
     message = rf"batch_norm={policy} needs .* such as allreduce.*use batch_norm=recompute or local"
@@ -620,6 +740,24 @@ def test_policies_that_need_lockstep(policy: str, strategy: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match=message):
         pr.simulate(Look(tmp_path, init=policy), workers=3, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("gossip", "go on without one that dies: use batch_norm=mean"),
+        ("choco", "go on without one that dies"),
+        ("push", "go on without one that dies"),
+        ("noloco:4", "go on without one that dies"),
+        ("adpsgd", "each goes at its own pace: use batch_norm=recompute"),
+        ("broadcast", "each goes at its own pace"),
+    ],
+)
+def test_sync_where_workers_go_on_without_others(strategy: str, why: str, tmp_path: Path) -> None:
+    """Nobody can go on in the middle of a pass, so it is refused before anything starts."""
+    with pytest.raises(UsageError, match=why):
+        pr.run(mlp, workers=3, strategy=strategy, batch_norm="sync", runs=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @both_worlds

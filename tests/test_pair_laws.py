@@ -21,8 +21,8 @@ from polyrhythm.strategies.adpsgd import ADPSGD, asked
 from polyrhythm.strategies.handing import gifts_of
 from polyrhythm.strategies.push import ONE
 from polyrhythm.topology import parse_topology, regraph
-from polyrhythm.worlds.fibers import Loop
-from polyrhythm.worlds.simulated import _Asked, _SimulatedReply
+from polyrhythm.worlds.simulated.fibers import Loop
+from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
 
 UNEQUAL = """
 [[hosts]]
@@ -160,8 +160,8 @@ def test_an_average_that_is_asked_for_twice_counts_once(
         hear(self, node, replica, message)
         if message is not None and message.kind == "average":
             places = [torch.empty_like(part) for part in message.tensors]
-            repeated = _Asked(message.sender, "average", message.sequence, message.fields, message.tensors)
-            repeated.reply = _SimulatedReply(node.world.nodes[message.sender], node.me, "average", places)
+            repeated = Asked(message.sender, "average", message.sequence, message.fields, message.tensors)
+            repeated.reply = SimulatedReply(node.world.nodes[message.sender], node.me, "average", places)
             hear(self, node, replica, repeated)
             again.append(torch.equal(flat(places), flat(message.tensors)))
 

@@ -18,13 +18,11 @@ DEFAULT = "local"
 
 POLICIES = {
     "local": "each worker keeps its own; the final model has those of the worker that brings it",
-    "rank0": "consensus and final model have worker 0's",
+    "rank0": "consensus and final model have worker 0's; if it dies, those of the next one that is there",
     "mean": "consensus and final model have those of all workers, merged by the law of total variance",
     "sync": "batch statistics are those of all workers' batches together, in every training forward",
     "recompute": "computed anew for consensus and final model, from training batches",
 }
-
-_TOGETHER = ("rank0", "mean", "sync")  # where workers wait for each other
 
 
 def named(text: str) -> str:
@@ -41,9 +39,23 @@ def named(text: str) -> str:
 
 
 def check(policy: str, strategy: Strategy) -> None:
-    """Raises UsageError if workers would have to wait for each other under a strategy where they do not."""
-    if policy in _TOGETHER and not strategy.lockstep:
+    """Raises UsageError if a policy has workers wait for each other under a strategy where they do not."""
+    # Workers that hold the parameters among themselves can ask each other for the rest too.
+    if policy in ("rank0", "mean") and not (strategy.lockstep or strategy.stays):
         raise UsageError(
             f"batch_norm={policy} needs a strategy in which all workers step together, such as allreduce, "
-            f"local:8 or sync; under {strategy} each goes at its own pace: use batch_norm=recompute or local"
+            "local:8 or sync, or one in which they ask each other, such as gossip or adpsgd; under "
+            f"{strategy} each goes at its own pace: use batch_norm=recompute or local"
+        )
+    if policy == "sync" and not strategy.lockstep:
+        raise UsageError(
+            "batch_norm=sync needs a strategy in which all workers step together, such as allreduce, local:8 "
+            f"or sync; under {strategy} each goes at its own pace: use batch_norm=recompute or local"
+        )
+    # In the middle of a pass nobody can go on without another: what each has got by then is of different
+    # unions. Nor would they be one machine: each normalises what comes of parameters of its own.
+    if policy == "sync" and strategy.survives:
+        raise UsageError(
+            f"batch_norm=sync has all workers wait for all in every layer, and under {strategy} they go on "
+            "without one that dies: use batch_norm=mean, rank0, recompute or local"
         )

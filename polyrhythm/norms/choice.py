@@ -14,11 +14,12 @@ from polyrhythm.norms.policies import Mean, Policy, Rank0, Recompute, tracking
 from polyrhythm.norms.pooling import Total
 from polyrhythm.norms.sync import Sync
 from polyrhythm.replica import Replica
+from polyrhythm.strategy import Strategy
 
 
 def choose(
     name: str, node: Node, replica: Replica, loaders: Sequence[SharedLoader], samples: Callable[[], int],
-    seed: int, total: Total,
+    seed: int, total: Total, strategy: Strategy,
 ) -> Policy | None:  # fmt: skip
     """Made by all workers at the same place, once they have started; None if there is nothing to do."""
     model = replica.model
@@ -38,4 +39,7 @@ def choose(
         if not loaders:
             raise UsageError("batch_norm=recompute needs the training loader: give it to session.prepare()")
         return Recompute(model, node, loaders[0], seed)
-    return Rank0(model, node) if name == "rank0" else Mean(model, node, samples)
+    merged = Rank0(model, node, samples) if name == "rank0" else Mean(model, node, samples)
+    if strategy.stays:
+        merged.live(together=strategy.lockstep)
+    return merged

@@ -2,7 +2,9 @@
 
 In training mode the running statistics play no part, so they are merged where they are seen and not in every
 step: `agree` is called by all workers, at `consensus()` and when the script is done; `show` puts the result
-into the copy of the model that is shown. Only BatchNorm's buffers are touched, never others.
+into the copy of the model that is shown. Only BatchNorm's buffers are touched, never others. Where workers go
+on without one that dies, nothing waits for all of them (see `living`), and the one that brings the result
+looks once more, when all are done.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.data.sharing import SharedLoader, mix, seed_all
-from polyrhythm.node import Node
+from polyrhythm.node import Node, Peer
 from polyrhythm.norms.calls import Call
 from polyrhythm.norms.hooks import Hook
+from polyrhythm.norms.living import Given, Living
 from polyrhythm.norms.pooling import pool, pooled
 
 BATCHES = 100  # that `recompute` looks at, at most
@@ -58,6 +61,13 @@ class Policy:
     def agree(self) -> None:
         """Runs on all workers at the same place."""
 
+    def finish(self) -> None:
+        """Runs on all workers when the script is done."""
+        self.agree()
+
+    def collect(self) -> None:
+        """Runs on the worker that brings the result, when all are done."""
+
     def show(self, model: nn.Module) -> None:
         """Puts the statistics into this copy of the model."""
         modules = tracking(model)
@@ -66,35 +76,87 @@ class Policy:
                 place.copy_(value.view_as(place))
 
 
-class Rank0(Policy):
-    """Those of worker 0: one broadcast."""
-
-    def agree(self) -> None:
-        own = {name: statistics(module) for name, module in tracking(self.model).items()}
-        self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
-        self.node.broadcast(*(value for each in self.agreed.values() for value in each))
-
-
-class Mean(Policy):
-    """Those of all workers, each weighted by the examples it has trained on; all alike before the first.
-
-    The batches tracked are added up, for the merged statistics are of all of them. Those that the model came
-    with are of no worker in particular, and count once.
-    """
+class Merged(Policy):
+    """Made of what several workers have. `living`: whoever is there, for they go on without the others."""
 
     def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
         super().__init__(model, node)
+        self.living: Living | None = None
         self._samples = samples
         self._came_with()
         model.register_load_state_dict_post_hook(Hook(self._came_with))  # type: ignore[no-untyped-call]
 
+    def live(self, together: bool) -> None:
+        """From here on nobody waits for the dead. One that comes in place of another goes on with what the
+        others have, of those that have trained the lowest."""
+        self.living = Living(self.node, self._own, together)
+        if self.node.life:
+            given = self.living.now()
+            del given[self.node.me]
+            trained = [each for each in given.values() if each.samples] or list(given.values())
+            if trained:
+                *values, _, self._before = trained[0].tensors
+                self._take(values)
+                self.show(self.model)
+                self.agreed, self._here = {}, self._tracked()
+
+    def finish(self) -> None:
+        if self.living is None:
+            self.agree()
+
+    def collect(self) -> None:
+        if self.living is not None:
+            self.merge(self.living.now())
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        """Agrees on what these have, by rank."""
+        raise NotImplementedError
+
+    def _own(self) -> Given:
+        """All statistics; then the batches tracked here, and those that were before the run."""
+        values = [value for module in tracking(self.model).values() for value in statistics(module)]
+        flat = (value.flatten().cpu().clone() for value in values)
+        return Given((*flat, self._tracked() - self._here, self._before), self._samples())
+
+    def _take(self, values: Sequence[Tensor]) -> None:
+        """Agrees on these statistics, in the order of `_own`."""
+        self.agreed = {
+            name: tuple(values[at : at + len(NAMES)])
+            for name, at in zip(tracking(self.model), range(0, len(values), len(NAMES)), strict=True)
+        }
+
     def _came_with(self, *_: Any) -> None:
-        self._before = self._tracked()
+        self._before = self._here = self._tracked()
 
     def _tracked(self) -> Tensor:
-        return torch.stack([statistics(module)[2].cpu() for module in tracking(self.model).values()])
+        return torch.tensor([int(statistics(module)[2]) for module in tracking(self.model).values()])
+
+
+class Rank0(Merged):
+    """Those of worker 0: one broadcast. Where workers may die, those of the lowest that is there."""
 
     def agree(self) -> None:
+        if self.living is not None:
+            return self.merge(self.living.all())
+        own = {name: statistics(module) for name, module in tracking(self.model).items()}
+        self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
+        self.node.broadcast(*(value for each in self.agreed.values() for value in each))
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        *values, _, _ = next(iter(given.values())).tensors
+        self._take(values)
+
+
+class Mean(Merged):
+    """Those of all workers, each weighted by the examples it has trained on; all alike before the first.
+
+    The batches tracked are added up, for the merged statistics are of all of them. Those that the model came
+    with are of no worker in particular, and count once. One that has died takes its own along.
+    """
+
+    def agree(self) -> None:
+        if self.living is not None:
+            return self.merge(self.living.all())
         node, modules = self.node, tracking(self.model)
         own = [statistics(module) for module in modules.values()]
         if len(node.workers) == 1:  # every bit is its own
@@ -111,6 +173,19 @@ class Mean(Policy):
         sizes = [each[0].numel() for each in own]
         merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)
         self.agreed = dict(zip(modules, merged, strict=True))
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        if len(given) == 1:  # every bit is its own
+            return self._take(next(iter(given.values())).tensors[:-2])
+        weights = torch.tensor([each.samples for each in given.values()], dtype=torch.float64)
+        before = next(iter(given.values())).tensors[-1]
+        counts = before + sum(each.tensors[-2] for each in given.values())
+        columns = list(zip(*(each.tensors[:-2] for each in given.values()), strict=True))
+        values: list[Tensor] = []
+        for at in range(0, len(columns), len(NAMES)):
+            means, variances = (torch.stack(each).double() for each in columns[at : at + 2])
+            values += [*pooled(means, variances, weights), counts[at // len(NAMES)]]
+        self._take(values)
 
 
 class Recompute(Policy):

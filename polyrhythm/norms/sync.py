@@ -45,7 +45,7 @@ class Sync(Rank0):
     waits: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, node: Node, replica: Replica, total: Total) -> None:
-        super().__init__(model, node)
+        super().__init__(model, node, lambda: replica.samples)
         crew = Crew(node.rank, len(node.workers), replica, total)
         for name, module in model.named_modules():
             if not isinstance(module, _BatchNorm):

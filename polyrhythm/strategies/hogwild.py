@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.node import Node
     from polyrhythm.replica import Replica
+    from polyrhythm.rows import Counts
 
 MOST = 1 << 16  # rows of a tensor on which updates are counted
 LINE = 8  # words of a cache line
@@ -29,9 +30,10 @@ class HogWild(Strategy):
     its own. Sparse gradients (`nn.Embedding` and `nn.EmbeddingBag` with sparse=True) touch their rows only.
     Two that write to one place in the same moment may lose an update. How many are lost is counted, on a
     sample of the rows, by integers that are incremented beside them in the same way; the summary tells.
+    With `RowSGD`, whose steps are compiled, a step is one row of a batch.
 
-    With `lock` each holds one lock from its forward pass to the end of its step. Nothing is lost then, and
-    nothing is won by more workers; it is there to compare with.
+    With `lock` each holds one lock from its forward pass to the end of its step; `RowSGD` has it row by row.
+    Nothing is lost then, and nothing is won by more workers; it is there to compare with.
 
     >>> import polyrhythm as pr
     >>> pr.parse("hogwild:lock=yes").lock
@@ -40,6 +42,7 @@ class HogWild(Strategy):
 
     name: ClassVar[str] = "hogwild"
     sparse: ClassVar[bool] = True
+    in_place: ClassVar[bool] = True
     one_host: ClassVar[bool] = True
     lease: ClassVar[int] = 64  # its steps may be so short that asking for more would take most of the time
     paper: ClassVar[str] = "Niu, Recht, Ré, Wright 2011, HOGWILD!: A Lock-Free Approach to Parallelizing SGD"
@@ -64,6 +67,8 @@ class HogWild(Strategy):
     def start(self, node: Node, replica: Replica) -> None:
         import torch
 
+        from polyrhythm.rows import RowSGD
+
         check_rows(self, replica.model, replica.optimizer)
         layout = replica.layout
         w = [
@@ -79,16 +84,21 @@ class HogWild(Strategy):
             node.all_reduce(workers)  # now it is there, and all have seen that it had not begun
             begun.copy_(workers)
         replica.move(w)
-        replica.notes["tally"] = Tally(node, replica, int(begun))
-        replica.notes["lock"] = node.lock("step") if self.lock else None
+        tally = replica.notes["tally"] = Tally(node, replica, int(begun))
+        lock = node.lock("step") if self.lock else None
+        if isinstance(replica.optimizer, RowSGD):
+            compiled = lock is not None and lock.mutex is not None
+            replica.optimizer.share(node.rank, tally.of(0), lock if compiled else None)
+            lock = None if compiled else lock  # for each row is enough
+        replica.notes["lock"] = lock
 
     def before_forward(self, node: Node, replica: Replica) -> None:
-        replica.notes["lock"].take()
+        if replica.notes["lock"] is not None:
+            replica.notes["lock"].take()
 
     def step(self, node: Node, replica: Replica) -> None:
         check_gradients(self, replica)
-        if self.lock:
-            replica.notes["lock"].take()  # it has it, unless the gradient came from elsewhere
+        self.before_forward(node, replica)  # it has the lock, unless the gradient came from elsewhere
         replica.apply()
         replica.notes["tally"].count(replica)
         self._release(replica)
@@ -97,7 +107,7 @@ class HogWild(Strategy):
         self._release(replica)  # should the last forward pass have led to no step
 
     def _release(self, replica: Replica) -> None:
-        if self.lock:
+        if replica.notes["lock"] is not None:
             replica.notes["lock"].release()
 
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
@@ -148,6 +158,13 @@ class Tally:
             else:
                 self._made[made] += stop - start
                 counts += 1
+
+    def of(self, number: int) -> Counts:
+        """Where a compiled loop counts the updates of one parameter by itself."""
+        from polyrhythm.rows import Counts
+
+        start, stop, shift = self._places[number]
+        return Counts(self._counts[start:stop], shift, self._made[self._mine : self._mine + 1])
 
     def result(self) -> tuple[int, int]:
         """How many updates were counted by those who made them, and how many of these are missing."""

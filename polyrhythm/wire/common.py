@@ -1,18 +1,20 @@
 """Common: memory and locks that the processes of a host find by name, in the last of their arenas.
 
 The arena belongs to no process, so what is there outlives each of them; it goes with the last, as all arenas
-do. It begins with a list of names and places, to which any process may add. Locks are the kernel's, on bytes
-of the file: it takes them from a process that dies, however it dies.
+do. It begins with a list of names and places, to which any process may add. Who adds holds the kernel's lock
+on a byte of the file for that moment: it is taken from a process that dies, however it dies.
 """
 
 from __future__ import annotations
 
 import fcntl
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from polyrhythm.errors import PolyrhythmError
-from polyrhythm.node import Lock
+from polyrhythm.wire import mutex
+from polyrhythm.wire.mutex import GiveUp, SharedLock
 
 if TYPE_CHECKING:
     from polyrhythm.wire.arena import Arenas
@@ -36,10 +38,13 @@ class Common:
         offset = self._place(name, nbytes)
         return self._view[offset : offset + nbytes]
 
-    def lock(self, name: str) -> FileLock:
-        return FileLock(self._file, self._place(f"lock {name}", 2))
+    def lock(self, name: str, rank: int = 0, give_up: GiveUp = mutex.patient) -> SharedLock:
+        """The lock of this name, for the worker of this rank; `give_up` is asked whether it waits in vain."""
+        place = self._place(f"lock {name}", mutex.BOTH, mutex.begin)
+        return SharedLock(self._view[place : place + mutex.BOTH], rank, give_up)
 
-    def _place(self, name: str, nbytes: int) -> int:
+    def _place(self, name: str, nbytes: int, begin: Callable[[memoryview], None] | None = None) -> int:
+        """Where it is; `begin` makes of it what it is to be, once, before anybody else can find it."""
         word = name.encode()
         if not 0 < len(word) <= 112 or b"\0" in word:
             raise PolyrhythmError(f"{name!r} cannot be the name of shared memory")
@@ -61,31 +66,9 @@ class Common:
                 raise PolyrhythmError(f"there are {_ENTRIES} names of shared memory; no more can be had")
             if free + nbytes > self._size:
                 raise PolyrhythmError(f"shared memory has no room for {nbytes} bytes more")
+            if begin is not None:
+                begin(self._view[free : free + nbytes])
             _ENTRY.pack_into(self._view, number * _ENTRY.size, word, free, nbytes)
             return free
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0)
-
-
-class FileLock(Lock):
-    """Two bytes of the file: the door, at which one waits and the others behind it, and the room.
-
-    Whoever leaves the room and wants to come back has to pass the door, and there somebody who waits is
-    first. Such locks are a process's own: its threads do not exclude each other.
-    """
-
-    def __init__(self, file: int, offset: int) -> None:
-        self._file, self._door, self._room = file, offset, offset + 1
-        self._held = False
-
-    def take(self) -> None:
-        if not self._held:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._door)
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._room)
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._door)
-            self._held = True
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._room)

@@ -383,7 +383,12 @@ class ProcessNode(Node):
         )
 
     def lock(self, name: str) -> Lock:
-        return self._common().lock(name)
+        def give_up(holder: int, waited: float) -> None:
+            if waited > self.transport.wait or self.transport.closed:
+                who = "another" if holder < 0 else str(Peer("worker", holder))
+                raise WaitError(f"{self.me} waited {waited:.1f} s for {who} to release the lock {name!r}")
+
+        return self._common().lock(name, self.rank, give_up)
 
     def _common(self) -> Common:
         if self.arenas is None or not self._together:

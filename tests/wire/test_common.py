@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -136,23 +136,142 @@ def test_who_waits_gets_it_before_who_had_it(arenas: Arenas) -> None:
             word[0] += 1
             mine.release()
 
-    def waited_for() -> bool:
-        """Whether somebody stands at the door."""
-        try:
-            fcntl.lockf(lock._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, lock._door)
-        except OSError:
-            return True
-        fcntl.lockf(lock._file, fcntl.LOCK_UN, 1, lock._door)
-        return False
-
     lock.take()
     waiter = forked(child)
     try:
         while (before := word[0]) < 20:
-            wait_until(waited_for)
+            wait_until(lock.door.taken)  # somebody stands at the door
             lock.release()
             lock.take()
             assert word[0] > before  # once, or more often if this process had to pause
     finally:
         lock.release()
         os.waitpid(waiter, 0)
+
+
+def test_a_lock_is_made_once_whoever_comes_first(arenas: Arenas) -> None:
+    """Processes that all ask for new locks at once: made anew while one has it, it would exclude nobody."""
+
+    def child() -> None:
+        common = Common(arenas)
+        words = common.memory("words", 8 * 50).cast("q")
+        for number in range(50):
+            for _ in range(10):
+                lock = common.lock(str(number))
+                lock.take()
+                before = words[number]
+                os.sched_yield()
+                words[number] = before + 1
+                lock.release()
+
+    children = [forked(child) for _ in range(3)]
+    assert [os.waitpid(each, 0)[1] for each in children] == [0] * 3
+    assert Common(arenas).memory("words", 8 * 50).cast("q").tolist() == [30] * 50
+
+
+class Late(Exception):
+    """Told by who waits."""
+
+
+def gives_up(after: float) -> Callable[[int, float], None]:
+    def give_up(holder: int, waited: float) -> None:
+        if waited > after:
+            raise Late(f"worker {holder}")
+
+    return give_up
+
+
+def stopped_with(arenas: Arenas, name: str) -> int:
+    """A process that has a lock, as worker 7, and is stopped."""
+
+    def child() -> None:
+        Common(arenas).lock(name, 7).take()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    holder = forked(child)
+    assert os.WIFSTOPPED(os.waitpid(holder, os.WUNTRACED)[1])
+    return holder
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -> None:
+    """In the room and at the door; when it goes on, or dies, the lock is as good as ever."""
+    holder = stopped_with(arenas, "x")
+    lock = Common(arenas).lock("x", 1, gives_up(1.2))
+    began = time.monotonic()
+    for _ in range(2):  # the one who gave up has left the door
+        with pytest.raises(Late, match="worker 7"):
+            lock.take()
+    assert time.monotonic() - began > 2.4
+    other = forked(lambda: Common(arenas).lock("x", 2).take())
+    wait_until(lock.door.taken)  # behind another one
+    with pytest.raises(Late, match="worker 7"):
+        lock.take()
+    end(holder)
+    os.waitpid(other, 0)
+    lock.take()
+    lock.release()
+
+
+def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
+    holder = stopped_with(arenas, "x")
+    word = Common(arenas).memory("word", 1)
+
+    def child() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        lock = Common(arenas).lock("x")
+        word[0] = 1
+        try:
+            lock.take()
+        except KeyboardInterrupt:
+            word[0] = 2
+
+    waiter = forked(child)
+    wait_until(lambda: word[0] == 1 and Common(arenas).lock("x").door.taken())
+    os.kill(waiter, signal.SIGINT)
+    wait_until(lambda: word[0] == 2)
+    assert not Common(arenas).lock("x").door.taken()
+    os.waitpid(waiter, 0)
+    end(holder)
+
+
+def test_whoever_has_it_may_die_anywhere(arenas: Arenas) -> None:
+    """At the door, in the room, between: killed again and again, it is always to be had in the end."""
+    lock = Common(arenas).lock("x", 0, gives_up(20))
+
+    def child() -> None:
+        mine = Common(arenas).lock("x", 1)
+        while True:
+            mine.take()
+            mine.release()
+
+    for _ in range(20):
+        children = [forked(child) for _ in range(2)]
+        time.sleep(0.003)
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+        lock.take()
+        lock.release()
+        for each in children:
+            os.waitpid(each, 0)
+
+
+def test_what_a_thread_took_another_cannot_release(arenas: Arenas) -> None:
+    lock = Common(arenas).lock("x")
+    lock.take()
+    failed: list[str] = []
+
+    def other() -> None:
+        try:
+            lock.release()
+        except PolyrhythmError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert failed == ["a lock is released by the thread that took it: Operation not permitted"]

@@ -15,7 +15,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 if TYPE_CHECKING:
-    from polyrhythm.worlds.simulated import SimulatedNode
+    from polyrhythm.worlds.simulated.node import SimulatedNode
 
 
 class Loop:

@@ -1,0 +1,58 @@
+"""Network: the way of a message from host to host on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from polyrhythm.node import Message
+from polyrhythm.worlds.simulated.fibers import Loop
+
+if TYPE_CHECKING:
+    from polyrhythm.worlds.cluster import Costs
+
+# A message on its way to its host: that, its bytes, how long it takes from the first to the last of them, and
+# what is called with it then.
+_Landing = tuple[tuple[str, int], int, float, Callable[..., Any], Message]
+
+
+class Network:
+    """Brings messages when they are due. A link takes them in the order in which they reach it."""
+
+    def __init__(self, loop: Loop, costs: Costs) -> None:
+        self.loop, self.costs = loop, costs
+
+    def carry(
+        self,
+        source: tuple[str, int],
+        target: tuple[str, int],
+        nbytes: int,
+        arrive: Callable[..., Any],
+        what: Message,
+    ) -> None:
+        """Brings a message over the network: `arrive(what)` is called when its last byte is there."""
+        loop, costs = self.loop, self.costs
+        if costs.free or costs.together(source, target):
+            loop.at(loop.now, arrive, what)
+            return
+        head, span = costs.depart(source, target, nbytes, loop.now)
+        landing = (target, nbytes, span, arrive, what)
+        crossing = costs.crossing(source, target)
+        if crossing is None:
+            loop.at(head, self._land, landing)
+        else:
+            assert costs.sites is not None
+            head += sum(costs.sites.latency[site] for site in crossing)
+            loop.at(head, self._cross, (crossing, ("up", "down"), landing))
+
+    def _land(self, message: _Landing) -> None:
+        target, nbytes, span, arrive, what = message
+        self.loop.at(self.costs.land(target, nbytes, self.loop.now, span), arrive, what)
+
+    def _cross(self, message: tuple[tuple[int, ...], tuple[str, ...], _Landing]) -> None:
+        """A message is at the first of these sites' links; when it is through all of them, it lands."""
+        (site, *sites), (way, *ways), (target, nbytes, span, *rest) = message
+        assert self.costs.sites is not None
+        head, span = self.costs.sites.through(site, way, nbytes, self.loop.now, span)
+        landing = (target, nbytes, span, *rest)
+        self.loop.at(head, self._cross if sites else self._land, (sites, ways, landing) if sites else landing)

@@ -1,0 +1,306 @@
+"""SimulatedNode: a node on virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit
+
+from polyrhythm.errors import UsageError
+from polyrhythm.node import LIFE, Coding, Field, Lock, Message, Node, Peer, Reply, Task
+from polyrhythm.part import Part, first_number
+from polyrhythm.worlds.simulated.circle import Circle
+from polyrhythm.worlds.simulated.fibers import Fiber
+from polyrhythm.worlds.simulated.waits import Asked, SimulatedLock, SimulatedReply, SimulatedTask, leave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.worlds.simulated.world import Simulated
+
+
+@dataclass
+class Notice:
+    """What happened to another node (to none, if all is over), and the workers that are there since."""
+
+    kind: str
+    peer: Peer | None
+    fields: dict[str, Any]
+    workers: Sequence[Peer]
+
+
+class SimulatedNode(Node):
+    """A node on virtual time."""
+
+    def __init__(self, world: Simulated, me: Peer, life: int) -> None:
+        self.world, self.me, self.life, self.seed = world, me, life, world.seed
+        self.fibers: list[Fiber] = []
+        self.crashed = False
+        self.excluding = False
+        self.fiber: Fiber | None = None
+        self.random_state: Tensor | None = None
+        self.bytes_sent = 0
+        self._key = (me.role, me.rank)
+        self._inbox: deque[Message | Notice] = deque()
+        self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
+        self._asked: dict[SimulatedReply, None] = {}  # of this node, and not answered yet
+        self._changes = 0  # of who is there
+        self._sequence = life << LIFE
+        self._workers: Sequence[Peer] = ()
+        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
+        self._dead: dict[Peer, int] = {}  # the same, of those that died
+        self._over = False
+        self._everyone = Circle(self, (), world.workers)
+        self._parts: dict[tuple[Peer, ...], Node] = {}
+
+    def current(self) -> Fiber:
+        if self.crashed:
+            raise GreenletExit
+        if self.fiber is None:
+            raise UsageError(f"{self.me}: only code that its world runs may wait")
+        return self.fiber
+
+    @property
+    def workers(self) -> Sequence[Peer]:
+        return self._workers
+
+    @property
+    def lost(self) -> Collection[Peer]:
+        return self._dead
+
+    @property
+    def servers(self) -> Sequence[Peer]:
+        return self.world.present["server"]
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def alive(self, message: Message) -> bool:
+        return message.life > self._left.get(message.sender, -1)
+
+    def meet(self) -> None:
+        """Learns who is in the run."""
+        self._workers = self._everyone.workers = self.world.present["worker"]
+
+    def now(self) -> float:
+        return self.world.loop.now
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
+        self._sequence += 1
+        copies = tuple(tensor.clone() for tensor in tensors)
+        self._post(to, Message(self.me, kind, self._sequence, fields, copies))
+
+    def ask(
+        self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
+    ) -> Reply:
+        self._sequence += 1
+        message = Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
+        reply = message.reply = SimulatedReply(self, to, kind, into)
+        if to in self._dead and to not in self._workers:
+            reply.lose()
+        else:
+            self._post(to, message)
+        return reply
+
+    def _post(self, to: Peer, message: Message) -> None:
+        nbytes = 0
+        for tensor in message.tensors:
+            nbytes += tensor.nbytes
+        self.bytes_sent += nbytes
+        there = self.world.nodes[to]
+        self.world.network.carry(self._key, there._key, nbytes, there._arrive, message)
+
+    def _arrive(self, message: Message) -> None:
+        reply = message.reply if isinstance(message, Asked) else None
+        if self.crashed:
+            if reply is not None:
+                reply.lose()
+            return
+        if reply is not None:
+            self._asked[reply] = None
+        self._inbox.append(message)
+        for index, (fiber, kinds) in enumerate(self._receivers):
+            if not kinds or message.kind in kinds:
+                del self._receivers[index]
+                fiber.resume()
+                return
+
+    def receive(self, *kinds: str) -> Message | None:
+        fiber, inbox = self.current(), self._inbox
+        while True:
+            for index, message in enumerate(inbox):
+                if isinstance(message, Notice):
+                    del inbox[index]
+                    self._heed(message)
+                    fiber.told = self._changes
+                    return None
+                if not kinds or message.kind in kinds:
+                    del inbox[index]
+                    late = bool(self._dead) and message.life <= self._dead.get(message.sender, -1)
+                    self.log(
+                        "late" if late else "deliver",
+                        sender=str(message.sender), sequence=message.sequence, kind=message.kind,
+                    )  # fmt: skip
+                    if late:
+                        break
+                    if self.me.role == "server" and message.tensors:
+                        self.take_time(self.world.costs.apply_time(self.rank))
+                    return message
+            else:
+                if fiber.told != self._changes:  # another has heeded it
+                    fiber.told = self._changes
+                    return None
+                self._receivers.append((fiber, kinds))
+                fiber.block("a message", *kinds)
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        hear(self.receive(*kinds))
+            except Exception as error:
+                if not self.crashed:
+                    self.world.failed(self.me, error)
+
+        self.spawn(ear)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        before, self.excluding = self.excluding, True
+        try:
+            yield
+        finally:
+            self.excluding = before
+
+    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        assert isinstance(message, Asked) and message.reply is not None, "this was answered already"
+        reply, message.reply = message.reply, None
+        self._asked.pop(reply, None)
+        if reply.node.crashed:
+            return
+        nbytes = 0
+        # Nobody may look at `into` before the answer arrives, so it can be filled now, without a snapshot.
+        for place, tensor in zip(reply.into, tensors, strict=False):
+            place.copy_(tensor)
+        for tensor in tensors:
+            nbytes += tensor.nbytes
+        self.bytes_sent += nbytes
+        self._sequence += 1
+        given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
+        answer = Message(self.me, message.kind, self._sequence, fields, given)
+        self.world.network.carry(self._key, reply.node._key, nbytes, reply.arrive, answer)
+
+    def notice(self, notice: Notice) -> None:
+        """Something happened to another node; `receive` tells, after what arrived before."""
+        self._inbox.append(notice)
+        waiting, self._receivers = self._receivers, []
+        for fiber, _ in waiting:
+            self.world.loop.at(self.now(), fiber.resume, None)
+
+    def _heed(self, notice: Notice) -> None:
+        """From here on this node knows of it."""
+        self._changes += 1
+        peer, fields = notice.peer, notice.fields
+        if peer is None:
+            self._over = True
+            return
+        self._workers = notice.workers
+        if notice.kind == "left":
+            self._left[peer] = fields["life"]
+            if fields["reason"] != "finished":
+                self._dead[peer] = fields["life"]
+            self.log("left", peer=str(peer), life=fields["life"], reason=fields["reason"])
+        else:
+            self.log("joined", peer=str(peer))
+
+    def crash(self) -> None:
+        """Stops in the middle of whatever it is doing."""
+        self.crashed = True
+        for fiber in self.fibers:
+            fiber.kill()
+        for reply in self._asked:
+            reply.lose()
+        for line in self.world.locks.values():
+            if self in line:
+                leave(line, self)
+
+    # --- collectives --------------------------------------------------------------------------------
+
+    def among(self, workers: Sequence[Peer]) -> Node:
+        part = tuple(sorted(workers))
+        if list(part) == list(self._workers):
+            return self
+        if part not in self._parts:
+            self._parts[part] = _SimulatedPart(self, part)
+        return self._parts[part]
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self._everyone.begin_all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self._everyone.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self._everyone.broadcast(tensors, root)
+
+    # --- the rest -----------------------------------------------------------------------------------
+
+    def spawn(self, function: Callable[..., None], *args: Any) -> Task:
+        task = SimulatedTask(self, function, args)
+        self.world.loop.at(self.now(), task.fiber.start, None)
+        return task
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        if not self.world.costs.free:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and in the cluster file they are on "
+                "hosts with links between them: leave bandwidth, latency and sites out, or use a strategy "
+                "that sends, such as async"
+            )
+        return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
+
+    def lock(self, name: str) -> Lock:
+        return SimulatedLock(self, name)
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        line = {"t": self.world.loop.now, "event": event, **fields}
+        self.world.coordinator.record(self.me, self.life, line)
+
+    def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
+        totals = self.world.coordinator.totals[self.me, self.life]
+        totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
+        totals.compute_s, totals.wait_s = compute_s, wait_s
+
+    def take_time(self, seconds: float) -> None:
+        if seconds > 0:
+            self.current().sleep(seconds)
+
+
+class _SimulatedPart(Part):
+    """A node on virtual time among some of the workers."""
+
+    def __init__(self, whole: SimulatedNode, workers: Sequence[Peer]) -> None:
+        super().__init__(whole, workers)
+        ranks = tuple(peer.rank for peer in workers)
+        self._circle = Circle(whole, workers, len(workers), ranks, first_number(workers))
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self._circle.begin_all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self._circle.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self._circle.broadcast(tensors, root)

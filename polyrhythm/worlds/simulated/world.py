@@ -1,0 +1,186 @@
+"""Simulated: the world of greenlets, from the start of its nodes to the end of the run."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.member import Member
+from polyrhythm.node import Peer
+from polyrhythm.session import ServerDone, seat, session
+from polyrhythm.worlds.coordinator import Coordinator
+from polyrhythm.worlds.simulated.circle import Meetings
+from polyrhythm.worlds.simulated.fibers import Fiber, Loop
+from polyrhythm.worlds.simulated.network import Network
+from polyrhythm.worlds.simulated.node import Notice, SimulatedNode
+from polyrhythm.worlds.simulated.seat import SimulatedSeat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.record import RunFolder
+    from polyrhythm.strategy import Strategy
+    from polyrhythm.worlds.cluster import Cluster, Costs, Crash
+
+
+class Simulated:
+    """A world of greenlets. `run` trains to the end and returns the coordinator with all that is known."""
+
+    def __init__(
+        self,
+        program: Callable[[], None],
+        *,
+        workers: int,
+        servers: int = 0,
+        colocated: bool = False,
+        strategy: Strategy | None = None,
+        cluster: Cluster,
+        seed: int = 0,
+        collective: str = "auto",
+        folder: RunFolder | None = None,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        batch_norm: str | None = None,
+    ) -> None:
+        self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
+        self._colocated = colocated
+        self.ring = collective == "ring"
+        self._comes_back = False
+        self.loop = Loop()
+        self.nodes: dict[Peer, SimulatedNode] = {}
+        self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
+        self.meetings = Meetings(self)
+        self.memory: dict[str, Tensor] = {}  # that all workers share, by name
+        self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
+        self.costs: Costs = cluster.place(workers, servers, seed, colocated)
+        self.network = Network(self.loop, self.costs)
+        self._fibers: list[Fiber] = []
+        self._say = say
+        self._owner: SimulatedNode | None = None
+        self._home_state = torch.get_rng_state()
+        self.numbers = get_bit_generator()
+        self.coordinator: Coordinator = Coordinator(
+            workers=workers,
+            servers=servers,
+            strategy=strategy,
+            seed=seed,
+            clock=lambda: self.loop.now,
+            start_servers=self._start_servers,
+            tell=self._tell,
+            replace=lambda peer: self._comes_back,
+            folder=folder,
+            batch_norm=batch_norm,
+            collective=collective,
+            say=say,
+            sites=cluster.places(workers),
+        )
+        for rank in range(workers):
+            self._start(Peer("worker", rank))
+        for crash in cluster.failures:
+            for rank in crash.workers:
+                if rank < workers:
+                    self.loop.at(crash.at, self._crash, (Peer("worker", rank), crash))
+
+    def run(self) -> Coordinator:
+        grad, state = torch.is_grad_enabled(), random.getstate()
+        try:
+            here = self.coordinator
+            # Asked also whether it is finished, for there may be failures still to come.
+            self.loop.run(lambda: here.failure is not None or (bool(here.digest) and here.finished))
+            if self.coordinator.failure is None and not self.coordinator.finished:
+                waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
+                self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+            if self.costs.sites is not None:
+                self.coordinator.passed = round(self.costs.sites.passed)
+        finally:
+            for fiber in self._fibers:
+                fiber.kill()
+            torch.set_rng_state(self._home_state)
+            set_bit_generator(self.numbers)
+            random.setstate(state)
+            torch.set_grad_enabled(grad)
+        return self.coordinator
+
+    def lend_random_state(self, node: SimulatedNode) -> None:
+        """Puts a worker's own random state in place; servers draw nothing."""
+        if node is self._owner or node.me.role == "server":
+            return
+        if self._owner is not None:
+            self._owner.random_state = torch.get_rng_state()
+        torch.set_rng_state(self._home_state if node.random_state is None else node.random_state)
+        self._owner = node
+
+    def _start_servers(self, count: int) -> None:
+        self.costs = self.cluster.place(self.workers, count, self.seed, self._colocated)
+        self.network.costs = self.costs
+        for rank in range(count):
+            self._start(Peer("server", rank))
+
+    def _crash(self, which: tuple[Peer, Crash]) -> None:
+        """A worker stops dead, unless it is gone by now; like a process that is killed."""
+        peer, crash = which
+        if peer not in self.coordinator.members:
+            return
+        self._comes_back = crash.back is not None
+        self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
+        if self.coordinator.failure is None:
+            self.nodes[peer].crash()
+            self.meetings.lose()
+            if crash.back is not None and peer in self.coordinator.expected:  # it was not done
+                self.loop.at(crash.back, self._come_back, peer)
+
+    def _come_back(self, peer: Peer) -> None:
+        self._start(peer, self.coordinator.lives[peer])
+
+    def _start(self, me: Peer, life: int = 0) -> None:
+        node = self.nodes[me] = SimulatedNode(self, me, life)
+        if not life:  # later ones are there when they have joined
+            self.present[me.role].append(me)
+        fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
+        self._fibers.append(fiber)
+        self.loop.at(self.loop.now, fiber.start, None)
+
+    def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
+        """A node's life: the user's script from its first to its last line."""
+        node.fiber = fiber
+        here = SimulatedSeat(node)
+        here.come()
+        seat.set(here)
+        try:
+            self.program()
+            mine = session.get()
+            if not isinstance(mine, Member):
+                raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
+            mine.close()
+        except (ServerDone, GreenletExit):
+            pass
+        except Exception as error:
+            if not node.crashed:  # while it was stopped: a process that is killed says nothing either
+                self.failed(node.me, error)
+
+    def failed(self, peer: Peer, error: Exception) -> None:
+        """A node cannot go on, and so the run cannot."""
+        if isinstance(error, PolyrhythmError):
+            self.coordinator.fail(str(error), error.exit_code)
+            return
+        for line in "".join(traceback.format_exception(error)).rstrip().splitlines():
+            self._say(f"[{peer}] {line}")
+        self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Tells every member, but not whom it is about, what happened."""
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
+        if peer is not None:
+            others = [each for each in self.present[peer.role] if each != peer]
+            self.present[peer.role] = sorted([*others, peer]) if kind == "joined" else others
+        notice = Notice(kind, peer, fields, self.present["worker"])
+        for other in self.coordinator.members:
+            if other != peer:
+                self.nodes[other].notice(notice)
