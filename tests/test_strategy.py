@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from polyrhythm import strategy
+from polyrhythm import grammar, strategy
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.sites import TwoLevel
 from polyrhythm.strategy import Codec, Strategy, describe, parse
@@ -342,7 +342,7 @@ def test_a_forgotten_decorator_is_named() -> None:
 
 def test_a_type_without_text_is_named() -> None:
     with pytest.raises(TypeError, match="no text for a field of type"):
-        strategy._wanted(dict[str, int])
+        grammar.wanted(dict[str, int])
 
 
 def test_describe() -> None:

@@ -20,7 +20,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.launch import run
 from polyrhythm.launch.api import MOST
 from polyrhythm.launch.screen import size, table
-from polyrhythm.worlds.cluster import SECONDS, quantity
+from polyrhythm.worlds.tables import SECONDS, quantity
 
 SIZES = {
     **{"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9},

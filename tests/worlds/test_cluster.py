@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import UsageError
-from polyrhythm.worlds.cluster import BYTES_PER_SECOND, SECONDS, Cluster, Costs, Host, Site, quantity
+from polyrhythm.worlds.cluster import Cluster
+from polyrhythm.worlds.costs import Costs, Host, Site
+from polyrhythm.worlds.tables import BYTES_PER_SECOND, SECONDS, quantity
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 W0, W1, W2, S0, S1 = ("worker", 0), ("worker", 1), ("worker", 2), ("server", 0), ("server", 1)

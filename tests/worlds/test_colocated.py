@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.worlds.cluster import Cluster, Costs
+from polyrhythm.worlds.cluster import Cluster
+from polyrhythm.worlds.costs import Costs
 from tests.programs import Script, Steps, events
 
 B, STEP = 1024, 1.0  # bytes per second and seconds that floats hold exactly

@@ -9,7 +9,7 @@ from polyrhythm.node import Message
 from polyrhythm.worlds.simulated.fibers import Loop
 
 if TYPE_CHECKING:
-    from polyrhythm.worlds.cluster import Costs
+    from polyrhythm.worlds.costs import Costs
 
 # A message on its way to its host: that, its bytes, how long it takes from the first to the last of them, and
 # what is called with it then.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from polyrhythm.record import RunFolder
     from polyrhythm.strategy import Strategy
-    from polyrhythm.worlds.cluster import Cluster, Costs, Crash
+    from polyrhythm.worlds.cluster import Cluster, Crash
+    from polyrhythm.worlds.costs import Costs
 
 
 class Simulated:
