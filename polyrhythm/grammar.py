@@ -155,7 +155,7 @@ def make(cls: type[Made], choice: str, **values: Any) -> Made:
         if not name:
             raise UsageError(f"a field is missing at {item.strip(' ')!r}; {cls.name} has: {_names(types)}")
         if not equals and place > 0:
-            raise UsageError(f"{name!r} is not field=value, and only the first may be bare")
+            raise UsageError(f"{name!r} after a comma is not field=value, and only the first may be bare")
         if not equals:
             if cls.main is None:
                 raise UsageError("takes no bare value")

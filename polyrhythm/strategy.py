@@ -259,7 +259,20 @@ def _two_levels(text: str, sides: Sequence[str]) -> Strategy:
         within, across = map(parse, sides)
         return TwoLevel(within, across)
     except UsageError as error:
-        raise UsageError(f"{text if text.isprintable() else repr(text)}: {error}") from None
+        asked = text if text.isprintable() else repr(text)
+        raise UsageError(f"{asked}: {_without_spaces(text) or error}") from None
+
+
+def _without_spaces(text: str) -> str:
+    """What to say if a slash was meant to be inside a value, as in `gossip:0-1 / 1-2`; "" if not."""
+    tight = re.sub(" */ *", "/", text)
+    if len(grammar.levels(tight)) > 1:
+        return ""
+    try:
+        parse(tight)
+    except UsageError:
+        return ""
+    return f"a slash with a space beside it is between two levels; did you mean {tight}?"
 
 
 def parse_codec(text: str) -> Codec:

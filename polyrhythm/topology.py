@@ -15,6 +15,7 @@ the topology, the number of places and a seed, so that all workers know the whol
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 import re
@@ -63,12 +64,14 @@ def parse_topology(text: str) -> Topology:
         return Topology(text, text)
     kind, colon, rest = text.partition(":")
     if kind == "random":
-        if not rest.isdecimal() or int(rest) < 1:
+        if not re.fullmatch("[0-9]{1,9}", rest) or int(rest) < 1:
             raise UsageError(f"topology {text!r}: say how many neighbours each has, as in random:4")
         return Topology(text, "random", int(rest))
-    if not colon and text[:1].isdecimal():
+    if not colon and re.match("[0-9]", text):
         return Topology(text, "edges", edges=tuple(_edges(text)))
-    raise UsageError(f"topology {text!r} is unknown; there are {EXAMPLES}")
+    near = difflib.get_close_matches(text.lower(), NAMED, n=1)
+    meant = f"did you mean {near[0]}? There" if near else "there"
+    raise UsageError(f"topology {text!r} is unknown; {meant} are {EXAMPLES}")
 
 
 def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = None) -> Graph:
@@ -240,12 +243,12 @@ def pairs(places: int, seed: int, turn: int) -> tuple[Edge, ...]:
 def _edges(text: str) -> Iterator[Edge]:
     seen: set[Edge] = set()
     for word in text.split("/"):
-        if re.fullmatch(r"\d+>\d+", word):
+        if re.fullmatch("[0-9]+>[0-9]+", word):
             raise UsageError(
                 f"unbalanced topology: {word} goes one way, and a mean stays in place only if both mix; "
                 f"write {word.replace('>', '-')}"
             )
-        if not re.fullmatch(r"\d{1,9}-\d{1,9}", word):
+        if not re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", word):
             raise UsageError(
                 f"topology: {word!r} is no edge between two workers; write edges as in 0-1/1-2/2-0"
             )
@@ -298,7 +301,7 @@ def _cell(place: int, rows: int, columns: int) -> tuple[Edge, Edge]:
 def _degree(topology: Topology, places: int) -> int:
     degree = topology.degree
     if degree >= places:
-        raise UsageError(f"topology {topology}: each of {places} workers has {places - 1} neighbours at most")
+        raise UsageError(f"topology {topology}: among {places} workers random:{places - 1} is the most")
     if degree == 1 and places > 2:
         raise UsageError(f"topology {topology}: pairs do not hold together; 2 neighbours or more would work")
     if places * degree % 2:

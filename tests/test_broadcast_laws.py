@@ -589,6 +589,24 @@ def test_what_cannot_work_is_refused(text: str, why: str) -> None:
         pr.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("broadcast:first=9,warmup=5", "first is at most 3, for there are no more workers"),
+        ("broadcast:first=2", "first is for a warmup; say for how many steps, as in warmup=100"),
+        ("broadcast:fanout=3", "fanout is for topology=tree; in a mesh each sends to all others"),
+    ],
+)
+def test_what_three_workers_cannot_do_is_refused(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"^{text.partition(':')[0]}:.*{why}$"):
+        pr.parse(text).check(3, 1)
+
+
+@pytest.mark.parametrize("text", ["broadcast:first=3,warmup=5", "broadcast:topology=tree,fanout=9"])
+def test_what_three_workers_can_do_is_not(text: str) -> None:
+    pr.parse(text).check(3, 1)
+
+
 def test_tau_is_the_next_power_of_two() -> None:
     assert [pr.parse(f"broadcast:{tau}").unit for tau in (0.001, 0.25, 0.3, 3)] == [2**-10, 0.25, 0.25, 4.0]
 

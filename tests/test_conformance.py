@@ -45,6 +45,7 @@ class Row(NamedTuple):
 
     strategy: str
     servers: int = 0
+    least: int = 1  # workers
 
     @property
     def cluster(self) -> Path | None:
@@ -87,7 +88,7 @@ MORE = [
     Row("gossip:exponential"),
     Row("adpsgd:ring"),
     Row("push:1"),
-    Row("push:2,fanout=2"),
+    Row("push:2,fanout=2", least=3),
     Row("noloco:4"),
     Row("hogwild:lock=yes"),
     Row("allreduce / local:3,momentum=average"),
@@ -166,6 +167,8 @@ def go(
     row: Row, script: Any, workers: int, world: str = "simulated", runs: Path | None = None, seed: int = 0
 ):
     how = pr.simulate if world == "simulated" else pr.run
+    if workers < row.least:
+        pytest.skip(f"it needs {row.least} workers")
     if isinstance(script, Script) and "+dgc" in row.strategy:
         script = replace(script, optimizer=SGD)
     # One thread: after this process has computed with several, those it forks would wait for them forever.

@@ -496,6 +496,44 @@ def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what:
     )
 
 
+@both_worlds
+@pytest.mark.parametrize("begin", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD with momentum=0.9"),
+        (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), "SGD with weight_decay=0.1"),
+        (torch.optim.Adam, "Adam"),
+    ],
+    ids=["momentum", "decay", "adam"],
+)
+def test_so_are_they_where_no_module_tells_that_gradients_are_sparse(
+    world: str, begin: int, make: Any, what: str, tmp_path: Path
+) -> None:
+    """Before the first step with such a gradient is taken: what all share is as it was."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Module()
+        model.rows = nn.Parameter(torch.ones(6, 2))
+        _, optimizer = session.prepare(model, make(model.parameters()))
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            found = nn.functional.embedding(torch.tensor([1, 4]), model.rows, sparse=step >= begin)
+            found.sum().backward()
+            before = model.rows.detach().clone()
+            try:
+                optimizer.step()
+            except UsageError:
+                assert step == begin and (session.workers > 1 or torch.equal(model.rows, before))
+                raise
+
+    for workers in (1, 2):
+        with pytest.raises(UsageError) as error:
+            go(main, world, workers, tmp_path)
+        assert f"hogwild: rows has sparse gradients, and {what} would make of each an" in str(error.value)
+
+
 def test_it_takes_no_codec() -> None:
     with pytest.raises(UsageError, match=r"hogwild\+topk:0\.1: hogwild takes no codec"):
         pr.parse("hogwild+topk:0.1")

@@ -248,6 +248,40 @@ def under_way(replicas: dict[int, Replica]) -> list[tuple[int, list[Tensor]]]:
     return found
 
 
+def fits(strategy: str, workers: int) -> None:
+    """Skips what so few workers cannot do."""
+    try:
+        pr.parse(strategy).check(workers, 1)
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "message"),
+    [
+        ("push:fanout=9", 3, "push:fanout=9: with 3 workers fanout is at most 2: receivers are 1, 2, 4, "),
+        ("push:fanout=2", 2, "with 2 workers fanout is at most 1"),
+        ("push:fanout=4", 8, "with 8 workers fanout is at most 3"),
+        ("push:11", 3, "push:11: with fanout=1 ahead is at most 10: by then a worker has given away all but"),
+        ("push:11", 1, "ahead is at most 10"),
+        ("push:7,fanout=2", 3, "with fanout=2 ahead is at most 6"),
+        ("push:6,fanout=3", 9, "with fanout=3 ahead is at most 5"),
+    ],
+)
+def test_more_than_there_can_be_is_refused(strategy: str, workers: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        pr.parse(strategy).check(workers, 1)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("push:10", 2), ("push:6,fanout=2", 3), ("push:5,fanout=3", 5), ("push:fanout=3", 1), ("push", 1)],
+)
+def test_the_most_there_can_be_is_not(strategy: str, workers: int) -> None:
+    pr.parse(strategy).check(workers, 1)
+
+
 @pytest.mark.parametrize("workers", [2, 3, 8])
 @pytest.mark.parametrize("strategy", ["push", "push:1", "push:2", "push:0,fanout=2", "push:3,fanout=2"])
 def test_mass_is_conserved(
@@ -255,6 +289,7 @@ def test_mass_is_conserved(
 ) -> None:
     """After every event, what is on its way included: sum of omega == N exactly, and the sum of x moved by
     the steps that were taken and by nothing else."""
+    fits(strategy, workers)
     plane, seen = Plane(60), {"under way": 0, "events": 0}
     way = torch.zeros(9 * 7 + 7 + 7 * 4 + 4, dtype=torch.float64)
     taken = dict.fromkeys(range(workers), 0)
@@ -295,6 +330,7 @@ def test_mass_is_conserved(
 def test_balanced_rounds_are_step_then_mix(simulate: Any, workers: int, fanout: int) -> None:
     """All give and get the same, so omega is 1 and it is D-PSGD: x_i <- sum_j W_ij (x_j - update_j), with
     the W of each round."""
+    fits(f"push:fanout={fanout}", workers)
     plane = Plane(20)
     simulate(plane, f"push:fanout={fanout}", workers)
     receivers = min(fanout, (workers - 1).bit_length())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,8 @@ from test_saved_state import EPOCHS, script
 from traces import Trace, close, drift, mean
 
 import polyrhythm as pr
+from polyrhythm.cli import main
+from polyrhythm.collectives.arithmetic import split
 from polyrhythm.errors import UsageError
 from polyrhythm.session import session
 from polyrhythm.strategies.averaging import Rounds
@@ -53,6 +56,11 @@ OUTER = [
 every_outer = pytest.mark.parametrize("outer", OUTER)
 SITES = {"1+2": [[0], [1, 2]], "2+2": [[0, 1], [2, 3]], "3+1+2": [[0, 1, 2], [3], [4, 5]]}
 every_place = pytest.mark.parametrize("sites", SITES.values(), ids=list(SITES))
+
+
+def between(world: Any) -> int:
+    """What has left a site so far."""
+    return sum(node.bytes_between for node in world.nodes.values())
 
 
 def sizes(sites: list[list[int]]) -> tuple[int, ...]:
@@ -299,7 +307,7 @@ def test_between_rounds_nothing_passes_between_sites(simulate: Any, outer: str, 
     class Counting(Trace):
         def __call__(self) -> None:
             self.before = lambda rank, step, _: (
-                passed.setdefault(rank, []).append(session.get()._node.world.costs.sites.passed),
+                passed.setdefault(rank, []).append(between(session.get()._node.world)),
                 sent.setdefault(rank, []).append(session.get()._node.bytes_sent),
             )
             super().__call__()
@@ -336,7 +344,7 @@ def test_buckets_are_agreed_on_inside_a_site(simulate: Any) -> None:
             model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
             optimizer.step()
             if here._replica.steps < 3:  # after the last step comes the end
-                passed.append(here._node.world.costs.sites.passed)
+                passed.append(between(here._node.world))
 
     simulate(main, "allreduce / local:9", 4, cluster=at(2, 2))
     assert len(set(passed)) == 1
@@ -403,8 +411,72 @@ def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str
     real = pr.run(program, collective=way, listen=listen, **options)
     if way == "hierarchical":
         assert distance(trained(law), trained(real)) < (1e-2 if "bf16" in strategy else 1e-12)
-    else:
-        assert (real["digest"], real["bytes_sent"]) == (law["digest"], law["bytes_sent"])
+        return
+    for key in ("digest", "bytes_sent", "bytes_between_sites"):
+        assert real[key] == law[key], key
+
+
+SERVED = 'servers = { site = "b" }\n'
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "cluster"),
+    [
+        ("allreduce", 0, at(2, 3)),
+        ("allreduce+topk:0.3", 0, at(2, 1, 2)),
+        ("gossip:complete", 0, at(2, 3)),
+        ("noloco:2", 0, at(2, 3)),
+        ("choco+int8", 0, at(4, 1)),
+        ("sync", 2, at(2, 3)),  # at none of the sites: all that they send and get passes
+        ("sync", 2, SERVED + at(2, 3)),
+        ("sync", "colocated", at(2, 3)),
+        ("allreduce+int8 / diloco:4+int4", 0, at(2, 3)),
+        ("local:2 / average:4", 0, at(1, 3, 1)),
+    ],
+)
+@pytest.mark.parametrize("listen", ["unix:", "tcp:127.0.0.1:0"])
+def test_real_workers_count_what_passes_between_sites_too(
+    strategy: str, servers: Any, cluster: str, listen: str, tmp_path: Path
+) -> None:
+    """Of tensors, without headers, as `bytes_sent` is: the same number as in simulation."""
+    (tmp_path / "cluster.toml").write_text(cluster)
+    program = Script(optimizer=SGD, size=43)
+    options: dict[str, Any] = {
+        "workers": 5, "strategy": strategy, "servers": servers, "runs": None, "threads": 1,
+        "cluster": tmp_path / "cluster.toml",
+    }  # fmt: skip
+    law, real = pr.simulate(program, **options), pr.run(program, listen=listen, **options)
+    assert 0 < real["bytes_between_sites"] < real["bytes_sent"] or servers == 2
+    for key in ("bytes_sent", "bytes_between_sites"):
+        assert real[key] == law[key], key
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_what_an_all_reduce_sends_to_another_site(simulate: Any, workers: int) -> None:
+    """To each elsewhere its part of that one's slice, and the own one; to the byte, whatever their sizes."""
+    count, steps, home = 7, 4, workers // 2
+    trace = Trace(steps, begin=torch.ones(count, dtype=torch.float64))
+    summary = simulate(trace, "allreduce", workers, cluster=at(home, workers - home))
+    slices = [high - low for low, high in split(count, workers)]
+    flags = [high - low for low, high in split(1, workers)]  # whether there is a gradient, in 32 bits
+    pairs = [(one, two) for one in range(home) for two in range(home, workers)]
+    passing = sum(8 * (slices[one] + slices[two]) + 4 * (flags[one] + flags[two]) for one, two in pairs)
+    start = 8 * count * (workers - home)
+    assert summary["bytes_between_sites"] == start + steps * 2 * passing
+
+
+def test_without_sites_nothing_is_said_of_them(simulate: Any) -> None:
+    assert "bytes_between_sites" not in simulate(Script(), "allreduce", 2)
+
+
+def test_the_command_line_tells_what_passed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(at(2, 1))
+    train = str(Path(__file__).parent / "scripts" / "train.py")
+    for command in ("run", "simulate"):
+        how = ["-n", "3", "-s", "local:2 / diloco:4", "--cluster", str(cluster), "--runs", str(tmp_path)]
+        assert main([command, train, *how, "-q"]) == 0
+        assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().out, re.MULTILINE)
 
 
 class Parts(pr.Strategy):
@@ -500,7 +572,8 @@ def test_codes_inside_may_go_round_a_ring(simulate: Any, tmp_path: Path) -> None
         )
         for how in (pr.simulate, pr.run)
     )  # fmt: skip
-    assert (law["digest"], law["bytes_sent"]) == (real["digest"], real["bytes_sent"])
+    for key in ("digest", "bytes_sent", "bytes_between_sites"):
+        assert law[key] == real[key], key
 
 
 def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:

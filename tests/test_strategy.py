@@ -246,7 +246,7 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
         ("every:8,perod=3", f"every:8,perod=3: no field 'perod'; every has: {EVERY}"),
         ("every:8,,rate=1", f"every:8,,rate=1: a field is missing at ''; every has: {EVERY}"),
         ("every:=8", f"every:=8: a field is missing at '=8'; every has: {EVERY}"),
-        ("every:8,9", "every:8,9: '9' is not field=value, and only the first may be bare"),
+        ("every:8,9", "every:8,9: '9' after a comma is not field=value, and only the first may be bare"),
         ("every:8,period=9", "every:8,period=9: period is given twice"),
         ("every:rate=1,rate=1", "every:rate=1,rate=1: rate is given twice"),
         ("every:rate=fast", "every:rate=fast: rate takes a number, not 'fast'"),

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.errors import UsageError
+from polyrhythm.strategies.gossip import Gossip
+from polyrhythm.strategy import parse
 from polyrhythm.topology import (
     NAMED,
     Topology,
@@ -231,14 +233,20 @@ def test_weights_of_unequal_neighbours_are_equal_both_ways() -> None:
 @pytest.mark.parametrize(
     ("text", "places", "said"),
     [
-        ("rong", 4, "'rong' is unknown; there are ring, torus"),
+        ("rong", 4, "'rong' is unknown; did you mean ring. There are ring, torus"),
+        ("Torus", 4, "'Torus' is unknown; did you mean torus"),
+        ("star", 4, "'star' is unknown; there are ring, torus"),
+        ("０-1", 2, "is unknown"),
+        ("0-１", 2, "'0-１' is no edge"),
+        ("random:３", 4, "say how many neighbours"),
+        ("random:" + "9" * 5000, 4, "say how many neighbours"),
         ("", 4, "is unknown"),
         ("ring:2", 4, "is unknown"),
         ("random", 4, "say how many neighbours"),
         ("random:0", 4, "say how many neighbours"),
         ("random:x", 4, "say how many neighbours"),
         ("random:1", 4, "pairs do not hold together"),
-        ("random:4", 4, "has 3 neighbours at most"),
+        ("random:4", 4, "among 4 workers random:3 is the most"),
         ("random:3", 7, "both numbers are odd; random:2 or random:4 would work"),
         ("torus", 7, r"an odd grid, one row of 7; 6 \(2x3\) or 8 \(2x4\) would work"),
         ("torus", 2, r"an odd grid, one row of 2; 4 \(2x2\) would work"),
@@ -257,6 +265,36 @@ def test_weights_of_unequal_neighbours_are_equal_both_ways() -> None:
 def test_what_cannot_be_is_said(text: str, places: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         graph(parse_topology(text), places)
+
+
+@PATIENT
+@given(
+    st.text("0123456789-/>:,. randomigtus²３", max_size=24)
+    | st.from_regex(r"(random:)?[0-9]{1,3}([-/>:][0-9]{0,3}){0,12}", fullmatch=True)
+    | st.sampled_from(ANY),
+    st.integers(1, 12),
+    seeds,
+)
+def test_any_text_is_a_graph_that_can_be_mixed_over_or_an_error_of_one_line(
+    text: str, places: int, seed: int
+) -> None:
+    try:
+        topology = parse_topology(text)
+        found = graph(topology, places, seed)
+    except UsageError as error:
+        assert "\n" not in str(error) and "topology" in str(error)
+        return
+    assert str(topology) == text and text.isascii()
+    check_weights(matrix(found))
+    if topology.kind == "edges":
+        ends = {tuple(sorted(map(int, edge.split("-")))) for edge in text.split("/")}
+        assert ends == {(low, high) for low, near in enumerate(found) for high in near if low < high}
+    if topology.kind == "random" and places > 1:
+        assert degrees(found) == {int(text.partition(":")[2])}
+    # And under a strategy it is the same text, in the whole grammar.
+    strategy = Gossip(topology=text)
+    assert parse(str(strategy)) == strategy
+    strategy.check(places, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ of its own.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.errors import UsageError
@@ -96,3 +96,9 @@ def sent(count: int, parts: int, index: int) -> int:
     part of the others' slices, and its own reduced to each of them."""
     low, high = split(count, parts)[index]
     return count - (high - low) + (parts - 1) * (high - low)
+
+
+def sent_to(count: int, parts: int, index: int, to: Collection[int]) -> int:
+    """How many of these elements go to those of the others: to each the own slice, and its part of theirs."""
+    slices = [high - low for low, high in split(count, parts)]
+    return len(to) * slices[index] + sum(slices[other] for other in to)

@@ -75,7 +75,8 @@ def run(
         where = listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
     choice.check(collective)
-    sites = {} if cluster is None else Cluster.load(cluster).places(workers)
+    model = Cluster.uniform() if cluster is None else Cluster.load(cluster)
+    sites = model.places(workers)
     if chosen is not None:
         choice.check_codec(collective, chosen)
         chosen.check_sites(sites)
@@ -104,6 +105,7 @@ def run(
                     what, workers=workers, here=here, servers=count, strategy=chosen, seed=seed,
                     threads=threads, wait=timeout, listen=listen, key=secret, restarts=restarts,
                     collective=collective, folder=folder, screen=screen, batch_norm=batch_norm, sites=sites,
+                    servers_at=None if servers == "colocated" else model.servers.site,
                 )  # fmt: skip
             except UsageError:
                 if folder is not None:

@@ -56,6 +56,7 @@ class Launcher:
         screen: Screen | None = None,
         batch_norm: str | None = None,
         sites: Mapping[str, Sequence[int]] | None = None,
+        servers_at: str | None = "",
     ) -> None:
         self._screen = screen or Screen(quiet=True)
         self._program = program
@@ -92,7 +93,7 @@ class Launcher:
                 start_servers=self._start_servers, tell=self._tell, replace=self._replace,
                 rescue=self._rescue, restarts=restarts,
                 released=self._released, batch_norm=batch_norm, collective=collective,
-                say=self._screen.line, sites=sites,
+                say=self._screen.line, sites=sites, servers_at=servers_at,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
             self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)

@@ -79,6 +79,14 @@ class Broadcast(Peers):
         if self.first < 1:
             raise UsageError("first must be 1 or more: somebody has to train")
 
+    def check(self, workers: int, servers: int) -> None:
+        if self.first > workers:
+            raise UsageError(f"{self}: first is at most {workers}, for there are no more workers")
+        if self.first > 1 and not self.warmup:
+            raise UsageError(f"{self}: first is for a warmup; say for how many steps, as in warmup=100")
+        if self.fanout != type(self).fanout and self.topology != "tree":
+            raise UsageError(f"{self}: fanout is for topology=tree; in a mesh each sends to all others")
+
     @property
     def lockstep(self) -> bool:
         return False

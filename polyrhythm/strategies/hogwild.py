@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,6 +97,7 @@ class HogWild(Strategy):
             replica.notes["lock"].take()
 
     def step(self, node: Node, replica: Replica) -> None:
+        check_gradients(self, replica)
         self.before_forward(node, replica)  # it has the lock, unless the gradient came from elsewhere
         replica.apply()
         replica.notes["tally"].count(replica)
@@ -181,12 +182,31 @@ def check_rows(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> No
         for name, module in model.named_modules()
         if isinstance(module, kinds) and module.sparse and module.weight.requires_grad
     }
+    _refuse(strategy, optimizer, weights)
+
+
+def check_gradients(strategy: Strategy, replica: Replica) -> None:
+    """The same for those that no module told of, as of `F.embedding(..., sparse=True)`: at the first step
+    that has them, before it is taken."""
+    seen = replica.notes.setdefault("sparse", set())
+    found = {
+        id(parameter): piece.name
+        for parameter, piece in zip(replica.layout.parameters, replica.layout.pieces, strict=True)
+        if parameter.grad is not None and parameter.grad.is_sparse and id(parameter) not in seen
+    }
+    if found:
+        _refuse(strategy, replica.optimizer, found)
+        seen.update(found)
+
+
+def _refuse(strategy: Strategy, optimizer: Optimizer, sparse: Mapping[int, str]) -> None:
+    """Raises UsageError if one of these parameters, by their ids, has an optimizer that is not for them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             wrong = _densifies(optimizer, group)
-            if id(parameter) in weights and wrong:
+            if id(parameter) in sparse and wrong:
                 raise UsageError(
-                    f"{strategy}: {weights[id(parameter)]} has sparse gradients, and {wrong} would make of "
+                    f"{strategy}: {sparse[id(parameter)]} has sparse gradients, and {wrong} would make of "
                     "each an update of all rows: use SGD without momentum and weight decay, Adagrad or "
                     "SparseAdam for it, or leave sparse=True out"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 ONE = 1 << 40  # omega is counted in whole grains, so many to 1: none is ever lost by rounding
+LEAST = 1 << 10  # and one that is less than 1 in so many makes steps of z that are too long
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,20 @@ class Push(Handing):
             raise UsageError("ahead must be 0 or more: a number of rounds")
         if self.fanout < 1:
             raise UsageError("fanout must be 1 or more: a number of receivers in each round")
+
+    def check(self, workers: int, servers: int) -> None:
+        distances = (workers - 1).bit_length()
+        if self.fanout > distances > 0:
+            raise UsageError(
+                f"{self}: with {workers} workers fanout is at most {distances}: receivers are 1, 2, 4, ... "
+                "places further"
+            )
+        rounds = int(math.log(LEAST, self.fanout + 1) + 1e-9)
+        if self.ahead > rounds:
+            raise UsageError(
+                f"{self}: with fanout={self.fanout} ahead is at most {rounds}: by then a worker has given "
+                f"away all but 1/{LEAST} of its weight, and has got nothing yet"
+            )
 
     def begin(self, node: Node, replica: Replica) -> None:
         super().begin(node, replica)

@@ -148,8 +148,8 @@ class TwoLevel(Strategy):
 class Between(Part):
     """A worker's site as one worker among the sites.
 
-    All of a site call what is here, with the same numbers, when they are together. Its first worker takes part
-    in the collectives of the sites' first workers, and then the others get from it what came out.
+    All of a site call what is here, with the same numbers, when they are together. Its first worker takes
+    part in the collectives of the sites' first workers, and then the others get from it what came out.
     """
 
     def __init__(self, whole: Node) -> None:

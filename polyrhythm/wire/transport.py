@@ -65,7 +65,8 @@ class Transport:
         self.me = me
         self.wait = wait
         self.layout = ""
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_between = 0  # in all, and to those that are
+        self.far: frozenset[Peer] = frozenset()  # at other sites
         # One-way kinds that are taken in as they come, by whoever reads, instead of waiting to be received.
         self.handlers: dict[str, Callable[[Incoming], None]] = {}
         self.mourned = ""  # peers of this role do not connect again: the end of one is received, as `ENDED`
@@ -118,7 +119,7 @@ class Transport:
         header = Header(_checked(kind), next(self._sequence), 0, False, self.layout, fields or {}, parts)
         views = [buffer.view for buffer in buffers]
         self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
-        self._count(buffers)
+        self._count(to, buffers)
 
     def ask(
         self,
@@ -136,7 +137,7 @@ class Transport:
         except BaseException:
             self._asks.forget(pending)
             raise
-        self._count(buffers)
+        self._count(to, buffers)
         return pending
 
     def answer(
@@ -151,7 +152,7 @@ class Transport:
                 copy(self._arenas.view(place.arena)[place.offset : place.offset + place.nbytes], view)
             parts, views = to._into, []
         self._reply(to, to.kind, fields or {}, parts, views)
-        self._count(buffers)
+        self._count(to.sender, buffers)
 
     def expect(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> Callable[[], None]:
         """Lets the bytes of the next ask of this kind be received straight into `buffers`, if they fit.
@@ -480,14 +481,16 @@ class Transport:
         answer = Incoming(channel.peer, header.kind, header.sequence, False, header.fields, buffers)
         self._asks.end(pending, answer)
 
-    def count(self, nbytes: int) -> None:
-        """Adds to `bytes_sent` what goes by other ways."""
+    def count(self, nbytes: int, between: int = 0) -> None:
+        """Adds to `bytes_sent` what goes by other ways, so much of it `between` sites."""
         with self._lock:
             self.bytes_sent += nbytes
+            self.bytes_between += between
 
-    def _count(self, buffers: Sequence[Buffer]) -> None:
+    def _count(self, to: Peer, buffers: Sequence[Buffer]) -> None:
         if buffers:
-            self.count(sum(buffer.view.nbytes for buffer in buffers))
+            nbytes = sum(buffer.view.nbytes for buffer in buffers)
+            self.count(nbytes, nbytes if self.far and to in self.far else 0)
 
 
 def _checked(kind: str) -> str:

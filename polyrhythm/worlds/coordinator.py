@@ -40,6 +40,7 @@ class Totals:
     steps: int = 0
     samples: int = 0
     bytes_sent: int = 0
+    bytes_between: int = 0  # of these, to other sites
     compute_s: float = 0.0
     wait_s: float = 0.0
 
@@ -81,6 +82,7 @@ class Coordinator:
         collective: str = "auto",
         say: Callable[[str], None] = lambda line: None,
         sites: Mapping[str, Sequence[int]] | None = None,
+        servers_at: str | None = "",
     ) -> None:
         self.workers = workers
         self.servers = servers
@@ -97,7 +99,6 @@ class Coordinator:
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
         self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
-        self.passed: int | None = None  # bytes that have left a site, where somebody counts them
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
         self.digest = ""
@@ -112,6 +113,8 @@ class Coordinator:
         self._folder = folder
         self._collective, self._say = collective, say
         self._sites = sites or {}  # which workers are at each
+        self._site_of = {rank: name for name, ranks in self._sites.items() for rank in ranks}
+        self._servers_at = servers_at  # at which; "" if at none of them, None if each is beside a worker
         self._joining, self._preparing = _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
@@ -161,8 +164,19 @@ class Coordinator:
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
             "life": self.lives[peer], "batch_norm": self.batch_norm, "group": self._deals.number,
-            "sites": [list(ranks) for ranks in self._sites.values()],
+            "sites": [list(ranks) for ranks in self._sites.values()], "far": self._far(peer),
         }  # fmt: skip
+
+    def _far(self, peer: Peer) -> list[list[Any]]:
+        """Who is at another site than this node: role and rank of each."""
+        counts = {"worker": self.workers, "server": self.servers} if self._sites else {}
+        nodes = [Peer(role, rank) for role, count in counts.items() for rank in range(count)]
+        return [[each.role, each.rank] for each in nodes if self._site(each) != self._site(peer)]
+
+    def _site(self, peer: Peer) -> str:
+        if peer.role == "server" and self._servers_at is not None:
+            return self._servers_at
+        return self._site_of[peer.rank]
 
     def _on_prepared(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         layout = fields["layout"]
@@ -234,7 +248,7 @@ class Coordinator:
         elif event == "totals":
             totals = self.totals.setdefault((peer, life), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
-            totals.bytes_sent = line["bytes_sent"]
+            totals.bytes_sent, totals.bytes_between = line["bytes_sent"], line["bytes_between"]
             totals.compute_s, totals.wait_s = line["compute_s"], line["wait_s"]
         if self._folder is not None:
             self._folder.event({"node": str(peer), **line})
@@ -423,8 +437,9 @@ class Coordinator:
             "replaced": dict(self.replaced),
             "batches_undone": self.leases.undone,
             "digest": self.digest,
-            **({} if self.passed is None else {"bytes_between_sites": self.passed}),
         }
+        if self._sites:
+            summary["bytes_between_sites"] = sum(each.bytes_between for each in self.totals.values())
         if self.lost_updates is not None:
             summary["lost_updates"] = self.lost_updates
         if self._folder is not None:

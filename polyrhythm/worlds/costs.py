@@ -214,14 +214,13 @@ class Costs:
 
 
 class _SiteLinks:
-    """The links of sites, each shared by all nodes of its site, and what has passed them."""
+    """The links of sites, each shared by all nodes of its site."""
 
     def __init__(self, sites: Sequence[Site], names: Sequence[str]) -> None:
         links = [*sites, Site("")]
         known = [site.name for site in links]
         self.of = [known.index(name) for name in names]  # the site of each node
         self.latency = [site.latency for site in links]
-        self.passed = 0.0  # bytes that have left a site
         self._bandwidth = [site.bandwidth for site in links]
         self._free = {"up": [0.0] * len(links), "down": [0.0] * len(links)}
 
@@ -232,8 +231,6 @@ class _SiteLinks:
         As on a host's downlink: one message after the other, and bytes no faster than they come.
         """
         free, bandwidth = self._free[way], self._bandwidth[site]
-        if way == "up":
-            self.passed += nbytes
         if bandwidth == inf or not nbytes:
             return head, span
         start = max(head, free[site])
@@ -249,7 +246,6 @@ class _SiteLinks:
 
     def carry(self, leaving: Sequence[float], coming: Sequence[float]) -> float:
         """How long the links take for so many bytes of each site, both ways at once."""
-        self.passed += sum(leaving)
         return max(
             max(out, come) / bandwidth
             for out, come, bandwidth in zip(leaving, coming, self._bandwidth, strict=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.collectives import direct, hierarchical, hops, ring
-from polyrhythm.collectives.arithmetic import checked, reduce, sent
+from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
 from polyrhythm.collectives.choice import choose
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
 from polyrhythm.node import Coding, Peer, Task
@@ -46,6 +46,7 @@ class Crew:
             return
         choose(way, self._hosts, 0)
         here = [worker for worker in self._workers if mine.host and places[worker].host == mine.host]
+        self._others = [worker for worker in here if worker != node.me]  # of this host
         if len(here) > 1:
             assert node.arenas is not None
             self._inside = SharedMemory(
@@ -67,9 +68,12 @@ class Crew:
         if way != "shared":
             return self._line.put(lambda: self._reduce(way, vectors, op, number))
         assert self._inside is not None
-        index, count = self._workers.index(self._node.me), len(self._workers)
+        index, count, far = self._workers.index(self._node.me), len(self._workers), self._far(self._workers)
         self._node.transport.count(
-            sum(sent(each.numel(), count, index) * each.element_size() for each in vectors)
+            sum(sent(each.numel(), count, index) * each.element_size() for each in vectors),
+            sum(sent_to(each.numel(), count, index, far) * each.element_size() for each in vectors)
+            if far
+            else 0,
         )
         return self._inside.begin(vectors, op)
 
@@ -119,6 +123,11 @@ class Crew:
             return "alone"
         return choose(self._way, self._hosts, sum(tensor.nbytes for tensor in tensors))
 
+    def _far(self, workers: Sequence[Peer]) -> list[int]:
+        """The places of those of these that are at another site."""
+        far = self._node.transport.far
+        return [place for place, worker in enumerate(workers) if worker in far] if far else []
+
     def _reduce(self, way: str, tensors: Sequence[Tensor], op: str, number: int) -> None:
         if way == "direct":
             direct.all_reduce(self._node, self._workers, tensors, op, number)
@@ -127,8 +136,9 @@ class Crew:
         elif way == "hierarchical":
             if self._inside is not None:
                 # Inside its host a first worker gives to all others, and they to it.
-                shares = self._inside.count - 1 if self._node.me in self._firsts else 1
-                self._node.transport.count(shares * sum(tensor.nbytes for tensor in tensors))
+                to = self._others if self._node.me in self._firsts else self._others[:1]
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                self._node.transport.count(len(to) * nbytes, len(self._far(to)) * nbytes)
             count = len(self._workers)
             hierarchical.all_reduce(self._node, self._inside, self._firsts, count, tensors, op, number)
 

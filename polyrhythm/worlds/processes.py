@@ -410,7 +410,7 @@ class ProcessNode(Node):
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
         self._totals = {
             "event": "totals", "steps": steps, "samples": samples, "bytes_sent": self.transport.bytes_sent,
-            "compute_s": compute_s, "wait_s": wait_s,
+            "bytes_between": self.transport.bytes_between, "compute_s": compute_s, "wait_s": wait_s,
         }  # fmt: skip
 
     def flush(self) -> None:
@@ -494,6 +494,7 @@ class ProcessSeat(Seat):
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
         node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
+        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome["far"])
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:

@@ -385,7 +385,6 @@ def test_a_message_between_sites_passes_both_links(tmp_path: Path) -> None:
     these = costs(tmp_path, TWO, workers=4)
     assert through(these, W0, W1, MB, 0.0) == pytest.approx(0.002 + 0.01)
     assert through(these, W0, W2, MB, 1.0) == pytest.approx(1.0 + 0.022 + 1.0)
-    assert these.sites is not None and these.sites.passed == MB
 
 
 def test_all_hosts_of_a_site_share_its_link(tmp_path: Path) -> None:

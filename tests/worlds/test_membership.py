@@ -276,7 +276,10 @@ def test_the_dead_are_not_listened_to() -> None:
 
 def test_totals_of_all_lives_count() -> None:
     told = Told(restarts=1)
-    line = {"event": "totals", "steps": 5, "samples": 20, "bytes_sent": 7, "compute_s": 1.0, "wait_s": 1.0}
+    line = {
+        "event": "totals", "steps": 5, "samples": 20, "bytes_sent": 7, "bytes_between": 3, "compute_s": 1.0,
+        "wait_s": 1.0,
+    }  # fmt: skip
     told.say(W1, "events", lines=[line])
     told.here.died(W1, "fell")
     told.say(W1, "join", life=1)

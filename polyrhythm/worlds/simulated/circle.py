@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.collectives import hops, ring
-from polyrhythm.collectives.arithmetic import checked, reduce, sent
+from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
 from polyrhythm.errors import PeerLost, PolyrhythmError
 from polyrhythm.node import Coding, Peer, Task
 from polyrhythm.worlds.simulated.fibers import Fiber
@@ -179,7 +179,7 @@ class Meetings:
         for rank, size in zip(ranks, sizes, strict=True):
             if rank != ranks[0]:
                 first.coding.adopt(first.vectors, here[rank].vectors)
-            self._world.nodes[Peer("worker", rank)].bytes_sent += (len(ranks) - 1) * size
+            self._sent(rank, (len(ranks) - 1) * size, len(self._elsewhere(rank, ranks)) * size)
         return self._world.costs.all_gather(ranks, sizes)
 
     def _spread(self, here: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
@@ -187,10 +187,23 @@ class Meetings:
             if rank != root:
                 for place, value in zip(here[rank].tensors, here[root].tensors, strict=True):
                     place.copy_(value)
-                    self._world.nodes[Peer("worker", root)].bytes_sent += value.nbytes
+                    self._sent(root, value.nbytes, len(self._elsewhere(root, [rank])) * value.nbytes)
 
     def _count(self, vectors: Sequence[Tensor], ranks: Sequence[int]) -> None:
         """What each worker would have sent."""
         count, size = vectors[0].numel(), vectors[0].element_size()
         for index, rank in enumerate(ranks):
-            self._world.nodes[Peer("worker", rank)].bytes_sent += sent(count, len(ranks), index) * size
+            between = sent_to(count, len(ranks), index, self._elsewhere(rank, ranks))
+            self._sent(rank, sent(count, len(ranks), index) * size, between * size)
+
+    def _sent(self, rank: int, nbytes: int, between: int) -> None:
+        node = self._world.nodes[Peer("worker", rank)]
+        node.bytes_sent += nbytes
+        node.bytes_between += between
+
+    def _elsewhere(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
+        """The places of those of these ranks that are at another site than this one."""
+        if self._world.costs.sites is None:
+            return ()
+        site = self._world.costs.sites.of
+        return [place for place, other in enumerate(ranks) if site[other] != site[rank]]

@@ -44,7 +44,7 @@ class SimulatedNode(Node):
         self.excluding = False
         self.fiber: Fiber | None = None
         self.random_state: Tensor | None = None
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_between = 0  # in all, and to other sites
         self._key = (me.role, me.rank)
         self._inbox: deque[Message | Notice] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
@@ -114,9 +114,15 @@ class SimulatedNode(Node):
         nbytes = 0
         for tensor in message.tensors:
             nbytes += tensor.nbytes
-        self.bytes_sent += nbytes
         there = self.world.nodes[to]
+        self._count(there, nbytes)
         self.world.network.carry(self._key, there._key, nbytes, there._arrive, message)
+
+    def _count(self, there: SimulatedNode, nbytes: int) -> None:
+        self.bytes_sent += nbytes
+        costs = self.world.costs
+        if costs.sites is not None and costs.crossing(self._key, there._key) is not None:
+            self.bytes_between += nbytes
 
     def _arrive(self, message: Message) -> None:
         reply = message.reply if isinstance(message, Asked) else None
@@ -193,7 +199,7 @@ class SimulatedNode(Node):
             place.copy_(tensor)
         for tensor in tensors:
             nbytes += tensor.nbytes
-        self.bytes_sent += nbytes
+        self._count(reply.node, nbytes)
         self._sequence += 1
         given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
         answer = Message(self.me, message.kind, self._sequence, fields, given)
@@ -281,6 +287,7 @@ class SimulatedNode(Node):
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
         totals = self.world.coordinator.totals[self.me, self.life]
         totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
+        totals.bytes_between = self.bytes_between
         totals.compute_s, totals.wait_s = compute_s, wait_s
 
     def take_time(self, seconds: float) -> None:

@@ -98,8 +98,6 @@ class Simulated:
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
-            if self.costs.sites is not None:
-                self.coordinator.passed = round(self.costs.sites.passed)
         finally:
             for fiber in self._fibers:
                 fiber.kill()
