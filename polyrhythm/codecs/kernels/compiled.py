@@ -1,4 +1,4 @@
-"""How every loop of a codec is compiled: those in this folder, and those in `dense`."""
+"""How every loop is compiled: those in this folder, those in `dense`, and those of `row_loops`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def compiled(function: Function) -> Function:
         return made(cache=True)
     except RuntimeError:  # neither this folder nor the user's can be written: every process compiles anew
         return made(cache=False)
+
+
+def part(function: Function) -> Function:
+    """Compiled as a part of each loop that calls it, where a call would cost more than what it does."""
+    return cast(Function, njit(nogil=True, error_model="numpy", forceinline=True)(function))
 
 
 def _trailing_zeros(context: Any, number: Any) -> Any:
