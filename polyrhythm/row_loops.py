@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from polyrhythm.codecs.kernels.compiled import compiled, part
+from polyrhythm.codecs.kernels.compiled import compiled, part, prefetch
 
 Array = np.ndarray[Any, Any]
 
 LOGISTIC, HINGE, SQUARED = range(3)
 DONE, NOT_FINITE, TIMED_OUT, FAILED = range(4)  # how a loop over rows ends
 FINE, OUT_OF_RANGE, BAD_OFFSET, BAD_LABEL, BAD_VALUE = range(5)  # what a batch is like
+
+AHEAD, MOST_AHEAD = 2, 64  # which row to come is brought near, and how much of it
 
 _trylock: Any = types.ExternalFunction("pthread_mutex_trylock", types.intc(types.intp))
 _timedlock: Any = types.ExternalFunction("pthread_mutex_timedlock", types.intc(types.intp, types.intp))
@@ -132,6 +134,16 @@ def _row(
     return loss, True
 
 
+@part
+def _ahead(w: Array, words: Array, offsets: Array, row: int) -> None:
+    """The weights of a row to come are brought near, from memory or from the other worker's cache."""
+    if row < len(offsets):
+        start = offsets[row]
+        stop = offsets[row + 1] if row + 1 < len(offsets) else len(words)
+        for k in range(start, min(stop, start + MOST_AHEAD)):
+            prefetch(w, np.int64(words[k]))
+
+
 @compiled
 def learn(
     w: Array, words: Array, offsets: Array, labels: Array, values: Array, rate: float, kind: int,
@@ -141,6 +153,7 @@ def learn(
     total = 0.0
     for i in range(len(labels)):
         start, stop = offsets[i], offsets[i + 1] if i + 1 < len(labels) else len(words)
+        _ahead(w, words, offsets, i + AHEAD)
         loss, fine = _row(w, words, values, start, stop, labels[i], rate, kind, counts, shift, made)
         if not fine:
             return NOT_FINITE, total, i
@@ -175,6 +188,7 @@ def learn_locked(
     total, mutex = 0.0, line.ctypes.data
     for i in range(first, len(labels)):
         start, stop = offsets[i], offsets[i + 1] if i + 1 < len(labels) else len(words)
+        _ahead(w, words, offsets, i + AHEAD)
         code = _take(mutex, until)
         if code:
             return (TIMED_OUT if code == _TIMED_OUT else FAILED), total, i
