@@ -126,7 +126,10 @@ class Member(Session):
     def state_dict(self) -> dict[str, Any]:
         if self._replica is None:
             return {}
-        return {"strategy": str(self.strategy), **self._replica.memory(self.strategy.remembers)}
+        with torch.no_grad(), self._seat.away():
+            kept = self.strategy.keep(self._node, self._replica)
+        memory = self._replica.memory(self.strategy.remembers)
+        return {"strategy": str(self.strategy), **memory, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._replica is None:
@@ -137,9 +140,11 @@ class Member(Session):
             raise UsageError(
                 f"this state was saved under {state.get('strategy')}, and this run is {self.strategy}"
             )
-        if state:
-            with torch.no_grad():
+        # One that came in place of another goes on with what the others have: the dead one has gone further.
+        if state and not self._late:
+            with torch.no_grad(), self._seat.away():
                 self._replica.remember(state)
+                self.strategy.resume(self._node, self._replica, state.get("kept", {}))
 
     def close(self) -> None:
         """The script is done: the strategy finishes, and the last worker brings the result home."""

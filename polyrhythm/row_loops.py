@@ -1,7 +1,8 @@
 """The loops of `RowSGD`, compiled by numba: a microsecond holds several rows.
 
 Nothing in here keeps two processes apart: they read and write the same weights, each with plain loads and
-stores. With a mutex each row is learned by one at a time.
+stores. With a mutex each row is learned by one at a time. Words were checked: as unsigned numbers they are
+not looked at again for being below 0.
 
 All are in one file because they call each other: what numba keeps on disk it takes to be fresh as long as the
 file of the outermost loop is the same.
@@ -16,14 +17,15 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from polyrhythm.codecs.kernels.compiled import compiled
-from polyrhythm.wire.mutex import HOLDER, SLICE
+from polyrhythm.codecs.kernels.compiled import compiled, part, prefetch
 
 Array = np.ndarray[Any, Any]
 
 LOGISTIC, HINGE, SQUARED = range(3)
 DONE, NOT_FINITE, TIMED_OUT, FAILED = range(4)  # how a loop over rows ends
 FINE, OUT_OF_RANGE, BAD_OFFSET, BAD_LABEL, BAD_VALUE = range(5)  # what a batch is like
+
+AHEAD, MOST_AHEAD = 2, 64  # which row to come is brought near, and how much of it
 
 _trylock: Any = types.ExternalFunction("pthread_mutex_trylock", types.intc(types.intp))
 _timedlock: Any = types.ExternalFunction("pthread_mutex_timedlock", types.intc(types.intp, types.intp))
@@ -32,8 +34,7 @@ _consistent: Any = types.ExternalFunction("pthread_mutex_consistent", types.intc
 _gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.intp))
 
 _BUSY, _TIMED_OUT, _OWNER_DEAD = errno.EBUSY, errno.ETIMEDOUT, errno.EOWNERDEAD
-_NANOSECONDS = int(SLICE * 1e9)
-_RANK = HOLDER // 8
+SLICE = 500_000_000  # nanoseconds that a loop waits for the mutex before it comes back and is called again
 
 
 @compiled
@@ -63,7 +64,7 @@ def check(
     return FINE, 0
 
 
-@compiled
+@part
 def _slope(z: float, label: float, kind: int) -> tuple[float, float]:
     """The loss of a row, and its derivative by z."""
     if kind == LOGISTIC:
@@ -77,19 +78,41 @@ def _slope(z: float, label: float, kind: int) -> tuple[float, float]:
     return (z - label) * (z - label), 2.0 * (z - label)
 
 
-@compiled
+@part
+def _dot(w: Array, words: Array, values: Array, start: int, stop: int) -> float:
+    """The sum of the row's weights, in four parts: each addition waits for the one before it."""
+    a = b = c = d = w.dtype.type(0)
+    k = start
+    if len(values):
+        while k + 4 <= stop:
+            a += w[np.uint64(words[k])] * values[k]
+            b += w[np.uint64(words[k + 1])] * values[k + 1]
+            c += w[np.uint64(words[k + 2])] * values[k + 2]
+            d += w[np.uint64(words[k + 3])] * values[k + 3]
+            k += 4
+        while k < stop:
+            a += w[np.uint64(words[k])] * values[k]
+            k += 1
+    else:
+        while k + 4 <= stop:
+            a += w[np.uint64(words[k])]
+            b += w[np.uint64(words[k + 1])]
+            c += w[np.uint64(words[k + 2])]
+            d += w[np.uint64(words[k + 3])]
+            k += 4
+        while k < stop:
+            a += w[np.uint64(words[k])]
+            k += 1
+    return np.float64((a + b) + (c + d))
+
+
+@part
 def _row(
     w: Array, words: Array, values: Array, start: int, stop: int, label: float, rate: float, kind: int,
     counts: Array, shift: int, made: Array,
 ) -> tuple[float, bool]:  # fmt: skip
     """One step of SGD on one row: its loss before, and whether it could be taken."""
-    z = 0.0
-    if len(values):
-        for k in range(start, stop):
-            z += np.float64(values[k]) * np.float64(w[words[k]])
-    else:
-        for k in range(start, stop):
-            z += np.float64(w[words[k]])
+    z = _dot(w, words, values, start, stop)
     loss, slope = _slope(z, label, kind)
     step = w.dtype.type(rate * slope)
     if not math.isfinite(step) or not math.isfinite(loss):
@@ -98,17 +121,27 @@ def _row(
         return loss, True
     if len(values):
         for k in range(start, stop):
-            w[words[k]] -= step * values[k]
+            w[np.uint64(words[k])] -= step * values[k]
     else:
         for k in range(start, stop):
-            w[words[k]] -= step
+            w[np.uint64(words[k])] -= step
     if len(made):
-        mask = (1 << shift) - 1
+        mask = words.dtype.type((1 << shift) - 1)
         for k in range(start, stop):
             if words[k] & mask == 0:
                 made[0] += 1  # first, so that one who dies in between has not counted more than it made
-                counts[words[k] >> shift] += 1
+                counts[np.uint64(words[k] >> shift)] += 1
     return loss, True
+
+
+@part
+def _ahead(w: Array, words: Array, offsets: Array, row: int) -> None:
+    """The weights of a row to come are brought near, from memory or from the other worker's cache."""
+    if row < len(offsets):
+        start = offsets[row]
+        stop = offsets[row + 1] if row + 1 < len(offsets) else len(words)
+        for k in range(start, min(stop, start + MOST_AHEAD)):
+            prefetch(w, np.int64(words[k]))
 
 
 @compiled
@@ -120,6 +153,7 @@ def learn(
     total = 0.0
     for i in range(len(labels)):
         start, stop = offsets[i], offsets[i + 1] if i + 1 < len(labels) else len(words)
+        _ahead(w, words, offsets, i + AHEAD)
         loss, fine = _row(w, words, values, start, stop, labels[i], rate, kind, counts, shift, made)
         if not fine:
             return NOT_FINITE, total, i
@@ -127,13 +161,13 @@ def learn(
     return DONE, total, len(labels)
 
 
-@compiled
+@part
 def _take(mutex: int, until: Array) -> Any:
     """Takes a mutex, or gives up after a slice. 0, or the error."""
     code = _trylock(mutex)
     if code == _BUSY:
         _gettime(0, until.ctypes.data)  # CLOCK_REALTIME, which timedlock goes by
-        later = until[1] + _NANOSECONDS
+        later = until[1] + SLICE
         until[0] += later // 1_000_000_000
         until[1] = later % 1_000_000_000
         code = _timedlock(mutex, until.ctypes.data)
@@ -147,16 +181,20 @@ def learn_locked(
     w: Array, words: Array, offsets: Array, labels: Array, values: Array, rate: float, kind: int,
     counts: Array, shift: int, made: Array, first: int, line: Array, rank: int, until: Array,
 ) -> tuple[int, float, int]:  # fmt: skip
-    """The same from row `first` on, each row under the mutex in this line; it may end for want of it."""
+    """The same from row `first` on, each row under the mutex in this line; it may end for want of it.
+
+    At the end of the line is the rank of whoever has it, plus 1: see `wire.mutex`.
+    """
     total, mutex = 0.0, line.ctypes.data
     for i in range(first, len(labels)):
         start, stop = offsets[i], offsets[i + 1] if i + 1 < len(labels) else len(words)
+        _ahead(w, words, offsets, i + AHEAD)
         code = _take(mutex, until)
         if code:
             return (TIMED_OUT if code == _TIMED_OUT else FAILED), total, i
-        line[_RANK] = rank + 1
+        line[7] = rank + 1
         loss, fine = _row(w, words, values, start, stop, labels[i], rate, kind, counts, shift, made)
-        line[_RANK] = 0
+        line[7] = 0
         _unlock(mutex)
         if not fine:
             return NOT_FINITE, total, i

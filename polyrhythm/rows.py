@@ -149,7 +149,7 @@ class RowSGD(torch.optim.Optimizer):
             if end != loops.TIMED_OUT:
                 return end, total, row
             slices = slices + 1 if row == before else 1
-            lock.waited(slices * loops.SLICE)
+            lock.waited(slices * loops.SLICE / 1e9)
 
     def _checked(self, words: Tensor, offsets: Tensor | None, labels: Tensor, values: Tensor | None) -> Batch:
         """The batch for the compiled loops; UsageError if it cannot be learned whole."""

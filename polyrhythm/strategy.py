@@ -230,6 +230,13 @@ class Strategy(Configured):
     def restore(self, node: Node, replica: Replica) -> None:
         """Brings the optimizer's state to this worker, where it is kept elsewhere; before `state_dict()`."""
 
+    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
+        """What else is saved of a worker, besides `remembers`: plain values and tensors of its own."""
+        return {}
+
+    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
+        """Goes on with what was saved: `remembers` is in its place, and this is what `keep` gave."""
+
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         """The final parameters, as flat vectors; called by the last worker, after all have finished."""
         return replica.parameters

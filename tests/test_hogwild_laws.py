@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from benchmarks.sparse import Logistic
 from polyrhythm.data.sharing import mix
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.replica import Replica
@@ -233,47 +234,6 @@ def test_worker_0_has_the_first_values(tmp_path: Path) -> None:
 
 
 # --- sparse data needs no lock ----------------------------------------------------------------------
-
-
-@dataclass
-class Logistic:
-    """Logistic regression on rows with `touched` of `features` features; tells when it has come to a loss."""
-
-    seed: int
-    features: int
-    touched: int
-    lr: float
-    target: float = 0.3
-    limit: int = 4000
-    steps: int = 0
-    reached: int = 0  # after so many steps of all workers
-
-    def __call__(self) -> None:
-        session = pr.init()
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = 400
-        order = torch.rand(rows, self.features, generator=generator).argsort(1)
-        x = order[:, : self.touched]
-        truth = torch.randn(self.features, generator=generator)
-        y = (truth[x].sum(1) > 0).float()
-        model = nn.EmbeddingBag(self.features, 1, mode="sum", sparse=True)
-        nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr)
-        loader = DataLoader(TensorDataset(x, y), batch_size=1, shuffle=True)
-        model, optimizer, loader = session.prepare(model, optimizer, loader)
-        while True:
-            for batch, label in loader:
-                if self.reached:
-                    return
-                optimizer.zero_grad()
-                F.binary_cross_entropy_with_logits(model(batch)[:, 0], label).backward()
-                optimizer.step()
-                self.steps += 1
-                if self.steps % 10 == 0 and not self.reached:
-                    with torch.no_grad():
-                        loss = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
-                    if loss < self.target or self.steps >= self.limit:
-                        self.reached = self.steps
 
 
 def updates(seed: int, workers: int, **problem: Any) -> int:

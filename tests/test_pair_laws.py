@@ -243,7 +243,7 @@ def under_way(replicas: dict[int, Replica]) -> list[tuple[int, list[Tensor]]]:
     for replica in replicas.values():
         for (peer, name), gift in gifts_of(replica).given.items():
             turn, theirs = int(name.partition("/")[2]), replicas[peer.rank].notes
-            if turn in theirs["asked"] or turn > theirs["turn"]:
+            if turn in theirs["asked"] or turn >= theirs["turn"]:
                 found.append((gift.words["grains"], gift.vectors))
     return found
 

@@ -342,17 +342,17 @@ def test_several_workers_share_the_rows(world: str, strategy: str, tmp_path: Pat
 
 
 def test_of_many_features_a_sample_is_counted(tmp_path: Path) -> None:
-    """Of 2^20 one in 16, exactly."""
+    """Of 2^20 one in 256, exactly."""
 
     def main() -> None:
         session = pr.init()
         model = bag(1 << 20)
         model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=1.0, loss="squared"))
         for step in range(10):
-            optimizer.learn((torch.arange(64) + 64 * step).view(2, 32), None, torch.ones(2))
+            optimizer.learn((torch.arange(512) + 512 * step).view(16, 32), None, torch.ones(16))
 
     for world in ("simulated", "real"):
-        assert go(main, world, 2, tmp_path)["lost_updates"]["counted"] == 2 * 10 * 64 // 16
+        assert go(main, world, 2, tmp_path)["lost_updates"]["counted"] == 2 * 10 * 64 * 8 // 256
 
 
 def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from polyrhythm.errors import UsageError
 EPOCHS = 4
 
 
-def script(folder: Path, begin: int, end: int) -> None:
+def script(folder: Path, begin: int, end: int, forgets: int = -1) -> None:
     """Trains some of the epochs; begins with what is in the folder, and leaves there what the next needs."""
     here = pr.init()
     model = mlp()
@@ -27,7 +28,7 @@ def script(folder: Path, begin: int, end: int) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model, optimizer, loader = here.prepare(model, optimizer, loader)
-    if saved:
+    if saved and here.rank != forgets:
         here.load_state_dict(saved["session"])
     for _ in range(begin, end):
         for x, y in loader:
@@ -55,19 +56,58 @@ def script(folder: Path, begin: int, end: int) -> None:
         "slowmo:4",
         "diloco:4",
         "diloco:4+topk:0.2",
+        "push",
+        "push:2",
+        "push:1,fanout=2",
+        "noloco:4",
+        "noloco:5",
     ],
 )
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, 3])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
     """Model, optimizer and session of each worker, saved and loaded: the same bits as without the pause."""
 
     def run(begin: int, end: int) -> str:
         return pr.simulate(
-            lambda: script(tmp_path, begin, end), workers=2, strategy=strategy, runs=None, threads=1
+            lambda: script(tmp_path, begin, end), workers=workers, strategy=strategy, runs=None, threads=1
         )["digest"]
 
     whole = run(0, EPOCHS)
     run(0, EPOCHS // 2)
     assert run(EPOCHS // 2, EPOCHS) == whole
+
+
+@pytest.mark.parametrize("strategy", ["push:1", "noloco:5"])
+def test_so_it_does_on_real_processes(strategy: str, tmp_path: Path) -> None:
+    def run(begin: int, end: int) -> str:
+        return pr.run(
+            lambda: script(tmp_path, begin, end), workers=3, strategy=strategy, runs=None, threads=1
+        )["digest"]
+
+    whole = run(0, EPOCHS)
+    run(0, EPOCHS // 2)
+    assert run(EPOCHS // 2, EPOCHS) == whole
+
+
+@pytest.mark.parametrize("strategy", ["push", "push:1", "noloco:4"])
+def test_one_that_begins_anew_among_others_is_told(strategy: str, tmp_path: Path) -> None:
+    """Not left to wait for rounds that never come, nor silently mixed with another's."""
+    run = partial(pr.simulate, workers=3, strategy=strategy, runs=None, threads=1)
+    run(lambda: script(tmp_path, 0, 2))
+
+    def forgetful() -> None:
+        script(tmp_path, 2, 4, forgets=1)
+
+    with pytest.raises(UsageError, match="either each loads what it has saved itself"):
+        run(forgetful)
+
+
+def test_as_many_go_on_as_have_saved(tmp_path: Path) -> None:
+    pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy="push", runs=None)
+    with pytest.raises(UsageError, match="at place 0 of 3, and this one is at place 0 of 2"):
+        pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy="push", runs=None)
 
 
 def test_only_where_it_belongs(tmp_path: Path) -> None:

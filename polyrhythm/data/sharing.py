@@ -75,7 +75,7 @@ class SharedLoader:
         self._rank, self._workers, self._seed = rank, workers, seed
         self._peers = range(workers) if peers is None else peers  # over whom gradients are averaged
         self._leases, self._counted, self._deal = leases, counted, deal
-        self._drawn: dict[int, list[list[int]]] = {}
+        self._drawn: dict[int, list[Sequence[int]]] = {}
         self._counts: deque[tuple[int, float]] = deque()  # of batches that are drawn and not yet seen
         self._undrawn = 0  # batches of the present lease that are not even drawn
         several = loader.num_workers if processes else 0
@@ -117,7 +117,7 @@ class SharedLoader:
             if self._leases is not None and not complete:
                 self._leases[1](self._undrawn + len(self._counts))
 
-    def indexes(self) -> Iterator[list[int]]:
+    def indexes(self) -> Iterator[Sequence[int]]:
         """The examples of each batch of this worker in the present epoch."""
         for indexes, scale in self._leased() if self._leases is not None else self._dealt():
             self._counts.append((len(indexes) if scale else 0, scale))
@@ -131,7 +131,7 @@ class SharedLoader:
         drawn = self._order(max(self._drawn, default=self.epoch))
         batches = [batch for batch in drawn if len(batch) > 1] or drawn
         count = min(most, len(batches))
-        chosen = [batches[number * len(batches) // count] for number in range(count)]
+        chosen: list[Any] = [batches[number * len(batches) // count] for number in range(count)]
         return iter(DataLoader(self.loader.dataset, batch_sampler=chosen, collate_fn=self.loader.collate_fn))
 
     @property
@@ -148,7 +148,7 @@ class SharedLoader:
     def _batch_size(self) -> int:
         return int(getattr(self.loader.batch_sampler, "batch_size", 1))
 
-    def _order(self, epoch: int) -> list[list[int]]:
+    def _order(self, epoch: int) -> list[Sequence[int]]:
         """The batches of an epoch as one machine would see them."""
         if epoch not in self._drawn:
             self._drawn = {old: self._drawn[old] for old in sorted(self._drawn)[-1:]}
@@ -160,12 +160,15 @@ class SharedLoader:
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(seed)
                 assert self.loader.batch_sampler is not None
-                self._drawn[epoch] = [list(batch) for batch in self.loader.batch_sampler]
+                # Rows one after the other may be many, and need no list.
+                self._drawn[epoch] = [
+                    batch if isinstance(batch, range) else list(batch) for batch in self.loader.batch_sampler
+                ]
             np.random.set_state(others[0])
             random.setstate(others[1])
         return self._drawn[epoch]
 
-    def _dealt(self) -> Iterator[tuple[list[int], float]]:
+    def _dealt(self) -> Iterator[tuple[Sequence[int], float]]:
         """Rounds of one batch per worker, each with the factor that makes a plain mean over its peers right.
 
         In a full round it is 1. With n of their examples in the round it is n * peers / examples, for the
@@ -205,7 +208,7 @@ class SharedLoader:
         together = sum(counts[rank] for rank in self._peers if rank < len(counts))
         return counts[self._rank] * len(self._peers) / together
 
-    def _leased(self) -> Iterator[tuple[list[int], float]]:
+    def _leased(self) -> Iterator[tuple[Sequence[int], float]]:
         assert self._leases is not None
         epoch, batches = self.epoch, len(self._order(self.epoch))
         while (lease := self._leases[0](epoch, batches, len(self._counts))) is not None:
@@ -221,5 +224,5 @@ class _Batches:
     def __init__(self, shared: SharedLoader) -> None:
         self.shared = shared
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.shared.indexes()

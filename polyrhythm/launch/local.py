@@ -26,7 +26,8 @@ from polyrhythm.launch.zygote import Passport
 from polyrhythm.node import LIFE, Peer
 from polyrhythm.record import RunFolder
 from polyrhythm.strategy import Strategy
-from polyrhythm.wire.transport import ENDED, Incoming, Transport
+from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.transport import ENDED, Transport
 from polyrhythm.worlds.coordinator import COORDINATOR, Coordinator
 
 SPARE = 16  # arenas for servers that only the script asks for

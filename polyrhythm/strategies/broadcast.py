@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.codecs import selection
 from polyrhythm.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.strategies.courier import Courier
 from polyrhythm.strategies.desk import copied
-from polyrhythm.strategies.ledger import Ledger
+from polyrhythm.strategies.ledger import Ledger, digest
 from polyrhythm.strategies.peers import Peers, others
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class Broadcast(Peers):
     from another. While more is unconfirmed than k has bytes, divided by the number of workers, and than 1 MiB
     and 32 messages, the network is behind: then what would be sent stays in r, for up to 16 steps, and goes
     in one message.
+
+    To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
+    the same: k is saved with r, so nothing is lost by it, and nothing counts twice. One that came late and
+    has taken no step waits for nobody, and has nothing to save. A run that is resumed has its warm-up again.
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10
@@ -118,6 +122,7 @@ class Broadcast(Peers):
             courier.catch_up()
         self._wait_for_the_first(node, replica)
         self._place(node, replica, replica.parameters)
+        courier.rest.begin()
 
     def _wait_for_the_first(self, node: Node, replica: Replica) -> None:
         """Waits, if others are to train for some steps before this one does."""
@@ -154,10 +159,46 @@ class Broadcast(Peers):
         for message in asked:
             node.answer(message, now=self._may_begin(replica))
 
+    # --- what is saved ------------------------------------------------------------------------------
+
+    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
+        if node.life and not replica.steps:  # it runs through epochs that are over, and others are not there
+            return {}
+        kept: dict[str, Any] = {}
+        base, ledger = replica.buffer("base", exact=True), _courier(replica).ledger
+
+        def note() -> None:
+            kept["base"] = [part.clone() for part in base]
+            kept["counts"] = [part.clone() for part in ledger.counts]
+
+        _courier(replica).rest.take(note)
+        self._place(node, replica, replica.parameters)
+        return kept
+
+    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
+        if not kept:
+            raise UsageError(
+                "this state has no pulses in it, for it was saved by a worker that had just come, or by an "
+                "older version: a run cannot go on with it; leave session.load_state_dict() out, and it "
+                "begins anew with the model that was saved"
+            )
+        if replica.steps:
+            raise UsageError("session.load_state_dict() comes before the first step: others count on it")
+        courier = _courier(replica)
+        with node.exclusive():
+            copied(kept["base"], replica.buffer("base", exact=True))
+            courier.began = digest(*kept["base"], *kept["counts"])[:16]
+            for place, saved in zip(courier.ledger.counts, kept["counts"], strict=True):
+                place.add_(saved.to(place.device))  # pulses of others may have come already
+        courier.tell()
+        self._place(node, replica, replica.parameters)
+
     # --- a step -------------------------------------------------------------------------------------
 
     def step(self, node: Node, replica: Replica) -> None:
-        codes, courier = self._emit(node, replica, self._update(node, replica)), _courier(replica)
+        courier = _courier(replica)
+        courier.check()
+        codes = self._emit(node, replica, self._update(node, replica))
         if codes:
             courier.enter(codes)
         self._place(node, replica, replica.parameters)
@@ -216,6 +257,7 @@ class Broadcast(Peers):
         courier = _courier(replica)
         replica.notes["done"] = True
         self._let_begin(node, replica)
+        courier.rest.end()
         waits = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in replica.owed))
         node.log("residual", messages=courier.sent, tau=self.unit, norm=waits)
         courier.settle({courier.origin: courier.sent})

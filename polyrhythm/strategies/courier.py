@@ -9,6 +9,8 @@ Messages are numbered by origin, and the ledger says how far each is known. The 
   all edges is confirmed, and kept no longer.
 - When one comes or goes all tell what they have, for it may differ from now on, and so may a tree.
 - "settle" is answered when all that the asker names is known, and "state" with all that there is.
+- To save what is the same for all, all come to rest (see `rest`). What all go on from, if it was loaded, is
+  said with each message of pulses, and must be the same.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from polyrhythm.errors import PeerLost, WaitError, WireError
+from polyrhythm.errors import PeerLost, UsageError, WaitError, WireError
 from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.ledger import Have, Ledger
 from polyrhythm.strategies.peers import others
+from polyrhythm.strategies.rest import Rest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +45,9 @@ WHOLE: Item = ("whole", "", 0)  # all counts, and the messages that are kept
 class Courier:
     """What one worker sends to others and hears from them, and how far that is confirmed."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("pulses", "have", "heard", "whole", "state", "settle", "digest")
+    kinds: ClassVar[tuple[str, ...]] = (
+        "pulses", "have", "heard", "whole", "state", "settle", "digest", "rest",
+    )  # fmt: skip
 
     def __init__(self, node: Node, ledger: Ledger, base: Sequence[Tensor], fanout: int | None) -> None:
         self.node, self.ledger, self.base = node, ledger, base
@@ -57,6 +62,9 @@ class Courier:
         self._asked: dict[tuple[Peer, str], tuple[int, int]] = {}  # had then, and lacked, by peer and origin
         self._taken, self._each = 0, Have()  # new messages since the last "heard": all, and by origin
         self._told: dict[Peer, Have] = {}  # what all have on the other side of each edge
+        self.began = ""  # the digest of what it goes on from, if that was saved
+        self._beginnings: dict[str, str] = {}  # the same of others, by origin, as far as they have said
+        self.rest = Rest(node, self._level)
 
     @property
     def everybody(self) -> list[Peer]:
@@ -121,9 +129,13 @@ class Courier:
                 tensors: Sequence[Tensor] | None = ()
                 fields: dict[str, Any] = {"have": dict(ledger.have)}
                 if kind == "pulses":
-                    tensors, fields = ledger.message(origin, number), {"origin": origin, "number": number}
+                    tensors = ledger.message(origin, number)
+                    fields = {"origin": origin, "number": number}
+                    if origin == self.origin or origin in self._beginnings:
+                        fields["began"] = self._beginnings.get(origin, self.began)
                 elif kind == "whole":
                     tensors, fields = ledger.whole()
+                    fields["began"] = self.began
                 elif kind == "heard":
                     fields = {"have": self._side(peer), "there": self._ranks()}
             if tensors is None:  # it is kept no longer: the peer has to know that there was something
@@ -150,15 +162,19 @@ class Courier:
     def hear(self, message: Message | None) -> None:
         """Takes what another sends; None if one has come or gone."""
         if message is None:
+            self.rest.hear(None)
             self._look_around()
         elif message.kind == "settle":
             self._hear_settle(message)
+        elif message.kind == "rest":
+            self.rest.hear(message)
         elif message.kind == "digest":
             self.node.answer(message, digest=self.ledger.digest())
         elif message.kind == "state":
             with self.node.exclusive():
                 tensors, fields = self.ledger.whole()
             if self.ready:
+                fields |= {"began": self.began, "rests": self.rest.numbers}
                 self.node.answer(message, *self.base, *tensors, ready=True, **fields)
             else:
                 self.node.answer(message, ready=False)
@@ -171,6 +187,8 @@ class Courier:
         origin, number = message.fields.get("origin"), message.fields.get("number")
         if not isinstance(origin, str) or not isinstance(number, int):
             raise WireError(f"{message.sender} sent pulses without an origin and a number")
+        if "began" in message.fields:
+            self._beginnings[origin] = message["began"]
         try:
             with self.node.exclusive():
                 what = self.ledger.add(origin, number, message.tensors)
@@ -224,11 +242,13 @@ class Courier:
 
     def _hear_whole(self, message: Message) -> None:
         theirs, kept = self._whole(message)
+        if message.fields.get("began", "") != self.began:
+            return  # one of the two has not loaded yet what all go on from
         with self.node.exclusive():
             lacks = self.ledger.lacks(theirs)
             taken = lacks and self.ledger.take(message.tensors, theirs, kept)
         if taken and self.fanout is not None:
-            self._tell()
+            self.tell()
         elif lacks and not taken:  # it has to hear more of this one before
             self._post([message.sender], HAVE)
 
@@ -259,9 +279,9 @@ class Courier:
             self._told.clear()
             self._asked.clear()
         if self.ready and all(peer in self.node.lost for peer in gone):  # otherwise all is over
-            self._tell()
+            self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Lets the neighbours know what this one has: they send what it lacks, and ask for what they do."""
         self._post(self.neighbours, HAVE)
 
@@ -280,9 +300,11 @@ class Courier:
                 if answer["ready"]:
                     copied(answer.tensors[: len(base)], base)
                     with node.exclusive():
+                        self.began = answer["began"]
+                        self.rest.numbers = answer["rests"]
                         self.ledger.take(answer.tensors[len(base) :], *self._whole(answer, len(base)))
                         self.ready = True
-                    self._tell()  # what has come meanwhile was not taken in
+                    self.tell()  # what has come meanwhile was not taken in
                     return self._answer_settled()
                 late.append(peer.rank)
             if node.rank == min(late):  # all have come late: nobody knows anything
@@ -304,6 +326,14 @@ class Courier:
     def agree(self) -> None:
         """Waits until all have everything, once nobody sends anything new; and notes what each has."""
         node, ledger = self.node, self.ledger
+        self._level()
+        node.log("replica", peer=str(node.me), digest=ledger.digest())
+        for peer, answer in self._ask_all(others(node), "digest")[0].items():
+            node.log("replica", peer=str(peer), digest=answer["digest"])
+
+    def _level(self) -> None:
+        """Waits until all have everything, once nobody sends anything new."""
+        node, ledger = self.node, self.ledger
         while True:
             with node.exclusive():
                 mine = dict(ledger.have)
@@ -311,11 +341,17 @@ class Courier:
             with node.exclusive():
                 ahead = [peer for peer in theirs if ledger.lacks(theirs[peer])]
             if not ahead:
-                break
+                return
             self._post(ahead, HAVE)
-        node.log("replica", peer=str(node.me), digest=ledger.digest())
-        for peer, answer in self._ask_all(others(node), "digest")[0].items():
-            node.log("replica", peer=str(peer), digest=answer["digest"])
+
+    def check(self) -> None:
+        """All must go on from the same."""
+        for origin, began in self._beginnings.items():
+            if began != self.began:
+                raise UsageError(
+                    f"worker {origin.partition('.')[0]} goes on from something else than {self.node.me}: "
+                    "either each loads what it has saved itself, all at the same place, or none does"
+                )
 
     def _ask_all(
         self, peers: Iterable[Peer], kind: str, **fields: Any

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyrhythm.collectives.arithmetic import BLOCK
-from polyrhythm.errors import PeerLost, PolyrhythmError
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.node import Peer
 from polyrhythm.strategies.peers import Peers
 
@@ -89,10 +89,19 @@ class Group:
     waiting: dict[tuple[Peer, str], Message] = field(default_factory=dict)
     seen: set[Peer] = field(default_factory=set)
     gone: set[Peer] = field(default_factory=set)  # they died; who came in their place is not in this group
+    began: int = 0  # where its rounds began: not at 0, if it goes on with what was saved
 
     def name(self, turn: int) -> str:
         """What is handed over in a round, from each to each."""
         return f"{self.number}/{turn}"
+
+    def check(self, message: Message) -> None:
+        """What another asks for must be of rounds that began where this worker's did."""
+        if _group(message["name"]) == self.number and message["began"] != self.began:
+            raise UsageError(
+                f"{message.sender} goes on from {message['began']} and another worker from {self.began}: "
+                "either each loads what it has saved itself, all at the same place, or none does"
+            )
 
     def look(self, node: Node) -> None:
         """Who was there and is not is gone. Of one that has just come this worker may not have heard yet."""
@@ -120,6 +129,32 @@ class Handing(Peers):
         ranks = [node.rank] if node.life else [peer.rank for peer in node.workers]
         number = node.group + 1 if node.life else 0
         replica.notes["group"] = Group(ranks, number, seen=set(node.workers))
+
+    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
+        """Each has parameters of its own: they are saved here too, for a run begins with worker 0's."""
+        ranks = group_of(replica).ranks
+        own = [part.clone() for part in replica.parameters]
+        return {"place": ranks.index(node.rank), "places": len(ranks), "parameters": own}
+
+    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
+        group = group_of(replica)
+        place, places = group.ranks.index(node.rank), len(group.ranks)
+        if not kept:
+            raise UsageError(
+                f"this state has nothing of what {self.name} saves: a run cannot go on with it; leave "
+                "session.load_state_dict() out, and it begins anew with the model that was saved"
+            )
+        if replica.steps:
+            raise UsageError("session.load_state_dict() comes before the first step: others count on it")
+        if (kept["place"], kept["places"]) != (place, places):
+            raise UsageError(
+                f"this state was saved by the worker at place {kept['place']} of {kept['places']}, and this "
+                f"one is at place {place} of {places}: a run goes on with as many workers as it had when it "
+                "was saved, each with its own state"
+            )
+        with node.exclusive():
+            for mine, saved in zip(replica.parameters, kept["parameters"], strict=True):
+                mine.copy_(saved)
 
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         """From here on rounds are the new group's. Who waits for one of the old that never came is told."""
@@ -150,6 +185,8 @@ class Handing(Peers):
         with node.exclusive():
             group = group_of(replica)
             key = Peer("worker", to), group.name(turn)
+            for each in group.waiting.values():
+                group.check(each)
             if key[0] in group.gone:
                 return False
             gift = gifts_of(replica).given[key] = Gift(vectors, words)
@@ -166,7 +203,7 @@ class Handing(Peers):
         peer, name = Peer("worker", sender), group.name(turn)
         if peer in group.gone:
             return None
-        return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name))
+        return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name, began=group.began))
 
     def wait(self, fetched: Fetched) -> Message | None:
         """Until it is here; None if it never will be."""
@@ -198,6 +235,8 @@ class Handing(Peers):
         key = message.sender, message["name"]
         with node.exclusive():
             group, gift = group_of(replica), gifts_of(replica).given.get(key)
+            if replica.steps:  # before, it may not have loaded what it goes on with
+                group.check(message)
             waits = gift is None and _group(key[1]) >= group.number
             if waits:
                 group.waiting[key] = message

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polyrhythm.rows import Counts
 
 MOST = 1 << 16  # rows of a tensor on which updates are counted
+MOST_COMPILED = 1 << 12  # the same where a step is so short that counting more would take half of the time
 LINE = 8  # words of a cache line
 
 
@@ -127,12 +128,15 @@ class Tally:
     def __init__(self, node: Node, replica: Replica, workers: int) -> None:
         import torch
 
+        from polyrhythm.rows import RowSGD
+
         # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
         self._places: list[tuple[int, int, int]] = []
+        most = MOST_COMPILED if isinstance(replica.optimizer, RowSGD) else MOST
         stop = 0
         for piece in replica.layout.pieces:
             rows = piece.shape[0] if piece.shape else 1
-            shift = max(0, (rows - 1).bit_length() - (MOST - 1).bit_length())
+            shift = max(0, (rows - 1).bit_length() - (most - 1).bit_length())
             start, stop = stop, stop + -(-rows // (1 << shift))
             self._places.append((start, stop, shift))
         self._counts = node.shared("counts", stop, torch.int64).numpy()

@@ -63,7 +63,7 @@ class Ledger:
             found += [(origin, each) for each in range(known + 1, number + 1)]
         return found
 
-    def whole(self) -> tuple[list[Tensor], dict[str, Have]]:
+    def whole(self) -> tuple[list[Tensor], dict[str, Any]]:
         """All of it, as tensors and fields of a message."""
         codes = [code for log in self._logs.values() for each in log for code in each]
         kept = {origin: len(log) for origin, log in self._logs.items()}
@@ -115,13 +115,18 @@ class Ledger:
 
     def digest(self) -> str:
         """What tells whether two are the same, bit for bit."""
-        import hashlib
-
-        digest = hashlib.sha256()
-        for vector in self.counts:
-            digest.update(vector.cpu().numpy().data)
-        return digest.hexdigest()
+        return digest(*self.counts)
 
     def _count(self, codes: Sequence[Tensor]) -> None:
         for code, vector in zip(codes, self.counts, strict=True):
             selection.count(code, vector, self.tau)
+
+
+def digest(*vectors: Tensor) -> str:
+    """What tells whether vectors are the same, bit for bit."""
+    import hashlib
+
+    made = hashlib.sha256()
+    for vector in vectors:
+        made.update(vector.cpu().contiguous().numpy().data)
+    return made.hexdigest()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.errors import UsageError
 from polyrhythm.strategies.desk import copied
@@ -29,7 +29,7 @@ class NoLoCo(Handing):
     them to the other draws that as much to the first: the mean of all phi goes by heavy ball down the mean
     way. Others meet in the next round, chosen by the seed, so that nothing is asked of anybody else. With an
     odd number one at a time stays alone, and so does one whose partner has died. The result is the mean of
-    all theta.
+    all theta. A run that is saved and resumed with as many workers goes on to the same bits.
 
     >>> import polyrhythm as pr
     >>> pr.parse("noloco:100,mu=0.3").period
@@ -62,6 +62,18 @@ class NoLoCo(Handing):
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         super().regroup(node, replica, ranks, number)
         replica.notes.update(alone=0, round=0)  # so that all are at the same place
+
+    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
+        alone = replica.notes["alone"]
+        phi = [part.clone() for part in replica.buffer("phi")] if alone else []
+        return {**super().keep(node, replica), "round": replica.notes["round"], "alone": alone, "phi": phi}
+
+    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
+        super().resume(node, replica, kept)
+        replica.notes.update(alone=kept["alone"], round=kept["round"])
+        if kept["phi"]:
+            copied(kept["phi"], replica.buffer("phi"))
+        group_of(replica).began = kept["round"] * self.period + kept["alone"]
 
     def step(self, node: Node, replica: Replica) -> None:
         if replica.notes["alone"] == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.errors import PeerLost, UsageError
 from polyrhythm.strategies.desk import copied
@@ -36,7 +36,9 @@ class Push(Handing):
 
     The sum of all omega is the number of workers, what is on its way included, and the sum of all x moves by
     updates only. So z_i is near the mean of all, whatever the graph: one that dies takes along what it has,
-    and what would have been for it stays where it is. A new group of workers begins with omega = 1.
+    and what would have been for it stays where it is. A new group of workers begins with omega = 1. A run
+    that is saved and resumed with as many workers goes on to the same bits: what was on its way is saved by
+    the one that it is for.
 
     >>> import polyrhythm as pr
     >>> pr.parse("push:1,fanout=2").ahead
@@ -88,16 +90,36 @@ class Push(Handing):
         self._anew(node, replica)
 
     def _anew(self, node: Node, replica: Replica) -> None:
-        replica.notes.update(omega=ONE, turn=0, asked={}, returned=[])
-        self._ask(node, replica)
+        replica.notes.update(omega=ONE, turn=0, asked={}, saved={}, returned=[])
+
+    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
+        """What is on its way is waited for: others have given it before they come here, or will soon."""
+        notes = replica.notes
+        way = {turn: [each for each, _ in self._given(replica, turn)] for turn in self._begun(replica)}
+        return {
+            **super().keep(node, replica),
+            "omega": notes["omega"],
+            "turn": notes["turn"],
+            "given": {turn: [_own(each) for each in given] for turn, given in way.items()},
+            "returned": [_own(each) for each in notes["returned"]],
+        }
+
+    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
+        super().resume(node, replica, kept)
+        group_of(replica).began = kept["turn"]
+        replica.notes.update(
+            omega=kept["omega"], turn=kept["turn"], saved=dict(kept["given"]), returned=list(kept["returned"])
+        )
 
     def step(self, node: Node, replica: Replica) -> None:
         turn = replica.notes["turn"]
+        if turn not in replica.notes["asked"]:  # the first one: only now it is known from where all go on
+            self._ask(node, replica)
         with node.exclusive():
             _update(replica)
         self._give(node, replica, turn)
-        self._take(node, replica, turn - self.ahead)
         replica.notes["turn"] = turn + 1
+        self._take(node, replica, turn - self.ahead)
         self._ask(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:
@@ -124,7 +146,8 @@ class Push(Handing):
 
     def _begun(self, replica: Replica) -> list[int]:
         """Rounds of which something may still be on its way: the next one has not begun."""
-        return [turn for turn in replica.notes["asked"] if turn < replica.notes["turn"]]
+        asked = sorted({*replica.notes["saved"], *replica.notes["asked"]})
+        return [turn for turn in asked if turn < replica.notes["turn"]]
 
     def _distances(self, replica: Replica, turn: int) -> Iterator[int]:
         """How many places further the receivers of a round are."""
@@ -153,11 +176,14 @@ class Push(Handing):
             if fetched := self.fetch(node, replica, sender, turn, into):
                 asked.append((into, fetched))
 
-    def _given(self, replica: Replica, *turns: int) -> list[tuple[Given, Fetched]]:
+    def _given(self, replica: Replica, *turns: int) -> list[tuple[Given, Fetched | None]]:
         """What this worker was given in these rounds, when all of it is here."""
-        asked = [each for turn in turns for each in replica.notes["asked"].get(turn, ())]
-        heard = [(self.wait(fetched), into, fetched) for into, fetched in asked]
-        return [((message["grains"], into), fetched) for message, into, fetched in heard if message]
+        found: list[tuple[Given, Fetched | None]] = []
+        for turn in turns:
+            found += [(given, None) for given in replica.notes["saved"].get(turn, ())]
+            heard = [(self.wait(each), into, each) for into, each in replica.notes["asked"].get(turn, ())]
+            found += [((message["grains"], into), each) for message, into, each in heard if message]
+        return found
 
     def _take(self, node: Node, replica: Replica, *turns: int) -> None:
         given = self._given(replica, *turns)
@@ -165,8 +191,16 @@ class Push(Handing):
             _add(replica, [each for each, _ in given])
         for turn in turns:
             replica.notes["asked"].pop(turn, None)
+            replica.notes["saved"].pop(turn, None)
         for _, fetched in given:
-            self.got(node, fetched)
+            if fetched is not None:
+                self.got(node, fetched)
+
+
+def _own(given: Given) -> Given:
+    """A copy to save."""
+    grains, vectors = given
+    return grains, [part.clone() for part in vectors]
 
 
 def _update(replica: Replica) -> None:

@@ -15,26 +15,14 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Peer
+from polyrhythm.wire.buffers import Buffer, Pool
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header, Part
 
 REMEMBERED = 1 << 14
-_KEPT, _SPARE = 4, 1 << 25  # pieces of memory, or as many as have so many bytes
 _ANSWERS = 64
-
-
-@dataclass
-class Buffer:
-    """A flat tensor as the wire sees it: its dtype, its bytes, and where it lies if in shared memory."""
-
-    dtype: str
-    view: memoryview
-    arena: int = -1
-    offset: int = 0
 
 
 @dataclass(eq=False)
@@ -52,34 +40,6 @@ class Incoming:
     _line: Line | None = field(default=None, repr=False)
     _memory: memoryview | None = field(default=None, repr=False)
     _number: int = field(default=0, repr=False)
-
-
-class Pool:
-    """Memory for inline tensors, used again because first touching fresh pages costs more than the copy."""
-
-    def __init__(self) -> None:
-        self._free: list[memoryview] = []
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> memoryview:
-        with self._lock:
-            for at, memory in enumerate(self._free):
-                if nbytes <= memory.nbytes <= 4 * nbytes:
-                    return self._free.pop(at)
-        return fresh(nbytes)
-
-    def give(self, memory: memoryview | None) -> None:
-        if memory is not None:
-            with self._lock:
-                self._free.append(memory)
-                self._free.sort(key=len)
-                while len(self._free) > _KEPT and sum(map(len, self._free)) > _SPARE:
-                    del self._free[0]
-
-
-def fresh(nbytes: int) -> memoryview:
-    """Memory that is not filled with zeros first."""
-    return np.empty(nbytes, np.uint8).data
 
 
 @dataclass

@@ -24,70 +24,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.node import LIFE, Peer
-from polyrhythm.wire.arena import ALIGNMENT, Arenas
+from polyrhythm.wire.arena import Arenas
+from polyrhythm.wire.asks import Asks, Pending, waited
+from polyrhythm.wire.buffers import Buffer, copy, parts_of, shape
 from polyrhythm.wire.channel import STALL, Channel
 from polyrhythm.wire.engine import Engine
-from polyrhythm.wire.frame import DTYPES, Bounds, Header, Part
+from polyrhythm.wire.frame import Bounds, Header, Part
 from polyrhythm.wire.handshake import Identity
-from polyrhythm.wire.inbox import Buffer, Inbox, Incoming, Line, Reading, fresh
+from polyrhythm.wire.inbox import Inbox, Incoming, Line, Reading
 from polyrhythm.wire.links import Links
-
-__all__ = ["ENDED", "Buffer", "Incoming", "Pending", "Transport"]
+from polyrhythm.wire.places import Place, Places, drain
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
 ENDED = "!ended"  # what arrives when a connection has ended that nobody makes anew
-_DRAIN = 1 << 20
 _BULK = 1 << 22  # bytes of tensors from which on a message is read by a thread of its own
-
-
-class _Place:
-    """Where the tensors of an ask that has not come yet may go."""
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.buffers = list(buffers)
-        self.channel: Channel | None = None  # that fills it
-        self.over = False
-
-
-class Pending:
-    """An answer that is on its way."""
-
-    def __init__(
-        self, me: Transport, to: Peer, header: Header, buffers: Sequence[Buffer], into: Sequence[Buffer]
-    ) -> None:
-        self._transport = me
-        self._to = to
-        self._header = header
-        self._buffers = buffers
-        self._into = into
-        self._offered: list[Part] = []
-        self._channel: Channel | None = None  # that the answer will come by; None while a thread is sending
-        self._answer: Incoming | None = None
-        self._failure: Callable[[float], PolyrhythmError] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._answer is not None or self._failure is not None
-
-    def wait(self, timeout: float | None = None) -> Incoming:
-        """The answer, with `into` filled. Raises what came instead of it."""
-        began = time.monotonic()
-        self._transport._engine.wait(lambda: self.done, self._transport.wait if timeout is None else timeout)
-        if self._answer is not None:
-            return self._answer
-        waited = time.monotonic() - began
-        if self._failure is not None:
-            raise self._failure(waited)
-        if timeout is None:
-            self._transport._forget(self)
-        raise WaitError(self._waited(waited))
-
-    def _waited(self, seconds: float, why: str = "") -> str:
-        return _waited(self._transport.me, seconds, self._to, f"to answer {self._header.kind!r}", why)
 
 
 class Transport:
@@ -126,10 +78,10 @@ class Transport:
         self.wakes = 0
         self._halves: set[Line] = set()  # with a message of which the rest has not come yet
         self._engine = Engine(self._take, self._overdue, str(me))
+        self._asks = Asks(me, self._engine, wait)
+        self._places = Places(arenas)
         self._sequence = itertools.count((life << LIFE) + 1)
         self._lock = threading.Lock()
-        self._pending: dict[int, Pending] = {}
-        self._places: dict[tuple[Peer, str], _Place] = {}
         # Only nodes with the same arenas may name them to each other, so a node without any has no host id.
         self.host = host if arenas else ""
         identity = Identity(me, self.host, os.urandom(16))
@@ -163,7 +115,7 @@ class Transport:
 
         Without `retry` a peer that cannot be reached at once counts as lost.
         """
-        parts = _parts(buffers)
+        parts = parts_of(buffers)
         header = Header(_checked(kind), next(self._sequence), 0, False, self.layout, fields or {}, parts)
         views = [buffer.view for buffer in buffers]
         self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
@@ -179,13 +131,11 @@ class Transport:
     ) -> Pending:
         """Sends a request. `buffers` and `into` are lent until the answer is there."""
         header = Header(_checked(kind), next(self._sequence), 0, True, self.layout, fields or {})
-        pending = Pending(self, to, header, buffers, into)
-        with self._lock:
-            self._pending[header.sequence] = pending
+        pending = self._asks.add(to, header, buffers, into)
         try:
             self._request(pending)
         except BaseException:
-            self._forget(pending)
+            self._asks.forget(pending)
             raise
         self._count(to, buffers)
         return pending
@@ -194,12 +144,12 @@ class Transport:
         self, to: Incoming, buffers: Sequence[Buffer] = (), fields: dict[str, Any] | None = None
     ) -> None:
         """Answers an ask, whose own buffers must not be used afterwards."""
-        parts, views = _parts(buffers), [buffer.view for buffer in buffers]
-        if to._into and self._arenas and _shape(parts) == _shape(to._into):
+        parts, views = parts_of(buffers), [buffer.view for buffer in buffers]
+        if to._into and self._arenas and shape(parts) == shape(to._into):
             for place, view, buffer in zip(to._into, views, buffers, strict=True):
                 if (place.arena, place.offset) == (buffer.arena, buffer.offset):
                     continue  # answered in place
-                _copy(self._arenas.view(place.arena)[place.offset : place.offset + place.nbytes], view)
+                copy(self._arenas.view(place.arena)[place.offset : place.offset + place.nbytes], view)
             parts, views = to._into, []
         self._reply(to, to.kind, fields or {}, parts, views)
         self._count(to.sender, buffers)
@@ -209,14 +159,11 @@ class Transport:
 
         What it returns takes that back: afterwards nothing is written there.
         """
-        place = _Place(buffers)
-        with self._lock:
-            self._places[sender, kind] = place
+        place = Place(sender, kind, buffers)
+        self._places.keep(place)
 
         def withdraw() -> None:
-            with self._lock:
-                if self._places.get((sender, kind)) is place:
-                    del self._places[sender, kind]
+            self._places.withdraw(place)
             if place.channel is not None and not place.over:  # the ask came twice, or too late
                 place.channel.close()
                 self._engine.wait(lambda: place.over, self.wait)
@@ -266,7 +213,7 @@ class Transport:
             if closing() or (left <= 0 and timeout is None):
                 what = "to send " + (" or ".join(map(repr, sorted(kinds))) or "anything")
                 why = f"{self.me} is closed" if closing() else ""
-                raise WaitError(_waited(self.me, time.monotonic() - began, "anyone", what, why))
+                raise WaitError(waited(self.me, time.monotonic() - began, "anyone", what, why))
             if wakes != self.wakes or left <= 0:
                 return None
             self._engine.wait(lambda: self._inbox.has(kinds) or wakes != self.wakes or closing(), left)
@@ -285,7 +232,7 @@ class Transport:
         link = self._links[peer]
         link.gone = reason
         if link.channel is None or link.channel.broken:
-            self._fail_all(PeerLost, f"{peer} is gone: {reason}", peer)
+            self._asks.fail(PeerLost, f"{peer} is gone: {reason}", peer)
         else:
             self._links.end_soon(link.channel)  # whoever reads comes to its end and fails what is left
         self._engine.notify()
@@ -295,7 +242,7 @@ class Transport:
         if self._links.closing.is_set():
             return
         self._links.closing.set()
-        self._fail_all(WaitError, f"{self.me} is closed")
+        self._asks.fail(WaitError, f"{self.me} is closed")
         self._engine.notify()
         self._links.close()
         self._engine.close()
@@ -307,20 +254,16 @@ class Transport:
 
         def send(channel: Channel) -> None:
             shared = channel.bounds.arenas > 0
-            header = pending._header
-            header.parts = _parts(pending._buffers, shared)
-            offered = _parts(pending._into, shared)
+            header = pending.header
+            header.parts = parts_of(pending.buffers, shared)
+            offered = parts_of(pending.into, shared)
             # The answer goes directly to all of its places or to none.
-            header.into = pending._offered = offered if all(part.arena >= 0 for part in offered) else []
-            inline = zip(pending._buffers, header.parts, strict=True)
+            header.into = pending.offered = offered if all(part.arena >= 0 for part in offered) else []
+            inline = zip(pending.buffers, header.parts, strict=True)
             channel.send(header, [buffer.view for buffer, part in inline if part.arena < 0])
-            with self._lock:
-                if pending._channel is None and not pending.done:
-                    if channel.drained:
-                        raise ConnectionError("the connection broke before the answer came")
-                    pending._channel = channel
+            self._asks.sent(pending, channel)
 
-        self._deliver(pending._to, pending._header.kind, send)
+        self._deliver(pending.to, pending.header.kind, send)
 
     def _deliver(self, to: Peer, kind: str, send: Callable[[Channel], None], retry: bool = True) -> None:
         """Calls `send` with a connection to a peer, and again with a new one as long as it breaks."""
@@ -337,14 +280,14 @@ class Transport:
             except OSError as error:
                 if time.monotonic() - began > self.wait:
                     why = str(error)
-            waited, what = time.monotonic() - began, f"to take in {kind!r}"
+            seconds, what = time.monotonic() - began, f"to take in {kind!r}"
             if link.gone is not None or not retry:
                 why = f"{to} is gone: {link.gone or 'its connection broke'}"
-                raise PeerLost(_waited(self.me, waited, to, what, why))
+                raise PeerLost(waited(self.me, seconds, to, what, why))
             if self._links.closing.is_set():
                 why = f"{self.me} is closed"
             if why:
-                raise WaitError(_waited(self.me, waited, to, what, why))
+                raise WaitError(waited(self.me, seconds, to, what, why))
             self._links.closing.wait(pause)
             pause = min(pause * 2, 0.2)
 
@@ -364,7 +307,7 @@ class Transport:
             line.channel.send(header, views)
         except BlockingIOError:
             what = f"to take in the answer to {to.kind!r}"
-            raise WaitError(_waited(self.me, self.wait, to.sender, what)) from None
+            raise WaitError(waited(self.me, self.wait, to.sender, what)) from None
         except OSError:
             pass  # the asker notices too, and asks again: that arrives as a duplicate
         line.pool.give(to._memory)
@@ -459,11 +402,8 @@ class Transport:
         channel.close()
         if bad:
             self._on_error(bad)
+        stranded = self._asks.strand(channel)
         with self._lock:
-            channel.drained = True
-            stranded = [pending for pending in self._pending.values() if pending._channel is channel]
-            for pending in stranded:
-                pending._channel = None
             line = self._lines.pop(channel)
             self._ended[channel.peer] += channel.sent
         self._halves.discard(line)
@@ -481,22 +421,22 @@ class Transport:
 
     def _again(self, pending: Pending, bad: str) -> None:
         """Repeats an ask whose connection broke, unless bad bytes broke it: they would come again."""
-        gone = self._links[pending._to].gone
+        gone = self._links[pending.to].gone
         if gone is not None and not bad:
-            why = f"{pending._to} is gone: {gone}"
-            return self._end(pending, failure=lambda waited: PeerLost(pending._waited(waited, why)))
+            why = f"{pending.to} is gone: {gone}"
+            return self._asks.end(pending, failure=lambda seconds: PeerLost(pending.waited(seconds, why)))
         error: PolyrhythmError = WireError(bad)
         if not bad:
             try:
                 return self._request(pending)
             except PolyrhythmError as failure:
                 error = failure
-        self._end(pending, failure=lambda _: error)
+        self._asks.end(pending, failure=lambda _: error)
 
     def _take_in(self, line: Line, header: Header) -> Generator[memoryview, None, bool]:
         channel, kind = line.channel, header.kind
         if header.layout and self.layout and header.layout != self.layout:
-            yield from self._drain(header)
+            yield from drain(header)
             theirs, ours = (
                 f"{channel.peer} sent {kind!r} for layout {header.layout}",
                 f"{self.me} has {self.layout}",
@@ -507,7 +447,7 @@ class Transport:
                 self._send_apart(channel, told)
             self._on_error(error)
             return True
-        buffers, memory = yield from self._receive(line, header)
+        buffers, memory = yield from self._places.receive(channel, header, line.pool)
         message = Incoming(channel.peer, kind, header.sequence, header.asked, header.fields, buffers)
         message._into, message._memory = header.into, memory
         if kind in self.handlers and not header.asked:
@@ -517,21 +457,16 @@ class Transport:
 
     def _take_answer(self, line: Line, header: Header) -> Iterator[memoryview]:
         channel = line.channel
-        with self._lock:
-            pending = self._pending.get(header.reply_to)
-            if pending is not None and pending._to == channel.peer:
-                pending._channel = channel
-            else:
-                pending = None
+        pending = self._asks.answered(channel, header.reply_to)
         if pending is None:
-            yield from self._drain(header)
+            yield from drain(header)
             return
-        got, wanted = _shape(header.parts), _shape(_parts(pending._into))
-        buffers = list(pending._into)
+        got, wanted = shape(header.parts), shape(parts_of(pending.into))
+        buffers = list(pending.into)
         error: PolyrhythmError | None = None
         if header.kind in (_REFUSED, _BAD):
             error = (WireError if header.kind == _BAD else PolyrhythmError)(str(header.fields.get("error")))
-        elif header.parts and header.parts == pending._offered:
+        elif header.parts and header.parts == pending.offered:
             pass  # the answer is in its place already
         elif any(part.arena >= 0 for part in header.parts) or (got and wanted and got != wanted):
             error = WireError(f"{channel.peer} answered {header.kind!r} with {got}, not with {wanted}")
@@ -539,87 +474,12 @@ class Transport:
             for buffer in buffers:
                 yield buffer.view
         else:
-            buffers, _ = yield from self._receive(line, header)
+            buffers, _ = yield from self._places.receive(channel, header, line.pool)
         if error is not None:
-            yield from self._drain(header)
-            return self._end(pending, failure=lambda _: error)
+            yield from drain(header)
+            return self._asks.end(pending, failure=lambda _: error)
         answer = Incoming(channel.peer, header.kind, header.sequence, False, header.fields, buffers)
-        self._end(pending, answer)
-
-    def _receive(
-        self, line: Line, header: Header
-    ) -> Generator[memoryview, None, tuple[list[Buffer], memoryview | None]]:
-        """The tensors of a message, and the one piece of memory in which the inline ones lie, aligned."""
-        place = self._claim(line.channel, header)
-        if place is not None:
-            try:
-                for buffer in place.buffers:
-                    yield buffer.view
-            finally:
-                place.over = True
-            return place.buffers, None
-        buffers = []
-        size = sum(_aligned(part.nbytes) for part in header.parts if part.arena < 0)
-        memory = (line.pool.take(size) if header.asked else fresh(size)) if size else None
-        start = 0
-        for part in header.parts:
-            if part.arena >= 0:
-                assert self._arenas is not None
-                view = self._arenas.view(part.arena)[part.offset : part.offset + part.nbytes]
-            else:
-                view = memory[start : start + part.nbytes] if memory else memoryview(bytearray())
-                yield view
-                start += _aligned(part.nbytes)
-            buffers.append(Buffer(part.dtype, view, part.arena, part.offset))
-        return buffers, memory
-
-    def _claim(self, channel: Channel, header: Header) -> _Place | None:
-        """The place that is kept for the tensors of this ask, if all of them come inline and fit."""
-        if not self._places or not header.asked or any(part.arena >= 0 for part in header.parts):
-            return None
-        with self._lock:
-            place = self._places.pop((channel.peer, header.kind), None)
-            if place is None or _shape(header.parts) != _shape(_parts(place.buffers)):
-                return None
-            place.channel = channel
-        return place
-
-    def _drain(self, header: Header) -> Iterator[memoryview]:
-        """Reads tensors that nobody wants, in little memory."""
-        left = header.inline
-        scratch = fresh(min(left, _DRAIN))
-        while left:
-            piece = scratch[:left]
-            yield piece
-            left -= len(piece)
-
-    # What is waited for.
-
-    def _end(
-        self,
-        pending: Pending,
-        answer: Incoming | None = None,
-        failure: Callable[[float], PolyrhythmError] | None = None,
-    ) -> None:
-        with self._lock:
-            self._pending.pop(pending._header.sequence, None)
-            if not pending.done:
-                pending._answer, pending._failure = answer, failure
-        self._engine.notify()
-
-    def _fail_all(self, kind: type[PolyrhythmError], why: str, peer: Peer | None = None) -> None:
-        with self._lock:
-            hopeless = [pending for pending in self._pending.values() if peer in (None, pending._to)]
-        for pending in hopeless:
-
-            def failure(waited: float, pending: Pending = pending) -> PolyrhythmError:
-                return kind(pending._waited(waited, why))
-
-            self._end(pending, failure=failure)
-
-    def _forget(self, pending: Pending) -> None:
-        with self._lock:
-            self._pending.pop(pending._header.sequence, None)
+        self._asks.end(pending, answer)
 
     def count(self, nbytes: int, between: int = 0) -> None:
         """Adds to `bytes_sent` what goes by other ways, so much of it `between` sites."""
@@ -633,36 +493,7 @@ class Transport:
             self.count(nbytes, nbytes if self.far and to in self.far else 0)
 
 
-def _waited(me: Peer, seconds: float, whom: Peer | str, what: str, why: str = "") -> str:
-    return f"{me} waited {seconds:.2f} s for {whom} {what}" + (f": {why}" if why else "")
-
-
 def _checked(kind: str) -> str:
     if not 0 < len(kind) <= 64 or kind.startswith("!"):
         raise UsageError(f"{kind!r} is no kind of message: 1 to 64 characters, the first not '!'")
     return kind
-
-
-def _parts(buffers: Sequence[Buffer], shared: bool = False) -> list[Part]:
-    """Buffers as a header names them: by reference if they lie in memory that is `shared`."""
-    parts = []
-    for buffer in buffers:
-        size = DTYPES.get(buffer.dtype)
-        if size is None or buffer.view.nbytes % size:
-            raise UsageError(f"{buffer.view.nbytes} bytes are no tensor of dtype {buffer.dtype}")
-        place = (buffer.arena, buffer.offset) if shared and buffer.arena >= 0 else (-1, 0)
-        parts.append(Part(buffer.dtype, buffer.view.nbytes // size, *place))
-    return parts
-
-
-def _shape(parts: Sequence[Part]) -> list[tuple[str, int]]:
-    return [(part.dtype, part.count) for part in parts]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if source.nbytes:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL

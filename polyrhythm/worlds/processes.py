@@ -23,9 +23,12 @@ from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError
 from polyrhythm.node import Coding, Field, Lock, Message, Node, Peer, Reply, Task
 from polyrhythm.part import Part, first_number
 from polyrhythm.session import Seat
+from polyrhythm.wire.asks import Pending
+from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.common import Common
 from polyrhythm.wire.frame import DTYPES
-from polyrhythm.wire.transport import Buffer, Incoming, Pending, Transport
+from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.crew import Crew, Place
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,30 @@ def test_batches_of_the_users_own_sampler_stay_whole(workers: int) -> None:
     counted = [indexes for share in shares for indexes, samples in share if samples]
     assert sorted(counted) == InPairs().lists
     assert {len(share) for share in shares} == {-(-5 // workers)}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_range_stays_a_range(workers: int) -> None:
+    """A dataset may then take a slice: rows one after the other need no list of their numbers."""
+
+    class Blocks(Numbers):
+        def __getitems__(self, indexes: range) -> range:
+            assert isinstance(indexes, range)
+            return indexes
+
+    batches = [range(0, 4), range(4, 10), range(10, 11)]
+    loader = DataLoader(Blocks(11), batch_sampler=batches, collate_fn=lambda batch: batch)
+    leases = Leases()
+
+    def take(rank: int, *args: int) -> Lease | None:
+        return leases.take(rank, 0, *args[:2], workers, args[2])
+
+    seen = [
+        each
+        for rank in range(workers)
+        for each in Shared(loader, rank, workers, leases=(partial(take, rank), lambda unseen: None))
+    ]
+    assert seen == batches
 
 
 def test_a_plain_batch_sampler_keeps_its_size() -> None:

@@ -1,4 +1,4 @@
-"""How every loop of a codec is compiled: those in this folder, and those in `dense`."""
+"""How every loop is compiled: those in this folder, those in `dense`, and those of `row_loops`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any, TypeVar, cast
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+insert: Any = cgutils.get_or_insert_function
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -27,6 +29,11 @@ def compiled(function: Function) -> Function:
         return made(cache=False)
 
 
+def part(function: Function) -> Function:
+    """Compiled as a part of each loop that calls it, where a call would cost more than what it does."""
+    return cast(Function, njit(nogil=True, error_model="numpy", forceinline=True)(function))
+
+
 def _trailing_zeros(context: Any, number: Any) -> Any:
     """How many zeros a 64-bit number ends in: one instruction, which Python has no word for."""
 
@@ -37,3 +44,22 @@ def _trailing_zeros(context: Any, number: Any) -> Any:
 
 
 trailing_zeros: Any = intrinsic(_trailing_zeros)
+
+
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Has an element of a vector brought near while something else goes on. Nothing depends on it."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
+        call = insert(builder.module, kind, "llvm.prefetch.p0i8")
+        near = builder.bitcast(builder.gep(data, [arguments[1]]), place)
+        # To read; as near as can be; data, not instructions.
+        builder.call(call, [near, *(ir.Constant(number, each) for each in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, index), code
+
+
+prefetch: Any = intrinsic(_prefetch)
