@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.communication import _missing, network, trained_on
+from benchmarks.fashion import accuracy, missing, network, trained_on
 from benchmarks.processes import _fork, apart
 from benchmarks.report import Row
 
@@ -31,8 +31,8 @@ SEEDS = (1, 2, 3)
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := apart(_missing):  # which computes: whoever is forked after that would wait for its threads
-        return [], [missing]
+    if reason := apart(missing):  # which computes: whoever is forked after that would wait for its threads
+        return [], [reason]
     epochs, seeds = (6, SEEDS[:1]) if quick else (EPOCHS, SEEDS)
     rows = []
     for strategy in STRATEGIES:
@@ -118,13 +118,8 @@ def _main(folder: Path, epochs: int) -> None:
 
 
 def _accuracy(run: Path) -> float:
-    import torch
     from safetensors.torch import load_file
-
-    from polyrhythm.data.mnist import mnist
 
     model = network()
     model.load_state_dict(load_file(run / "consensus.safetensors"))
-    images, labels = mnist()[1].tensors
-    with torch.no_grad():
-        return (model(images).argmax(1) == labels).float().mean().item()
+    return accuracy(model)

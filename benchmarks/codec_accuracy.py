@@ -16,14 +16,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.communication import _missing, network
+from benchmarks.fashion import accuracy, missing, network
 from benchmarks.processes import Together, apart, together
 from benchmarks.report import Row
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WORKERS, BATCH = 4, 25
 TRAINING, EPOCHS = 12_000, 3
@@ -102,8 +99,8 @@ class Outcome:
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := apart(_missing):
-        return [], [f"not measured: {missing}"]
+    if reason := apart(missing):
+        return [], [f"not measured: {reason}"]
     seeds = SEEDS[:1] if quick else SEEDS
     every: list[Case] = apart(cases)
     jobs = [(case, seed) for case in every for seed in seeds]
@@ -205,29 +202,4 @@ def outcome(case: Case, seed: int) -> Outcome:
         )
         model = network()
         model.load_state_dict(safetensors.torch.load_file(Path(summary["folder"]) / "consensus.safetensors"))
-    return Outcome(_accuracy(model), summary["bytes_sent"] / WORKERS / total)
-
-
-def _accuracy(model: nn.Module) -> float:
-    import torch
-
-    from polyrhythm.data.mnist import mnist
-
-    images, labels = mnist()[1].tensors
-    with torch.no_grad():
-        # In portions that fit the cache, in half the time.
-        right = torch.cat([model(part).argmax(1) for part in images.split(500)]) == labels
-    return right.float().mean().item()
-
-
-if __name__ == "__main__":
-    import argparse
-
-    from benchmarks.report import Steal, show
-
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--quick", action="store_true", help="one seed")
-    asked = options.parse_args()
-    with Steal() as steal:
-        measured, remarks = measure(asked.quick)
-    print(show(measured), *remarks, steal, sep="\n")
+    return Outcome(accuracy(model), summary["bytes_sent"] / WORKERS / total)

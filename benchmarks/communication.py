@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fashion import accuracy, missing, network
 from benchmarks.processes import Together, apart, together
 from benchmarks.report import Row
 
@@ -74,8 +75,8 @@ class Outcome:
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := apart(_missing):
-        return [], [f"not measured: {missing}"]
+    if reason := apart(missing):
+        return [], [f"not measured: {reason}"]
     seeds = SEEDS[:1] if quick else SEEDS
     networks = NETWORKS[1:2] if quick else NETWORKS
     jobs = [(case, seed) for case in CASES for seed in seeds]
@@ -146,42 +147,6 @@ def _reached(found: Sequence[Outcome]) -> str:
 # --- in a process of its own ------------------------------------------------------------------------
 
 
-def _missing() -> str:
-    """What to tell if the data are not here."""
-    from polyrhythm.data.mnist import mnist
-    from polyrhythm.errors import UsageError
-
-    try:
-        mnist()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def network() -> nn.Module:
-    """Two convolutions and two dense layers: 105,194 parameters."""
-    from torch import nn
-
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Conv2d(8, 16, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(16 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
-
-
-def trained_on(examples: int, batch: int, rate: float) -> tuple[Any, Any, Any]:
-    """The network, plain SGD and a loader of so many images of Fashion-MNIST, for `prepare`."""
-    from torch.optim import SGD
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from polyrhythm.data.mnist import mnist
-
-    images, labels = mnist()[0].tensors
-    model = network()
-    data = TensorDataset(images[:examples], labels[:examples])
-    return model, SGD(model.parameters(), lr=rate), DataLoader(data, batch_size=batch, shuffle=True)
-
-
 def _share(
     here: Together, jobs: list[tuple[Case, int]], networks: Sequence[str]
 ) -> list[tuple[Case, Outcome]]:
@@ -212,7 +177,7 @@ def needed(case: Case, seed: int) -> int:
             return False
         model = consensus()
         if step not in seen:  # it is the same for all
-            seen[step] = _accuracy(model)
+            seen[step] = accuracy(model, TESTING)
         return seen[step] >= TARGET or step >= MOST
 
     _simulate(_script(case, over), case, seed)
@@ -264,16 +229,4 @@ def _simulate(
         )
         model = network()
         model.load_state_dict(safetensors.torch.load_file(Path(summary["folder"]) / "consensus.safetensors"))
-    return summary, _accuracy(model)
-
-
-def _accuracy(model: nn.Module) -> float:
-    import torch
-
-    from polyrhythm.data.mnist import mnist
-
-    images, labels = mnist()[1].tensors
-    with torch.no_grad():
-        # In portions that fit the cache, in half the time.
-        right = torch.cat([model(part).argmax(1) for part in images[:TESTING].split(500)]) == labels[:TESTING]
-    return right.float().mean().item()
+    return summary, accuracy(model, TESTING)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.communication import _missing, trained_on
+from benchmarks.fashion import missing, trained_on
 from benchmarks.processes import Together, apart, together
 from benchmarks.report import Row
 
@@ -49,8 +49,8 @@ class Watch:
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := _missing():
-        return [], [missing]
+    if reason := missing():
+        return [], [reason]
     seeds = SEEDS[:1] if quick else SEEDS
     jobs = [(name, strategy, seed) for name in CLUSTERS for strategy in STRATEGIES for seed in seeds]
     found = dict(pair for share in apart(together, 2, _share, jobs) for pair in share)

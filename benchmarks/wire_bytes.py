@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.allreduce import network
+from benchmarks.fashion import missing
 from benchmarks.processes import apart
 from benchmarks.report import Row
 
@@ -60,8 +61,8 @@ class Outcome:
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    if missing := apart(_missing):
-        return [], [f"not measured: {missing}"]
+    if reason := apart(missing):
+        return [], [f"not measured: {reason}"]
     warmup, steps = (80, 20) if quick else (100, 100)
     found = {case: _outcome(case, warmup, steps) for case in CASES}
     dense = found[CASES[0]].exchanged
@@ -85,18 +86,6 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
 
 
 # --- in processes of their own ----------------------------------------------------------------------
-
-
-def _missing() -> str:
-    """What to tell if the data are not here."""
-    from polyrhythm.data.mnist import mnist
-    from polyrhythm.errors import UsageError
-
-    try:
-        mnist()
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 def _outcome(case: Case, warmup: int, steps: int) -> Outcome:
@@ -170,16 +159,3 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     told["loss"] = statistics.mean(losses[-20:])
     told["density"] = statistics.mean(entries[-steps:]) / WORKERS / SIZE if entries else 1.0
     (folder / f"{session.rank}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    import argparse
-
-    from benchmarks.report import Steal, show
-
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--quick", action="store_true", help="fewer steps")
-    asked = options.parse_args()
-    with Steal() as steal:
-        measured, remarks = measure(asked.quick)
-    print(show(measured), *remarks, steal, sep="\n")
