@@ -1,4 +1,4 @@
-"""Strategies and codecs that Python code makes, without the grammar: each field takes what a text could say."""
+"""Strategies and codecs that Python code makes, without the grammar: fields take what a text could say."""
 
 from __future__ import annotations
 
