@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from polyrhythm import __version__
@@ -23,6 +24,7 @@ examples:
   polyrhythm run train.py -n 4 --here 2 --listen 10.0.0.1:7000 --key run.key   two workers here, and
   polyrhythm join 10.0.0.1:7000 train.py -n 2 --key run.key                    two on another machine
   polyrhythm strategies                                         what --strategy can be,
+  polyrhythm strategies gossip                                  all that one of them does and takes,
   polyrhythm codecs                                             and what can follow it: async+topk:0.01
   polyrhythm bench servers                                      how many servers for how many workers
   polyrhythm explain ring --workers 4                           ring all-reduce, step by step
@@ -79,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--cluster",
         metavar="FILE",
-        help="which workers are at which site (TOML), for a strategy of two levels: allreduce / diloco:50",
+        help="which workers are at which site (TOML): for a strategy of two levels, such as allreduce / "
+        "diloco:50, and to count what passes between sites",
     )
     run.add_argument(
         "--key", metavar="FILE",
@@ -125,6 +128,9 @@ def parser() -> argparse.ArgumentParser:
 
     for what, one in (("strategies", "strategy"), ("codecs", "codec")):
         listing = commands.add_parser(what, help=f"list every {one} with its fields, defaults and paper")
+        listing.add_argument(
+            "name", nargs="?", metavar="NAME", help=f"one {one}: what it does, and what its fields mean"
+        )
         listing.add_argument("--json", action="store_true", help="as JSON")
 
     kinds = commands.add_parser("bench", help="measure this machine").add_subparsers(
@@ -215,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     try:
         if options.command in ("strategies", "codecs"):
-            return _listing("codec" if options.command == "codecs" else "strategy", options.json)
+            kind: Literal["strategy", "codec"] = "codec" if options.command == "codecs" else "strategy"
+            return _listing(kind, options.name, options.json)
         if options.command == "bench":
             return _bench(options)
         if options.command == "explain":
@@ -324,31 +331,49 @@ def _silent() -> Iterator[None]:
         os.close(ours)
 
 
-def _listing(kind: Literal["strategy", "codec"], as_json: bool) -> int:
+def _listing(kind: Literal["strategy", "codec"], one: str | None, as_json: bool) -> int:
+    from polyrhythm.grammar import find
     from polyrhythm.strategies.server import ParameterServer
+    from polyrhythm.strategies.sites import able
     from polyrhythm.strategy import Codec, Strategy, describe
 
     rows = describe(kind)
+    known: Mapping[str, type[Any]] = Strategy.registry if kind == "strategy" else Codec.registry
+    if one is not None:
+        found = find(kind, known, one)
+        rows = [row for row in rows if row.name == found.name]
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
         return 0
-    if kind == "strategy":
+    if one is None and kind == "strategy":
         print("A strategy is written name:value,field=value; the value after the colon sets the first field.")
         print("After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.")
-        print("Two, as in allreduce / diloco:50, are one inside each site and another between the sites.\n")
-    else:
-        print("A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.\n")
-    registry = Strategy.registry if kind == "strategy" else Codec.registry
+        print("Two, as in allreduce / diloco:50, are one inside each site and another between the sites:")
+        print(f"inside there can be {able('inside')}, between {able('between')}.")
+        print("`polyrhythm strategies NAME` tells what one does, and what its fields mean.\n")
+    elif one is None:
+        print("A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.")
+        print("`polyrhythm codecs NAME` tells what one does, and what its fields mean.\n")
     for each in rows:
-        main = registry[each.name].main
-        print(f"{each.name}:{main.upper()}" if main else each.name)
-        print(f"    {each.summary}")
-        for name, takes, default in sorted(each.fields, key=lambda field: field[0] != main):
+        cls = known[each.name]
+        print(f"{each.name}:{cls.main.upper()}" if cls.main else each.name)
+        said = each.summary if one is None else _doc(cls)
+        print(textwrap.indent(said, "    ") + ("" if one is None else "\n"))
+        for name, takes, default in sorted(each.fields, key=lambda field: field[0] != cls.main):
             print(f"    {name} = {default}  ({takes})")
         print(f"    {each.paper}\n")
-    which = "many strategies with servers" if kind == "strategy" else "all codecs"
-    print(f"What the fields decide that {which} have:")
-    for line in ((ParameterServer if kind == "strategy" else Codec).__doc__ or "").splitlines():
-        if line.startswith(("    - ", "      ")):
-            print(line)
+    common = ParameterServer if kind == "strategy" else Codec
+    if one is None or issubclass(known[rows[0].name], common):
+        which = "many strategies with servers" if kind == "strategy" else "all codecs"
+        print(f"What the fields decide that {which} have:")
+        for line in (common.__doc__ or "").splitlines():
+            if line.startswith(("    - ", "      ")):
+                print(line)
     return 0
+
+
+def _doc(cls: type) -> str:
+    """What a class says of itself, without the example in Python."""
+    import inspect
+
+    return (inspect.getdoc(cls) or "").partition("\n>>>")[0].strip()

@@ -19,13 +19,26 @@ are two, and a layer that is called like a strategy is written `dense=1d%2flocal
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from polyrhythm.errors import UsageError
 
@@ -57,6 +70,18 @@ class Configured(ABC):
         if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{cls.__qualname__}: {cls.kind} {cls.name!r} is already {known.__qualname__}")
         cls.registry[cls.name] = cls
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        # Not in __post_init__: subclasses check their ranges there, and would silently replace this.
+        if hasattr(cls, "name"):
+            places = [each.name for each in fields(cls) if each.init and not each.kw_only]
+            given = {**dict(zip(places, values, strict=False)), **named}
+            for option in options(cls):
+                if option.name in given and not _fits(option.type, given[option.name]):
+                    raise UsageError(
+                        f"{cls.name}: {option.name} takes {wanted(option.type)}, not {given[option.name]!r}"
+                    )
+        return super().__new__(cls)
 
     @classmethod
     def choices(cls) -> list[str]:
@@ -198,6 +223,20 @@ def wanted(hint: Any) -> str:
             raise TypeError(f"the grammar has no text for a field of type {member}")
         words += [write(hint, value) for value in get_args(member)] if literal else [_WORDS[member]]
     return " or ".join(words)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value that Python code gives is one that a text could have spelt."""
+    for member in _members(hint):
+        if get_origin(member) is Literal:
+            fits = any(type(each) is type(value) and each == value for each in get_args(member))
+        elif isinstance(value, bool):
+            fits = member is bool
+        else:
+            fits = isinstance(value, {int: Integral, float: Real}.get(member, member))
+        if fits:
+            return not (isinstance(value, float) and math.isnan(value))
+    return False
 
 
 def _read(hint: Any, text: str) -> Any:

@@ -120,13 +120,16 @@ class Strategy(Configured):
 
     codec: Codec | None = field(default=None, kw_only=True)
 
-    def __new__(cls, *_: Any, codec: Codec | None = None, **__: Any) -> Self:
-        # Not in __post_init__: subclasses check their ranges there, and would silently replace this.
+    def __new__(cls, *values: Any, codec: Codec | None = None, **named: Any) -> Self:
+        if codec is not None and not isinstance(codec, Codec):
+            raise UsageError(
+                f"{cls.name}: codec takes a codec, as parse_codec('topk:0.01') is, not {codec!r}"
+            )
         if codec is not None and not cls.codecs:
             raise UsageError(f"{cls.name} takes no codec")
         if codec is not None and codec.gradients_only and cls.sends != "gradients":
             raise UsageError(f"{codec} is for gradients, and {cls.name} sends how far each worker has come")
-        return super().__new__(cls)
+        return super().__new__(cls, *values, **named)
 
     def __str__(self) -> str:
         return super().__str__() + (f"+{self.codec}" if self.codec else "")
@@ -241,6 +244,8 @@ class Strategy(Configured):
 
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; UsageError says what is wrong with it and what would work."""
+    if not isinstance(text, str):
+        raise UsageError(f"a strategy is named by a text, such as 'local:8', and not by {text!r}")
     text = text.strip(" ")
     _load_builtins()
     if len(sides := grammar.levels(text)) > 1:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from polyrhythm.strategy import describe
+from polyrhythm.cli import main
+from polyrhythm.strategy import Codec, Strategy, describe
 
 ROOT = Path(__file__).parents[1]
 DIGITS, FASHION = ROOT / "examples" / "digits.py", ROOT / "examples" / "fashion_mnist.py"
@@ -144,12 +147,29 @@ def test_listings(command: str, kind: str) -> None:
     assert [each["name"] for each in listed] == [row.name for row in describe(kind)]
 
 
+@pytest.mark.parametrize(("command", "kind"), [("strategies", "strategy"), ("codecs", "codec")])
+def test_one_of_them(command: str, kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One by its name: all that it says of itself but the example, its fields and its paper."""
+    for row in describe(kind):
+        assert main([command, row.name]) == 0
+        told = capsys.readouterr().out
+        cls = (Codec if kind == "codec" else Strategy).registry[row.name]
+        said = (inspect.getdoc(cls) or "").partition(">>>")[0].split("\n")
+        assert all(line.strip() in told for line in said) and ">>>" not in told
+        assert row.paper in told and all(f"{name} = {default}" in told for name, _, default in row.fields)
+        assert main([command, row.name, "--json"]) == 0
+        assert [each["name"] for each in json.loads(capsys.readouterr().out)] == [row.name]
+    assert main([command, "nobody"]) == 2
+    assert f"unknown {kind} 'nobody'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         (["--help"], "examples:"),
         (["run", "--help"], "--restarts"),
         (["strategies"], "softsync:WAIT_FOR"),
+        (["strategies", "gossip"], "or edges as in 0-1/1-2/2-0"),
         (["run", "missing.py"], "missing.py"),
         (["bench", "--help"], "servers"),
         (["bench", "servers", "--help"], "servers"),

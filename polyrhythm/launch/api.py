@@ -286,6 +286,8 @@ def _check(
     batch_norm: str | None = None,
 ) -> Strategy | None:
     """All that can be known to be wrong before anything starts."""
+    if not isinstance(workers, int):
+        raise UsageError(f"workers is {workers!r}; it must be a whole number")
     if workers < 1:
         raise UsageError(f"workers is {workers}; there must be 1 or more")
     if servers < 0:
@@ -294,7 +296,7 @@ def _check(
         raise UsageError(f"seed is {seed}; it must be between 0 and 2^63 - 1")
     if threads < 0:
         raise UsageError(f"threads is {threads}; there must be 1 or more, or 0 to share out the cores")
-    chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    chosen = strategy if strategy is None or isinstance(strategy, Strategy) else parse(strategy)
     if batch_norm is not None:
         norms.named(batch_norm)
     if chosen is not None:

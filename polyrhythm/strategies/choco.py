@@ -31,8 +31,9 @@ class Choco(Mixing):
     h_i is what worker i has told of itself, kept alike by itself and by its neighbours. What Q leaves out is
     in y_i - h_i still, so nothing else is remembered. Q may not make that longer, on average: so a codec is
     taken in the form in which a server answers, which for one that rounds by lot is another. `gamma=auto` is
-    1 without a codec, and with one half of what Q keeps of random numbers. A larger one may do better for
-    some model; with one that is too large the workers part.
+    1 without a codec; with a codec it is half of what Q keeps of random numbers. A larger one may do better
+    for some model; with one that is too large the workers part. W follows from `topology`, as for `gossip`,
+    but neighbours have to stay the same: not exponential.
 
     >>> import polyrhythm as pr
     >>> pr.parse("choco:0.02,topology=torus+topk:0.01").gamma

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyrhythm.errors import UsageError
 from polyrhythm.node import Task
@@ -46,9 +46,9 @@ class TwoLevel(Strategy):
 
     def __post_init__(self) -> None:
         if not self.within.inside:
-            raise UsageError(f"inside a site there can be {_able('inside')}, and not {self.within}")
+            raise UsageError(f"inside a site there can be {able('inside')}, and not {self.within}")
         if not self.across.between:
-            raise UsageError(f"between sites there can be {_able('between')}, and not {self.across}")
+            raise UsageError(f"between sites there can be {able('between')}, and not {self.across}")
         self.across.check_inside(self.within)
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ def _site(node: Node) -> Sequence[Peer]:
     return next(site for site in node.sites if node.me in site)
 
 
-def _able(where: str) -> str:
+def able(where: Literal["inside", "between"]) -> str:
     """Who can be there, in words."""
     *names, last = sorted(name for name, each in Strategy.registry.items() if getattr(each, where))
     return f"{', '.join(names)} or {last}" if names else last
