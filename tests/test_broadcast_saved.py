@@ -115,6 +115,21 @@ def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) 
     assert len(summary["lost"]) == 2 and len(set(digests(summary).values())) == 1
 
 
+@pytest.mark.parametrize("back", [150, 200, 210, 320])
+def test_one_that_comes_late_saves_where_the_others_do(tmp_path: Path, back: int) -> None:
+    """Though nothing is left to train on in the epoch that it comes in: the next ones it shares with them."""
+    dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
+    script = Saving(tmp_path, 0, 4)
+    cluster = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n'
+    summary = simulate(script, "broadcast:0.004", 3, tmp_path, cluster + dies)
+    assert summary["replaced"] == {"worker 2": 1}
+    for epoch in range(4):
+        first, *others = (each for each in kept(tmp_path, 3, epoch) if each)
+        assert all(alike(first, each) for each in others) and len(others) >= 1 + (epoch > 1)
+    assert script.replicas[2].steps <= 24
+    assert sum(each.steps for each in script.replicas.values()) >= 3 * 24
+
+
 def test_who_goes_on_from_something_else_is_told(tmp_path: Path) -> None:
     simulate(Saving(tmp_path, 0, 2), "broadcast:0.004", 3, tmp_path)
     with pytest.raises(UsageError, match="goes on from something else"):

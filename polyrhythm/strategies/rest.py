@@ -3,8 +3,9 @@
 Each comes to rest when its script says so. Nothing new comes of it then, so once all are there all can get
 what there is; each notes it, and nobody goes on before all have. Rests are numbered, for one may have gone on
 to the next while another still hears that all have noted this one. Who has not begun, or is done, is at rest.
-One that comes late takes the numbers over. Should it come in the very midst of a rest, what it does first may
-be noted by some and not by others: that is seen when it is loaded.
+One that comes late takes the numbers over: it runs through the script from its beginning, and passes by the
+places that the others have left. Should it come in the very midst of a rest, what it does first may be noted
+by some and not by others: that is seen when it is loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Rest:
     def __init__(self, node: Node, level: Callable[[], None]) -> None:
         self.node, self._level = node, level
         self.numbers = [0, 0]  # of the rest that it has come to last, and of the last one that it has noted
+        self._places = 0  # of the script where it saves, that this worker has come to
         self._at: Literal["idle", "work", "rest", "noted"] = "idle"
         self._held: list[Message] = []  # not answered yet
 
@@ -37,10 +39,15 @@ class Rest:
         self._at = "idle"
         self._answer()
 
+    def come(self) -> bool:
+        """The script has come to a place where it saves; False if all others have been there before."""
+        self._places += 1
+        return not self.node.life or self._places > self.numbers[1]
+
     def take(self, note: Callable[[], None]) -> None:
         """Waits until all are at rest and have everything. What there is is noted before anybody goes on."""
         with self.node.exclusive():
-            self.numbers[0] += 1
+            self.numbers[0] = self.numbers[1] + 1
             self._at = "rest"
         self._answer()
         found = self._ask("come")
