@@ -128,8 +128,8 @@ class RowSGD(torch.optim.Optimizer):
             end, total, row = self._learn_locked(loops, args, self._lock)
         if end == loops.NOT_FINITE:
             raise NotFinite(
-                f"{self._name}: row {row} of a batch of {rows} would make a step that is not finite: lower the "
-                "learning rate, or look at the data"
+                f"{self._name}: row {row} of a batch of {rows} would make a step that is not finite: lower "
+                "the learning rate, or look at the data"
             )
         self._loss = total / rows
 
