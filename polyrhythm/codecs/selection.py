@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.codecs.kernels import load
@@ -239,6 +239,19 @@ def count(code: Tensor, into: Tensor, tau: float) -> None:
     else:
         indexes, times = entropy.unpack_pulses(code.cpu().numpy(), len(into), tau)
         into.index_add_(0, torch.from_numpy(indexes).to(into.device), torch.from_numpy(times).to(into.device))
+
+
+def merged(codes: Sequence[Tensor], length: int, tau: float) -> Tensor:
+    """One message of the pulses of ±tau that these say together."""
+    import torch
+
+    from polyrhythm.codecs import entropy
+
+    counts = torch.zeros(length, dtype=torch.int32)
+    for code in codes:
+        count(code, counts, tau)
+    indexes = counts.nonzero().view(-1)
+    return torch.from_numpy(entropy.pack_pulses(length, indexes.numpy(), counts[indexes].numpy(), tau))
 
 
 def place(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:

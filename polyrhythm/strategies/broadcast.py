@@ -49,7 +49,8 @@ class Broadcast(Peers):
     since another died before it had sent to all, gets them from others; one that comes late takes w0 and k
     from another. While more is unconfirmed than k has bytes, divided by the number of workers, and than 1 MiB
     and 32 messages, the network is behind: then what would be sent stays in r, for up to 16 steps, and goes
-    in one message.
+    in one message. What one that does not answer has not confirmed is merged, by origin, into a message or
+    two that are no longer than k.
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
     the same: k is saved with r, so nothing is lost by it, and nothing counts twice. One that came late and

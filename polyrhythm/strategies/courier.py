@@ -7,6 +7,8 @@ Messages are numbered by origin, and the ledger says how far each is known. The 
   longer, all counts ("whole"), and tells in turn what it has if it lacks something itself.
 - Now and then each tells its neighbours what all on its side have ("heard"). What all have on both sides of
   all edges is confirmed, and kept no longer.
+- What somebody has not confirmed for long is merged, by origin. It is sent to one for whom it waits in one
+  piece; one that turns out to have some of it gets all counts.
 - When one comes or goes all tell what they have, for it may differ from now on, and so may a tree.
 - "settle" is answered when all that the asker names is known, and "state" with all that there is.
 - To save what is the same for all, all come to rest (see `rest`). What all go on from, if it was loaded, is
@@ -20,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from polyrhythm.errors import PeerLost, UsageError, WaitError, WireError
+from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.strategies.desk import copied
 from polyrhythm.strategies.ledger import Have, Ledger
 from polyrhythm.strategies.peers import others
@@ -64,6 +66,7 @@ class Courier:
         self._told: dict[Peer, Have] = {}  # what all have on the other side of each edge
         self.began = ""  # the digest of what it goes on from, if that was saved
         self._beginnings: dict[str, str] = {}  # the same of others, by origin, as far as they have said
+        self._vain: dict[Peer, tuple[Any, int]] = {}  # what both had when nothing could be taken over
         self.rest = Rest(node, self._level)
 
     @property
@@ -96,15 +99,45 @@ class Courier:
     def publish(self) -> None:
         """Has the message that was entered last sent."""
         self._post(self.neighbours, ("pulses", self.origin, self.sent))
+        self._merge(self.origin)
 
     def behind(self) -> bool:
         """Whether so much is on its way that it is better to send later, in fewer messages."""
         with self.node.exclusive():
             count, size = self.ledger.kept(self.origin)
-        room = sum(vector.nbytes for vector in self.ledger.counts) // len(self.everybody)
+        room = self._size // len(self.everybody)
         behind = count > FEW and size > max(LEAST, room) and self._held < PATIENCE
         self._held = self._held + 1 if behind else 0
         return behind
+
+    @property
+    def _size(self) -> int:
+        """The bytes of k."""
+        return sum(vector.nbytes for vector in self.ledger.counts)
+
+    def _merge(self, origin: str) -> None:
+        """Merges what is kept of an origin, if that is more than k has bytes: somebody has not said for long
+        what it has. Not what was sent to it with what still waits, for it may have got the former: so only
+        when what is new waits already."""
+        with self.node.exclusive():
+            if self.ledger.loose(origin) <= max(LEAST, self._size):
+                return
+            cuts = set()
+            for items in self._outbox.values():
+                first = next(
+                    (number for kind, whose, number in items if (kind, whose) == ("pulses", origin)), 0
+                )
+                entry = self.ledger.message(origin, first)
+                cuts |= set() if entry is None else {entry.first - 1}
+            self.ledger.merge(origin, cuts)
+            for peer, items in self._outbox.items():
+                self._outbox[peer] = deque(dict.fromkeys(self._in_one(item) for item in items))
+
+    def _in_one(self, item: Item) -> Item:
+        """The same for all messages that are merged."""
+        kind, origin, number = item
+        entry = self.ledger.message(origin, number) if kind == "pulses" else None
+        return item if entry is None else (kind, origin, entry.last)
 
     def _post(self, to: Iterable[Peer], *items: Item) -> None:
         """Has items sent, in order, beside whatever goes on: neither a step nor an ear may wait for it."""
@@ -129,8 +162,11 @@ class Courier:
                 tensors: Sequence[Tensor] | None = ()
                 fields: dict[str, Any] = {"have": dict(ledger.have)}
                 if kind == "pulses":
-                    tensors = ledger.message(origin, number)
+                    entry = ledger.message(origin, number)
+                    tensors = None if entry is None else entry.codes
                     fields = {"origin": origin, "number": number}
+                    if entry is not None and entry.first < entry.last:
+                        fields |= {"first": entry.first, "number": entry.last}
                     if origin == self.origin or origin in self._beginnings:
                         fields["began"] = self._beginnings.get(origin, self.began)
                 elif kind == "whole":
@@ -187,22 +223,28 @@ class Courier:
         origin, number = message.fields.get("origin"), message.fields.get("number")
         if not isinstance(origin, str) or not isinstance(number, int):
             raise WireError(f"{message.sender} sent pulses without an origin and a number")
+        first = message.fields.get("first", number)
+        if not isinstance(first, int) or not 0 < first <= number:
+            raise WireError(f"{message.sender} sent pulses from {first!r} to {number}")
         if "began" in message.fields:
             self._beginnings[origin] = message["began"]
         try:
             with self.node.exclusive():
-                what = self.ledger.add(origin, number, message.tensors)
+                what = self.ledger.add(origin, number, message.tensors, first)
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
         if what == "gap":
             self._ask_for(message.sender, origin, number)
+        elif what == "part":
+            self._post([message.sender], HAVE)
         elif what == "new":
             neighbours = self.neighbours
             if self.fanout is not None:
                 onward = [peer for peer in neighbours if peer != message.sender]
                 self._post(onward, ("pulses", origin, number))
-            self._taken += 1
-            self._each[origin] = self._each.get(origin, 0) + 1
+            self._merge(origin)
+            self._taken += number - first + 1
+            self._each[origin] = self._each.get(origin, 0) + number - first + 1
             # Where few train, or one is much faster, what it has sent is confirmed before it holds back.
             if self._taken >= EVERY * len(neighbours) or self._each[origin] >= 2 * EVERY:
                 self._taken = 0
@@ -250,7 +292,20 @@ class Courier:
         if taken and self.fanout is not None:
             self.tell()
         elif lacks and not taken:  # it has to hear more of this one before
+            self._in_vain(message.sender, theirs)
             self._post([message.sender], HAVE)
+
+    def _in_vain(self, peer: Peer, theirs: Have) -> None:
+        """Two that were cut off from each other, but not from others, may both have merged what the other has
+        in part: then neither can go on from the counts of the other."""
+        now = theirs, dict(self.ledger.have)
+        before, times = self._vain.get(peer, (now, 0))
+        self._vain[peer] = now, times + 1 if before == now else 0
+        if times >= 3:
+            raise PolyrhythmError(
+                f"{self.node.me} and {peer} did not hear from each other for so long that neither can get "
+                "from the other what it lacks: is the network between them too slow for this strategy?"
+            )
 
     def _hear_settle(self, message: Message) -> None:
         """Keeps the question until it can be answered."""
@@ -369,7 +424,7 @@ class Courier:
                 late.add(peer)
         return answers, late
 
-    def _whole(self, message: Message, start: int = 0) -> tuple[Have, Have]:
+    def _whole(self, message: Message, start: int = 0) -> tuple[Have, dict[str, Any]]:
         """What a message says that brings all of a ledger, from a place of its tensors on."""
         have, kept = _have(message), message.fields.get("kept")
         try:
