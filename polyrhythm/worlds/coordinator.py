@@ -443,7 +443,7 @@ class Coordinator:
 
     @property
     def left_out(self) -> int:
-        """Examples that were for a worker alone which died before it had trained on them, by its last word."""
+        """Examples that were for one worker alone, which died before it had trained on them, as far as it said."""
         trained = {life: self.totals.get(life, Totals()).samples for life in self._fallen}
         return sum(max(0, self._due.get(life, 0) - samples) for life, samples in trained.items())
 
