@@ -443,8 +443,8 @@ class Coordinator:
 
     @property
     def left_out(self) -> int:
-        """Examples that were for one worker alone, which died before it had trained on them, as far as it said."""
-        trained = {life: self.totals.get(life, Totals()).samples for life in self._fallen}
+        """Examples that were for one worker alone, which died before it had trained on them."""
+        trained = {life: self.totals.get(life, Totals()).samples for life in self._fallen}  # by its last word
         return sum(max(0, self._due.get(life, 0) - samples) for life, samples in trained.items())
 
     @property
