@@ -40,7 +40,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     helps = [_seconds("-m", "polyrhythm", "--help") for _ in range(repeats + 1)][1:]
     bare = [_seconds("-c", "pass") for _ in range(repeats)]
     imports: list[float] = []
-    runs: dict[str, list[float]] = {"allreduce": [], "async": []}
+    runs: dict[str, list[float]] = {"allreduce": [], "async": [], "broadcast": []}
     for _ in range(repeats):
         imports.append(_seconds("-c", "import torch"))
         for strategy, seconds in runs.items():

@@ -275,6 +275,8 @@ def _train(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if "lost_updates" in summary:
         counted, lost, share = (summary["lost_updates"][key] for key in ("counted", "lost", "share"))
         print(f"lost updates: {lost:,} of {counted:,} that were counted ({share:.2g})")
+    if summary["samples_left_out"]:
+        print(f"left out: {summary['samples_left_out']:,} examples of epochs in which their workers died")
     for node, reason in summary["lost"].items():
         times = summary["replaced"].get(node, 0)
         then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"

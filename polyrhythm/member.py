@@ -50,6 +50,7 @@ class Member(Session):
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
         self._seen = 0  # examples, at the last step
+        self._due = 0  # those that it is the only one to get, and has not got yet
         self._mark = self._exchange = self._compute = self._wait = 0.0
         self._charged = self._agreed = self._accumulating = False
         self._depth = 0
@@ -334,6 +335,11 @@ class Member(Session):
             self._join_group(answer["ranks"], answer["number"])
             return self._group.index(self.rank), len(self._group), answer["epoch"]
 
+        def due(examples: int) -> None:
+            assert self._replica is not None
+            self._due += examples
+            self._seat.request("due", samples=self._replica.samples + self._due)
+
         return SharedLoader(
             loader,
             rank=self.rank,
@@ -342,6 +348,7 @@ class Member(Session):
             leases=None if self.strategy.lockstep else (take, give_back),
             counted=self._counted,
             deal=deal if self.strategy.lockstep and self.strategy.survives else None,
+            due=due,
             processes=self._seat.processes,
             peers=[peer.rank for peer in self.strategy.peers(self._node).workers]
             if self.strategy.weighs
@@ -360,6 +367,7 @@ class Member(Session):
         assert self._replica is not None
         self._replica.scale(scale)
         self._replica.samples += samples
+        self._due -= samples
 
     # --- BatchNorm ----------------------------------------------------------------------------------
 

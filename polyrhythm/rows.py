@@ -73,7 +73,7 @@ class RowSGD(torch.optim.Optimizer):
         _loops()
         self._batch: Batch | None = None
         self._loss = math.nan
-        self._rank, self._counts = 0, Counts()
+        self._rank, self._name, self._counts = 0, "RowSGD", Counts()
         self._lock: Lock | None = None
         super().__init__(params, {"lr": lr, "loss": loss})
 
@@ -128,17 +128,18 @@ class RowSGD(torch.optim.Optimizer):
             end, total, row = self._learn_locked(loops, args, self._lock)
         if end == loops.NOT_FINITE:
             raise NotFinite(
-                f"RowSGD: row {row} of a batch of {rows} would make a step that is not finite: lower the "
-                "learning rate, or look at the data"
+                f"{self._name}: row {row} of a batch of {rows} would make a step that is not finite: lower "
+                "the learning rate, or look at the data"
             )
         self._loss = total / rows
 
     def share(self, rank: int, counts: Counts, lock: Lock | None) -> None:
         """From here on counts its updates where others count theirs, and learns each row under this lock."""
-        self._rank, self._counts, self._lock = rank, counts, lock
+        self._rank, self._name, self._counts, self._lock = rank, f"worker {rank}", counts, lock
 
     def _learn_locked(self, loops: ModuleType, args: Any, lock: Lock) -> tuple[int, float, int]:
-        line, until = np.frombuffer(lock.mutex or b"", np.int64), np.zeros(2, np.int64)
+        assert lock.mutex is not None
+        line, until = np.frombuffer(lock.mutex, np.int64), np.zeros(2, np.int64)
         total, row, slices = 0.0, 0, 0
         while True:
             before = row

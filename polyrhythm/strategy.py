@@ -177,6 +177,13 @@ class Strategy(Configured):
     def check_inside(self, within: Strategy) -> None:
         """Raises UsageError if it cannot be between sites inside which there is this one."""
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Whatever takes long, before the first step: compiling, for numbers of this kind. It is done once on
+        each host, before the workers are started, if it is known by then which strategy it will be."""
+        for level in self.levels:
+            if level.codec is not None:
+                level.codec.prepare(dtype)
+
     def check(self, workers: int, servers: int) -> None:
         """Raises UsageError, before any process starts, if it cannot work with so many nodes."""
 

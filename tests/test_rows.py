@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -259,6 +260,21 @@ def test_what_is_not_finite_is_not_stepped_on() -> None:
     with pytest.raises(NotFinite, match="row 1 of a batch of 3 would make a step that is not finite"):
         optimizer.learn(torch.tensor([[0], [2], [3]]), None, torch.ones(3))
     assert model.weight[:, 0].tolist() == [0.2, 0.0, 1e300, 0.0]
+
+
+def test_who_diverges_is_named(tmp_path: Path) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = bag(4)
+        optimizer = pr.RowSGD(model.parameters(), lr=1e30, loss="squared")
+        _, optimizer = session.prepare(model, optimizer)
+        for _ in range(4):
+            optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
+
+    with pytest.raises(
+        PolyrhythmError, match="worker 0: row 0 of a batch of 1 would make a step that is not"
+    ):
+        go(main, "simulated", 1, tmp_path)
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,3 +572,37 @@ def test_one_stopped_with_the_lock_is_named(rows: bool, tmp_path: Path) -> None:
     ):
         go(Stopped(tmp_path / "taken", rows), "real", 2, tmp_path, "hogwild:lock=yes", timeout=2.0)
     assert time.monotonic() - began > 2
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from polyrhythm.wire import Arenas
+from polyrhythm.wire.common import Common
+arenas = Arenas(1, 1 << 30)
+holder = os.fork()
+if not holder:
+    Common(arenas).lock("x", 7).take()
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.waitpid(holder, os.WUNTRACED)
+import torch, polyrhythm as pr
+from polyrhythm.rows import Counts
+optimizer = pr.RowSGD([torch.zeros(4, 1)], lr=0.1)
+optimizer.share(0, Counts(), Common(arenas).lock("x"))
+try:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    optimizer.learn(torch.tensor([[1, 2]]), None, torch.ones(1))
+except KeyboardInterrupt:
+    print("interrupted", optimizer.param_groups[0]["params"][0].any().item())
+finally:
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+"""
+
+
+def test_ctrl_c_is_heard_while_a_compiled_loop_waits() -> None:
+    """For a lock that nobody will release."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False,
+        cwd=Path(pr.__file__).parents[1],
+    )  # fmt: skip
+    assert done.stdout == "interrupted False\n", done.stderr

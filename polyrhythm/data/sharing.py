@@ -31,6 +31,7 @@ GiveBack = Callable[[int], None]  # so many of the leased ones will not be seen:
 # (epoch) -> this worker's place among those that share it, their number, and the epoch that it is for all of
 # them; None if it is over
 Deal = Callable[[int], tuple[int, int, int] | None]
+Due = Callable[[int], None]  # so many more examples are for this worker alone; fewer, if it leaves some
 
 
 def mix(*parts: object) -> int:
@@ -59,6 +60,7 @@ class SharedLoader:
         leases: tuple[Take, GiveBack] | None,
         counted: Callable[[int, float], None],
         deal: Deal | None = None,
+        due: Due = lambda examples: None,
         processes: bool = True,
         peers: Sequence[int] | None = None,
     ) -> None:
@@ -74,7 +76,8 @@ class SharedLoader:
         self.watch: Callable[[Any], None] | None = None  # shown each batch as it is given out
         self._rank, self._workers, self._seed = rank, workers, seed
         self._peers = range(workers) if peers is None else peers  # over whom gradients are averaged
-        self._leases, self._counted, self._deal = leases, counted, deal
+        self._leases, self._counted, self._deal, self._due = leases, counted, deal, due
+        self._dealt_out = 0  # examples of the present epoch that are for this worker, and not yet seen
         self._drawn: dict[int, list[Sequence[int]]] = {}
         self._counts: deque[tuple[int, float]] = deque()  # of batches that are drawn and not yet seen
         self._undrawn = 0  # batches of the present lease that are not even drawn
@@ -106,7 +109,9 @@ class SharedLoader:
         complete = False
         try:
             for batch in self._inner:
-                self._counted(*self._counts.popleft())
+                count = self._counts.popleft()
+                self._counted(*count)
+                self._dealt_out -= count[0]
                 if self.watch is not None:
                     self.watch(batch)
                 yield batch
@@ -116,6 +121,9 @@ class SharedLoader:
             self.left_early = not complete
             if self._leases is not None and not complete:
                 self._leases[1](self._undrawn + len(self._counts))
+            if self._deal is not None and self._dealt_out:
+                self._due(-self._dealt_out)
+                self._dealt_out = 0
 
     def indexes(self) -> Iterator[Sequence[int]]:
         """The examples of each batch of this worker in the present epoch."""
@@ -169,17 +177,26 @@ class SharedLoader:
         return self._drawn[epoch]
 
     def _dealt(self) -> Iterator[tuple[Sequence[int], float]]:
-        """Rounds of one batch per worker, each with the factor that makes a plain mean over its peers right.
-
-        In a full round it is 1. With n of their examples in the round it is n * peers / examples, for the
-        mean of a batch stands for n examples, and the mean over peers divides by their number.
-        """
+        """This worker's batches, where all step together; it says how much is for it alone, if it may die."""
         if self._deal is not None:
             place = self._deal(self.epoch)
             if place is None:
                 return
             self._rank, self._workers, self.epoch = place
             self._peers = range(self._workers)
+            rounds = list(self._rounds())
+            self._dealt_out = sum(len(batch) for batch, scale in rounds if scale)
+            self._due(self._dealt_out)
+            yield from rounds
+        else:
+            yield from self._rounds()
+
+    def _rounds(self) -> Iterator[tuple[Sequence[int], float]]:
+        """Rounds of one batch per worker, each with the factor that makes a plain mean over its peers right.
+
+        In a full round it is 1. With n of their examples in the round it is n * peers / examples, for the
+        mean of a batch stands for n examples, and the mean over peers divides by their number.
+        """
         batches = self._order(self.epoch)
         if not self._splits:
             for first in range(0, len(batches), self._workers):

@@ -55,7 +55,7 @@ class Joiner:
                 key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads, terms["wait"],
                 f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._rooms.arenas,
                 terms["collective"],
-                terms["codec"],
+                terms["strategy"],
             )  # fmt: skip
             self._nodes = Nodes(
                 program, passport, self._rooms, self._screen, self._exited, self._broken, (self._socket,)

@@ -72,13 +72,12 @@ class Launcher:
         secret = key[1] if key else secrets.token_bytes(32)
         # Who wants TCP on one host wants all of it: then tensors travel too, as they would between hosts.
         shared = self._rooms.arenas if listen == "unix:" or here < workers else None
-        codecs = [each.codec for each in strategy.levels if each.codec] if strategy is not None else []
-        codec = str(codecs[0]) if codecs else ""
+        asked = "" if strategy is None else str(strategy)
         passport = Passport(
             secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective,
-            codec,
+            asked,
         )  # fmt: skip
-        self._terms = {"wait": wait, "collective": collective, "restarts": restarts, "codec": codec}
+        self._terms = {"wait": wait, "collective": collective, "restarts": restarts, "strategy": asked}
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(workers)]
         self._wake, self._woken = os.pipe()
         self._lock = threading.RLock()

@@ -40,7 +40,7 @@ class Passport:
     listen: str
     arenas: Arenas | None = None
     collective: str = "auto"
-    codec: str = ""  # what has to be compiled
+    strategy: str = ""  # what has to be compiled is what it needs
 
 
 class Zygote:
@@ -137,13 +137,13 @@ class _Forker:
                 import_module(name)
         except Exception as error:
             return self._say("failed", f"torch cannot be imported: {error!r}")
-        if self._passport.codec:  # compiled once here too, for numbers of the usual kind
+        if self._passport.strategy:  # compiled once here too, for numbers of the usual kind
             import torch
 
-            from polyrhythm.strategy import parse_codec
+            from polyrhythm.strategy import parse
 
             with contextlib.suppress(Exception):  # whatever it is, the nodes will say so
-                parse_codec(self._passport.codec).prepare(torch.float32)
+                parse(self._passport.strategy).prepare(torch.float32)
         try:
             self._say("ready")
             while True:

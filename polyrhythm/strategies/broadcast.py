@@ -17,6 +17,7 @@ from polyrhythm.strategies.ledger import Ledger, digest
 from polyrhythm.strategies.peers import Peers, others
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from polyrhythm.node import Message, Node
@@ -101,13 +102,18 @@ class Broadcast(Peers):
         """The size of a pulse: the power of two next to tau."""
         return float(2.0 ** round(math.log2(self.tau)))
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        import torch
+
+        selection.warm_counts(torch.float32 if dtype.itemsize < 4 else dtype)
+
     # --- how it begins ------------------------------------------------------------------------------
 
     def start(self, node: Node, replica: Replica) -> None:
         import torch
 
         for dtype, _ in replica.layout.kinds:
-            selection.warm_counts(torch.float32 if dtype.itemsize < 4 else dtype)
+            self.prepare(dtype)
         if not node.life:
             node.broadcast(*replica.parameters)
         base = replica.buffer("base", exact=True)

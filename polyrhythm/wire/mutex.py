@@ -72,10 +72,14 @@ class Mutex:
         """The rank of whoever has it, as far as it has told; -1 if nobody has told."""
         return self._holder.value - 1
 
-    def take(self, give_up: GiveUp) -> None:
-        began = time.monotonic()
+    def take(self, give_up: GiveUp, whom: Callable[[], int]) -> None:
+        """Takes it. `whom` tells for whom it waits; for each new one it is patient anew."""
+        began, last = time.monotonic(), whom()
         while not self._try(SLICE):
-            give_up(self.holder, time.monotonic() - began)
+            now, holder = time.monotonic(), whom()
+            if holder != last:
+                began, last = now, holder
+            give_up(holder, now - began)
 
     def release(self) -> None:
         self._holder.value = 0
@@ -122,15 +126,18 @@ class SharedLock(Lock):
         return self.room.memory
 
     def waited(self, seconds: float) -> None:
-        self._give_up(self.room.holder, seconds)
+        self._give_up(self._whom(), seconds)
+
+    def _whom(self) -> int:
+        """Whom all wait for: who is in the room, or, if nobody is, who stands at the door."""
+        return self.room.holder if self.room.holder >= 0 else self.door.holder
 
     def take(self) -> None:
         if self._held:
             return
-        # Who stands at the door waits for the room too: its holder is whom all wait for.
-        self.door.take(lambda _, waited: self._give_up(self.room.holder, waited))
+        self.door.take(self._give_up, self._whom)
         try:
-            self.room.take(self._give_up)
+            self.room.take(self._give_up, self._whom)
             self._held = True
         finally:
             self.door.release()

@@ -101,6 +101,8 @@ class Coordinator:
         self.lost_updates: dict[str, Any] | None = None  # of those that were counted, where some may be
         self.dropped = 0  # updates that came too late to be applied
         self.totals: dict[tuple[Peer, int], Totals] = {}  # of each life of a peer
+        self._due: dict[tuple[Peer, int], int] = {}  # examples that a worker was to have trained on by then
+        self._fallen: list[tuple[Peer, int]] = []  # the lives that ended by death
         self.digest = ""
         self.blob: bytes | memoryview = b""
         self.began = self.ended = 0.0
@@ -300,6 +302,11 @@ class Coordinator:
         self._deals.ask(peer, self.lives[peer], fields["loader"], fields["epoch"], respond)
         self._deal()
 
+    def _on_due(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        """A worker has got its part of an epoch, which nobody else has."""
+        self._due[peer, self.lives[peer]] = fields["samples"]
+        respond({})
+
     def _on_late(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """Who has others wait: for an epoch to begin, or at the end."""
         waiting = {self._bringer, *self._leaving, *self._deals.waiting}
@@ -365,6 +372,7 @@ class Coordinator:
     def _lose(self, peer: Peer, reason: str) -> None:
         """A worker is dead, and the others can go on: with another in its place, if there is one."""
         life, joined = self.lives[peer], peer in self.members
+        self._fallen.append((peer, life))
         self.expected.discard(peer)
         done = self._leaving.pop(peer, None) is not None or peer == self._bringer
         if peer == self._bringer:
@@ -436,6 +444,7 @@ class Coordinator:
             "joined": sum(self.replaced.values()),
             "replaced": dict(self.replaced),
             "batches_undone": self.leases.undone,
+            "samples_left_out": self.left_out,
             "digest": self.digest,
         }
         if self._sites:
@@ -446,6 +455,12 @@ class Coordinator:
             summary["folder"] = str(self._folder.path)
             self._folder.summary(summary)
         return summary
+
+    @property
+    def left_out(self) -> int:
+        """Examples that were for one worker alone, which died before it had trained on them, as it said."""
+        trained = {life: self.totals.get(life, Totals()).samples for life in self._fallen}
+        return sum(max(0, self._due.get(life, 0) - samples) for life, samples in trained.items())
 
     @property
     def deaths(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 from polyrhythm.errors import PolyrhythmError
 from polyrhythm.wire import Arenas
 from polyrhythm.wire.common import Common
+from polyrhythm.wire.mutex import patient
 
 
 @pytest.fixture
@@ -215,6 +216,44 @@ def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -
     os.waitpid(other, 0)
     lock.take()
     lock.release()
+
+
+def test_one_stopped_at_the_door_is_named_too(arenas: Arenas) -> None:
+    """The room is empty, and nobody can get there."""
+
+    def child() -> None:
+        Common(arenas).lock("x", 5).door.take(patient, lambda: -1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    stopped = forked(child)
+    assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
+    with pytest.raises(Late, match="worker 5"):
+        Common(arenas).lock("x", 1, gives_up(0.7)).take()
+    end(stopped)
+
+
+def test_turns_are_not_added_up(arenas: Arenas) -> None:
+    """Who waits for many, one after the other, has no reason to give up on any of them."""
+    room = Common(arenas).lock("x").room
+    asked: list[float] = []
+    holders = iter([1, 1, 2, 3, 3])
+
+    def child() -> None:
+        Common(arenas).lock("x", 1).take()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    holder = forked(child)
+    assert os.WIFSTOPPED(os.waitpid(holder, os.WUNTRACED)[1])
+
+    def give_up(_: int, waited: float) -> None:
+        asked.append(waited)
+        if len(asked) == 4:
+            raise Late
+
+    with pytest.raises(Late):
+        room.take(give_up, lambda: next(holders))
+    assert asked[1:3] == [0.0, 0.0] and min(asked[0], asked[3]) > 0
+    end(holder)
 
 
 def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:

@@ -1,0 +1,39 @@
+"""What a strategy needs compiled is there before its workers are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """\
+import sys
+print("numba", "numba" in sys.modules, flush=True)
+import torch, polyrhythm as pr
+session, model = pr.init(), torch.nn.Linear(20, 5)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters()))
+model(torch.ones(1, 20)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "there"),
+    [("broadcast", True), ("allreduce+topk", True), ("allreduce / local:2+topk", True), ("allreduce", False)],
+)
+def test_what_takes_long_is_loaded_once(tmp_path: Path, strategy: str, there: bool) -> None:
+    """By the process that all workers are forked from, and only if it is needed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "polyrhythm", "run", "train.py", "--workers=2", f"--strategy={strategy}"]
+    if "/" in strategy:
+        command += [f"--cluster={Path(__file__).parents[1] / 'sites.toml'}"]
+    place = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": place}, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count(f"numba {there}") == 2
