@@ -129,13 +129,15 @@ class Broadcast(Peers):
             courier.catch_up()
 
     def enter(self, node: Node, replica: Replica) -> None:
-        self._wait_for_the_first(node, replica)
+        waits = bool(self.warmup) and node.rank >= self.first
+        if waits:
+            self._wait_for_the_first(node)
+        _courier(replica).rest.begin(later=waits or bool(node.life))
         self._place(node, replica, replica.parameters)
-        _courier(replica).rest.begin()
 
-    def _wait_for_the_first(self, node: Node, replica: Replica) -> None:
-        """Waits, if others are to train for some steps before this one does."""
-        while self.warmup and node.rank >= self.first:
+    def _wait_for_the_first(self, node: Node) -> None:
+        """Others are to train for some steps before this one does."""
+        while True:
             before = [peer for peer in others(node) if peer < node.me]
             if not before:
                 return
