@@ -401,7 +401,8 @@ def union(seen: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
 def agrees(shown: dict[str, Tensor], seen: list[dict[str, Any]], policy: str) -> bool:
     """Whether these statistics are of those workers by the policy."""
     if policy == "rank0":
-        return all(torch.equal(shown[name], value) for name, value in seen[0]["own"].items())
+        lowest = next(each for each in seen if each["samples"])
+        return all(torch.equal(shown[name], value) for name, value in lowest["own"].items())
     mean, variance = union(seen)
     return torch.allclose(shown["1.running_mean"], mean, rtol=1e-12) and torch.allclose(
         shown["1.running_var"], variance, rtol=1e-12
