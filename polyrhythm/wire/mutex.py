@@ -23,7 +23,8 @@ HOLDER = 56
 SLICE = 0.5  # seconds
 BOTH = 2 * SIZE  # the door, and the room
 
-# (the rank of the holder, or -1 if that is not known; seconds waited so far): raises if it is in vain.
+# (the rank of whom one waits for, or -1 if that is not known; seconds that it was this one): raises if it is in
+# vain.
 GiveUp = Callable[[int, float], None]
 
 
@@ -72,10 +73,15 @@ class Mutex:
         """The rank of whoever has it, as far as it has told; -1 if nobody has told."""
         return self._holder.value - 1
 
-    def take(self, give_up: GiveUp) -> None:
-        began = time.monotonic()
+    def take(self, give_up: GiveUp, whom: Callable[[], int] | None = None) -> None:
+        """Blocks until it has it. It waits for the holder, or for `whom`; when that is another, the line has
+        moved on, and time counts anew."""
+        look = whom or (lambda: self.holder)
+        began, holder = time.monotonic(), look()
         while not self._try(SLICE):
-            give_up(self.holder, time.monotonic() - began)
+            if (now := look()) != holder:
+                began, holder = time.monotonic(), now
+            give_up(holder, time.monotonic() - began)
 
     def release(self) -> None:
         self._holder.value = 0
@@ -127,13 +133,17 @@ class SharedLock(Lock):
     def take(self) -> None:
         if self._held:
             return
-        # Who stands at the door waits for the room too: its holder is whom all wait for.
-        self.door.take(lambda _, waited: self._give_up(self.room.holder, waited))
+        self.door.take(self._give_up, self._inside)
         try:
             self.room.take(self._give_up)
             self._held = True
         finally:
             self.door.release()
+
+    def _inside(self) -> int:
+        """Whom those at the door wait for: who has the room, or, if nobody has, who stands before it."""
+        holder = self.room.holder
+        return self.door.holder if holder < 0 else holder
 
     def release(self) -> None:
         if self._held:

@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from polyrhythm.errors import PolyrhythmError
-from polyrhythm.wire import Arenas
+from polyrhythm.wire import Arenas, mutex
 from polyrhythm.wire.common import Common
 
 
@@ -217,6 +218,43 @@ def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -
     lock.release()
 
 
+def test_who_is_stopped_at_the_door_is_named(arenas: Arenas) -> None:
+    """Nobody has the room then, and yet all wait."""
+    lock = Common(arenas).lock("x", 0)
+    lock.take()
+    before = forked(lambda: Common(arenas).lock("x", 7).take())
+    wait_until(lambda: lock.door.holder == 7)
+    os.kill(before, signal.SIGSTOP)
+    os.waitpid(before, os.WUNTRACED)
+    lock.release()
+    with pytest.raises(Late, match="worker 7"):
+        Common(arenas).lock("x", 1, gives_up(0.7)).take()
+    end(before)
+    lock.take()
+    lock.release()
+
+
+def test_a_line_that_moves_on_is_not_given_up(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts from when it was seen to be another's turn: many who are quick are not one who is stuck."""
+    holder = stopped_with(arenas, "x")
+    turns = [3, 3, 4, 4, 4, 5]
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: 6 - len(turns)  # a second for every look
+    monkeypatch.setattr(mutex, "time", clock)
+    monkeypatch.setattr(mutex, "SLICE", 0.01)
+    told: list[tuple[int, float]] = []
+
+    def give_up(whom: int, waited: float) -> None:
+        told.append((whom, waited))
+        if not turns:
+            raise Late
+
+    with pytest.raises(Late):
+        Common(arenas).lock("x", 9).room.take(give_up, lambda: turns.pop(0))
+    assert told == [(3, 2), (4, 0), (4, 1), (4, 2), (5, 0)]
+    end(holder)
+
+
 def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
     holder = stopped_with(arenas, "x")
     word = Common(arenas).memory("word", 1)
@@ -234,8 +272,8 @@ def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
     wait_until(lambda: word[0] == 1 and Common(arenas).lock("x").door.taken())
     os.kill(waiter, signal.SIGINT)
     wait_until(lambda: word[0] == 2)
-    assert not Common(arenas).lock("x").door.taken()
     os.waitpid(waiter, 0)
+    assert not Common(arenas).lock("x").door.taken()
     end(holder)
 
 
