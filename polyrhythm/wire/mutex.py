@@ -23,8 +23,7 @@ HOLDER = 56
 SLICE = 0.5  # seconds
 BOTH = 2 * SIZE  # the door, and the room
 
-# (the rank of whom one waits for, or -1 if that is not known; seconds that it was this one): raises if it is in
-# vain.
+# (the rank of whom one waits for, or -1 if that is not known; for how many seconds): raises if it is in vain.
 GiveUp = Callable[[int, float], None]
 
 
