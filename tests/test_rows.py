@@ -402,6 +402,19 @@ def test_of_many_features_a_sample_is_counted(tmp_path: Path) -> None:
         assert go(main, world, 2, tmp_path)["lost_updates"]["counted"] == 2 * 10 * 64 * 8 // 256
 
 
+def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
+    """Nobody steps on them."""
+
+    def main() -> None:
+        session = pr.init()
+        model = bag(8)
+        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        model(torch.arange(8).view(2, 4)).sum().backward()
+        optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
+
+    assert go(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 4
+
+
 def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
     """What is beyond the margin of a hinge is not touched, and not counted."""
 
