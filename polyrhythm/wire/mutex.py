@@ -74,13 +74,13 @@ class Mutex:
 
     def take(self, give_up: GiveUp, whom: Callable[[], int] | None = None) -> None:
         """Blocks until it has it. It waits for the holder, or for `whom`; when that is another, the line has
-        moved on, and time counts anew."""
+        moved on, and time counts anew. By slices, for this process may have been stopped itself."""
         look = whom or (lambda: self.holder)
-        began, holder = time.monotonic(), look()
+        holder, waited = look(), 0.0
         while not self._try(SLICE):
-            if (now := look()) != holder:
-                began, holder = time.monotonic(), now
-            give_up(holder, time.monotonic() - began)
+            before, holder = holder, look()
+            waited = waited + SLICE if holder == before else 0.0
+            give_up(holder, waited)
 
     def release(self) -> None:
         self._holder.value = 0
