@@ -26,7 +26,7 @@ from polyrhythm.node import Peer
 from polyrhythm.strategies import courier
 from polyrhythm.strategies.courier import Courier
 from polyrhythm.strategies.ledger import Ledger
-from polyrhythm.worlds.simulated import SimulatedNode
+from polyrhythm.worlds.simulated.node import SimulatedNode
 
 __all__ = ["watch"]  # a fixture
 
