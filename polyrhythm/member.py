@@ -91,6 +91,7 @@ class Member(Session):
                 self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within,
                 self.strategy,
             )  # fmt: skip
+            self.strategy.enter(node, replica)
         if self._norms is not None and self._norms.waits:
             # Its collectives are in the midst of backward: whose gradients come when would change the order.
             self._early = False

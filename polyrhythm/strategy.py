@@ -199,6 +199,9 @@ class Strategy(Configured):
         """Runs on every worker before its first step: all start equal to worker 0."""
         node.broadcast(*replica.parameters)
 
+    def enter(self, node: Node, replica: Replica) -> None:
+        """The last of the start: by now others get answers to all that they may ask, so it may wait long."""
+
     def before_forward(self, node: Node, replica: Replica) -> None:
         """A forward pass that gradients may be wanted of is about to begin; for those that watch it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,41 @@ def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) 
     )
     summary = simulate(Saving(tmp_path, 0, 4), f"broadcast:0.004,{shape}", 4, tmp_path, RANDOM + deaths)
     assert len(summary["lost"]) == 2 and len(set(digests(summary).values())) == 1
+
+
+@pytest.mark.parametrize("back", [150, 200, 210, 320])
+def test_one_that_comes_late_saves_where_the_others_do(tmp_path: Path, back: int) -> None:
+    """Though nothing is left to train on in the epoch that it comes in: the next ones it shares with them."""
+    dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
+    script = Saving(tmp_path, 0, 4)
+    cluster = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n'
+    summary = simulate(script, "broadcast:0.004", 3, tmp_path, cluster + dies)
+    assert summary["replaced"] == {"worker 2": 1}
+    for epoch in range(4):
+        first, *others = (each for each in kept(tmp_path, 3, epoch) if each)
+        assert all(alike(first, each) for each in others) and len(others) >= 1 + (epoch > 1)
+    assert script.replicas[2].steps <= 24
+    assert sum(each.steps for each in script.replicas.values()) >= 3 * 24
+
+
+SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nbandwidth = "60 kbit/s"\n'
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[:2], "warmup=8", "warmup=30"])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
+    tmp_path: Path, shape: str, seed: int
+) -> None:
+    """Links are so slow that one rest takes as long as an epoch. Who comes then, or has waited for others to
+    train before it, begins with nothing that some have noted and others not."""
+    lots = random.Random(seed)
+    at = lots.randrange(300, 1500)
+    dies = f'[[failures]]\nworkers = [{lots.randrange(4)}]\nat = "{at} ms"\nback = "{at + 100} ms"\n'
+    simulate(Saving(tmp_path, 0, 5), f"broadcast:0.002,{shape}", 4, tmp_path, SLOW + dies)
+    for epoch in range(5):
+        found = [each for each in kept(tmp_path, 4, epoch) if each]
+        assert all(alike(found[0], each) for each in found)
+    assert len(found) == 4
 
 
 def test_who_goes_on_from_something_else_is_told(tmp_path: Path) -> None:

@@ -445,6 +445,21 @@ def test_one_that_comes_late_goes_on_with_theirs(
     assert len({float(each["came"]["1.running_mean"].sum()) for each in others}) == 1
 
 
+@pytest.mark.parametrize("strategy", LIVING)
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+def test_one_that_has_just_come_counts_for_nothing(
+    simulate: Any, tmp_path: Path, strategy: str, policy: str
+) -> None:
+    """It is in the run, and trains from the next epoch on: till then the others' statistics are newer."""
+    script = Mortal(tmp_path)
+    cluster = DIES.format(0).replace("140", "100") + 'back = "115 ms"\n'
+    summary = simulate(script, strategy, 3, cluster=cluster, batch_norm=policy)
+    assert summary["replaced"] == {"worker 0": 1}
+    late, *others = script.seen(1, "0.1", "1.0", "2.0")
+    assert not late["samples"]
+    assert all(agrees(each["shown"], others, policy) for each in others)
+
+
 @pytest.mark.parametrize("strategy", ["gossip", "adpsgd"])
 @pytest.mark.parametrize(("policy", "victim", "restarts"), [("rank0", 0, 0), ("mean", 1, 0), ("rank0", 0, 1)])
 def test_the_living_agree_on_real_processes(
@@ -458,6 +473,26 @@ def test_the_living_agree_on_real_processes(
         there.insert(victim, f"{victim}.1")
     assert list(summary["lost"]) == [f"worker {victim}"]
     assert agrees(trained(summary), script.seen(3, *there), policy)
+
+
+@both_worlds
+def test_who_waits_to_begin_shows_its_statistics(world: str, tmp_path: Path) -> None:
+    """While only worker 0 trains, it looks at the consensus: the others have seen nothing, and say so."""
+
+    def main() -> None:
+        here = pr.init()
+        model = normed()
+        loader = DataLoader(Examples(48), batch_size=2)
+        model, optimizer, loader = here.prepare(model, MOMENTUM(model.parameters()), loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if here.rank == 0 and here._replica.steps == 3:  # type: ignore[attr-defined]
+                shown, own = statistics(here.consensus()), statistics(model)
+                assert all(torch.allclose(shown[name], value) for name, value in own.items())
+
+    go(world, main, tmp_path, strategy="broadcast:warmup=6", batch_norm="mean")
 
 
 # One machine with the union batch

@@ -18,7 +18,7 @@ DEFAULT = "local"
 
 POLICIES = {
     "local": "each worker keeps its own; the final model has those of the worker that brings it",
-    "rank0": "consensus and final model have worker 0's; if it dies, those of the next one that is there",
+    "rank0": "consensus and final model have worker 0's; if it dies, those of the next one that has trained",
     "mean": "consensus and final model have those of all workers, merged by the law of total variance",
     "sync": "batch statistics are those of all workers' batches together, in every training forward",
     "recompute": "computed anew for consensus and final model, from training batches",

@@ -88,14 +88,13 @@ class Merged(Policy):
 
     def live(self, together: bool) -> None:
         """From here on nobody waits for the dead. One that comes in place of another goes on with what the
-        others have, of those that have trained the lowest."""
+        others have: the lowest that has trained."""
         self.living = Living(self.node, self._own, together)
         if self.node.life:
             given = self.living.now()
             del given[self.node.me]
-            trained = [each for each in given.values() if each.samples] or list(given.values())
-            if trained:
-                *values, _, self._before = trained[0].tensors
+            if given:
+                *values, _, self._before = _lowest(given).tensors
                 self._take(values)
                 self.show(self.model)
                 self.agreed, self._here = {}, self._tracked()
@@ -143,8 +142,13 @@ class Rank0(Merged):
         self.node.broadcast(*(value for each in self.agreed.values() for value in each))
 
     def merge(self, given: dict[Peer, Given]) -> None:
-        *values, _, _ = next(iter(given.values())).tensors
+        *values, _, _ = _lowest(given).tensors
         self._take(values)
+
+
+def _lowest(given: dict[Peer, Given]) -> Given:
+    """Of those that have trained: one that has just come has what others had, or nothing yet."""
+    return next((each for each in given.values() if each.samples), next(iter(given.values())))
 
 
 class Mean(Merged):

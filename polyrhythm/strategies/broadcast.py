@@ -54,8 +54,8 @@ class Broadcast(Peers):
     two that are no longer than k.
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
-    the same: k is saved with r, so nothing is lost by it, and nothing counts twice. One that came late and
-    has taken no step waits for nobody, and has nothing to save. A run that is resumed has its warm-up again.
+    the same: k is saved with r, so nothing is lost by it, and nothing counts twice. One that came late passes
+    by the places where the others have saved before. A run that is resumed has its warm-up again.
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10
@@ -127,13 +127,17 @@ class Broadcast(Peers):
         node.listen(partial(self.hear, node, replica), *self.kinds)
         if node.life:
             courier.catch_up()
-        self._wait_for_the_first(node, replica)
-        self._place(node, replica, replica.parameters)
-        courier.rest.begin()
 
-    def _wait_for_the_first(self, node: Node, replica: Replica) -> None:
-        """Waits, if others are to train for some steps before this one does."""
-        while self.warmup and node.rank >= self.first:
+    def enter(self, node: Node, replica: Replica) -> None:
+        waits = bool(self.warmup) and node.rank >= self.first
+        if waits:
+            self._wait_for_the_first(node)
+        _courier(replica).rest.begin(later=waits or bool(node.life))
+        self._place(node, replica, replica.parameters)
+
+    def _wait_for_the_first(self, node: Node) -> None:
+        """Others are to train for some steps before this one does."""
+        while True:
             before = [peer for peer in others(node) if peer < node.me]
             if not before:
                 return
@@ -169,7 +173,7 @@ class Broadcast(Peers):
     # --- what is saved ------------------------------------------------------------------------------
 
     def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
-        if node.life and not replica.steps:  # it runs through epochs that are over, and others are not there
+        if not _courier(replica).rest.come():  # it runs through epochs that are over
             return {}
         kept: dict[str, Any] = {}
         base, ledger = replica.buffer("base", exact=True), _courier(replica).ledger

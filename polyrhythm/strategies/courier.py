@@ -210,7 +210,7 @@ class Courier:
             with self.node.exclusive():
                 tensors, fields = self.ledger.whole()
             if self.ready:
-                fields |= {"began": self.began, "rests": self.rest.numbers}
+                fields |= {"began": self.began, "rests": list(self.rest.numbers)}
                 self.node.answer(message, *self.base, *tensors, ready=True, **fields)
             else:
                 self.node.answer(message, ready=False)

@@ -3,8 +3,8 @@
 Each comes to rest when its script says so. Nothing new comes of it then, so once all are there all can get
 what there is; each notes it, and nobody goes on before all have. Rests are numbered, for one may have gone on
 to the next while another still hears that all have noted this one. Who has not begun, or is done, is at rest.
-One that comes late takes the numbers over. Should it come in the very midst of a rest, what it does first may
-be noted by some and not by others: that is seen when it is loaded.
+One that begins later than others does not do so in the midst of a rest, or some would note what it does first
+and others not. It runs through the script from its beginning, and passes by the places that they have left.
 """
 
 from __future__ import annotations
@@ -25,22 +25,39 @@ class Rest:
     def __init__(self, node: Node, level: Callable[[], None]) -> None:
         self.node, self._level = node, level
         self.numbers = [0, 0]  # of the rest that it has come to last, and of the last one that it has noted
+        self._places = 0  # of the script, where it saves, that this worker has come to
         self._at: Literal["idle", "work", "rest", "noted"] = "idle"
         self._held: list[Message] = []  # not answered yet
 
-    def begin(self) -> None:
-        """From here on something new may come of this worker: whoever is at rest waits for it."""
-        self._at = "work"
+    def begin(self, later: bool) -> None:
+        """From here on something new may come of this worker: whoever comes to rest waits for it.
+
+        `later` than of others: some may be at rest already, and do not wait for it. So it waits for them.
+        """
+        while True:
+            known = self.numbers[0]
+            found = self._ask("noted") if later else [known]
+            with self.node.exclusive():
+                self.numbers[0] = max(self.numbers[0], *found)
+                if self.numbers[0] == known:  # nor has another come to rest meanwhile
+                    self.numbers[1], self._at = known, "work"
+                    return
 
     def end(self) -> None:
         """Nothing new comes of it any longer."""
         self._at = "idle"
         self._answer()
 
+    def come(self) -> bool:
+        """The script has come to a place where it saves; False if the others have left it before this one
+        began."""
+        self._places += 1
+        return self._places > self.numbers[1]
+
     def take(self, note: Callable[[], None]) -> None:
         """Waits until all are at rest and have everything. What there is is noted before anybody goes on."""
         with self.node.exclusive():
-            self.numbers[0] += 1
+            self.numbers[0] = self.numbers[1] + 1
             self._at = "rest"
         self._answer()
         found = self._ask("come")
@@ -77,8 +94,8 @@ class Rest:
                 late.append(str(peer))
         if late:
             raise WaitError(
-                f"{node.me} saves its state, and {', '.join(late)} did not come to the same place: under "
-                "broadcast all workers call session.state_dict() together"
+                f"{node.me} waits where the state is saved, and {', '.join(late)} did not come to the same "
+                "place: under broadcast all workers call session.state_dict() together"
             )
         return found
 
@@ -92,10 +109,8 @@ class Rest:
             self.node.answer(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
-        number = message["number"]
-        if self._at == "idle" or number <= self.numbers[1]:
+        number, idle = message["number"], self._at == "idle"
+        if message["what"] == "come" and (idle or self._at == "rest"):
+            self.numbers[0] = max(self.numbers[0], number)
             return True
-        if message["what"] == "noted" or self._at != "rest":
-            return False
-        self.numbers[0] = max(self.numbers[0], number)  # of one that came late, while this one was at rest
-        return True
+        return idle or number <= self.numbers[1]
