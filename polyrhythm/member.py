@@ -72,6 +72,7 @@ class Member(Session):
         if self._seat.me.role == "server":
             self._serve(model, optimizer)
         replica = self._replica = Replica(model, optimizer, node.empty, self.strategy.sparse)
+        replica.clock = node.now
         replica.layout.check_servers(len(node.servers))
         self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
         self._seat.request("prepared", layout=replica.layout.hash)
@@ -291,11 +292,11 @@ class Member(Session):
         self._charged = False
         replica.steps += 1
         replica.check_finite(node.me)
-        before = node.now()
+        before, applying = node.now(), replica.applying
         with torch.no_grad(), self._seat.away():
             self.strategy.step(node, replica)
         after = node.now()
-        wait = after - before + self._exchange
+        wait = after - before + self._exchange - (replica.applying - applying)
         compute = after - self._mark - wait
         self._mark, self._exchange = after, 0.0
         self._compute += compute

@@ -65,6 +65,8 @@ class Replica:
         self.version: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self.leaves_early = False  # while others go on with the data
+        self.clock: Callable[[], float] = float  # what time it is, by the world's clock
+        self.applying = 0.0  # seconds that the optimizer has taken for its steps
         self.notes: dict[str, Any] = {}  # what else a strategy remembers
         self.senders: dict[Any, Sender] = {}  # through a codec: views of the buffers and notes above
         self.readers: dict[Any, Coder] = {}  # of what servers answer in code
@@ -315,7 +317,9 @@ class Replica:
 
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
+        before = self.clock()
         self._optimizer_step()
+        self.applying += self.clock() - before
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """Each parameter group's settings as plain values: they travel with every push."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 LOSSES = ("logistic", "hinge", "squared")  # in the order of `row_loops`
+INDEXES = (torch.int32, torch.int64)
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -69,13 +70,20 @@ class RowSGD(torch.optim.Optimizer):
 
     own_gradients: ClassVar[bool] = True  # it needs none of `backward()`, and no strategy sees any
 
+    # Of the class, for a copy of an optimizer has its settings only, and shares nothing with anybody.
+    _batch: Batch | None = None
+    _loss = math.nan
+    _rank, _name, _counts = 0, "RowSGD", Counts()
+    _lock: Lock | None = None
+
     def __init__(self, params: Iterable[Any], lr: float | Tensor, loss: str = "logistic") -> None:
         _loops()
-        self._batch: Batch | None = None
-        self._loss = math.nan
-        self._rank, self._name, self._counts = 0, "RowSGD", Counts()
-        self._lock: Lock | None = None
         super().__init__(params, {"lr": lr, "loss": loss})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # what torch.optim.SGD saved tells of no loss
+            group.setdefault("loss", self.defaults["loss"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         settings = {**self.defaults, **param_group}
@@ -87,9 +95,9 @@ class RowSGD(torch.optim.Optimizer):
             raise UsageError(f"RowSGD: loss is {loss!r}; it may be {', '.join(LOSSES)}")
         super().add_param_group(param_group)
         found = [each for group in self.param_groups for each in group["params"]]
-        one = found[0]
-        if len(found) > 1 or one.dim() != 2 or one.shape[1] != 1 or one.device.type != "cpu":
-            shapes = ", ".join(f"{tuple(each.shape)} on {each.device.type}" for each in found)
+        one = found[0] if len(found) == 1 else torch.zeros(0)
+        if one.dim() != 2 or one.shape[1] != 1 or one.device.type != "cpu":
+            shapes = ", ".join(f"{tuple(each.shape)} on {each.device.type}" for each in found) or "none"
             raise UsageError(
                 "RowSGD: it trains one tensor of shape (features, 1) on the CPU, such as the weight of "
                 f'nn.EmbeddingBag(features, 1, mode="sum", sparse=True), and was given {shapes}'
@@ -155,15 +163,21 @@ class RowSGD(torch.optim.Optimizer):
     def _checked(self, words: Tensor, offsets: Tensor | None, labels: Tensor, values: Tensor | None) -> Batch:
         """The batch for the compiled loops; UsageError if it cannot be learned whole."""
         weight = self.param_groups[0]["params"][0]
-        if words.dtype not in (torch.int32, torch.int64):
-            raise UsageError(f"RowSGD: words are int32 or int64, and these are {words.dtype}")
+        given = {"words": words, "offsets": offsets, "labels": labels, "values": values}
+        for name, each in given.items():
+            if not isinstance(each, Tensor) and (each is not None or name in ("words", "labels")):
+                raise UsageError(f"RowSGD: {name} are a tensor, and this is {type(each).__name__}")
+            if name in ("words", "offsets") and each is not None and each.dtype not in INDEXES:
+                raise UsageError(f"RowSGD: {name} are int32 or int64, and these are {each.dtype}")
         rows = labels.numel()
         if words.dim() != (2 if offsets is None else 1):
             raise UsageError(
                 f"RowSGD: words have {words.dim()} dimensions: they are a matrix and offsets are None, or "
                 "they are all rows end to end and offsets tell where each begins"
             )
-        many = len(words) if offsets is None else offsets.numel()
+        if offsets is not None and offsets.dim() != 1:
+            raise UsageError(f"RowSGD: offsets have {offsets.dim()} dimensions; they are a vector")
+        many = len(words) if offsets is None else len(offsets)
         if labels.dim() != 1 or many != rows or not rows:
             raise UsageError(f"RowSGD: there are {many} rows, and labels of shape {tuple(labels.shape)}")
         if values is not None and values.shape != words.shape:
@@ -188,8 +202,8 @@ class RowSGD(torch.optim.Optimizer):
             raise UsageError(f"RowSGD: word {at} is {batch.words[at]}, and there are {len(weight)} features")
         if wrong == loops.BAD_OFFSET:
             raise UsageError(
-                f"RowSGD: offset {at} is {starts[at]}: they begin with 0, do not fall, and end before the "
-                f"{len(batch.words)} words do"
+                f"RowSGD: offset {at} is {starts[at]}: they begin with 0, do not fall, and do not go beyond "
+                f"the {len(batch.words)} words"
             )
         if wrong == loops.BAD_LABEL:
             what = "a finite number" if kind == "squared" else f"0 or 1 for the {kind} loss"

@@ -110,9 +110,7 @@ class Strategy(Configured):
     remembers: ClassVar[tuple[str, ...]] = ()  # the replica's buffers that are saved, besides a codec's
     stays: ClassVar[bool] = False  # the workers hold the parameters among themselves: none leaves before all
     sparse: ClassVar[bool] = False  # sparse gradients stay as they are, and are not in the flat gradient
-    in_place: ClassVar[bool] = (
-        False  # the optimizer's own step is all: it may do without gradients (`RowSGD`)
-    )
+    in_place: ClassVar[bool] = False  # the optimizer's own step is all: it may make its own gradients
     lease: ClassVar[int] = 8  # batches that a worker takes at a time, at most, where each has its own pace
     one_host: ClassVar[bool] = False  # it works on memory that all workers share
     inside: ClassVar[bool] = False  # at each of its beats the workers are equal, wherever all began: a site,

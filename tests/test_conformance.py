@@ -527,6 +527,7 @@ def test_workers_die_and_join_on_real_processes(trip: Any, row: Row, tmp_path: P
     adds_up(summary)
 
 
+@pytest.mark.timeout(600)  # all rows, twice
 def test_one_seed_one_result_in_every_process(tmp_path: Path) -> None:
     """The simulated result depends on nothing that differs between Python processes, such as hash seeds."""
     code = (
@@ -537,10 +538,9 @@ def test_one_seed_one_result_in_every_process(tmp_path: Path) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == [go(row, UNEVEN, 3)["digest"] for row in ROWS]
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as other:
+        here_too = [go(row, UNEVEN, 3)["digest"] for row in ROWS]
+        assert other.stdout is not None and json.loads(other.stdout.read()) == here_too
 
 
 def test_every_strategy_and_codec_has_a_row() -> None:

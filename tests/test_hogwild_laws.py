@@ -393,7 +393,8 @@ def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, t
     """Whoever dies, with the lock or without, all examples are trained on and the parameters are whole."""
     summary = go(Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0)
     assert set(summary["lost"]) == {f"worker {rank}" for rank in kills}
-    assert summary["joined"] == (len(kills) if restarts else 0)
+    # Without restarts somebody comes only if it was the last one, to bring home what is there.
+    assert summary["joined"] == len(kills) if restarts else summary["joined"] <= 1
     # What the dead had done by then they could not tell.
     assert summary["samples"] >= 120 - 4 * sum(kills.values()) and summary["batches_undone"] == 0
     Bag().load_state_dict(trained(summary), strict=True)

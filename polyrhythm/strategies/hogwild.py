@@ -132,7 +132,8 @@ class Tally:
 
         # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
         self._places: list[tuple[int, int, int]] = []
-        most = MOST_COMPILED if isinstance(replica.optimizer, RowSGD) else MOST
+        self._by_loop = isinstance(replica.optimizer, RowSGD)  # which counts what it does by itself
+        most = MOST_COMPILED if self._by_loop else MOST
         stop = 0
         for piece in replica.layout.pieces:
             rows = piece.shape[0] if piece.shape else 1
@@ -147,6 +148,8 @@ class Tally:
     def count(self, replica: Replica) -> None:
         import numpy as np
 
+        if self._by_loop:  # and whatever `backward()` may have left in `.grad` is not stepped on
+            return
         made = self._mine
         for parameter, (start, stop, shift) in zip(replica.layout.parameters, self._places, strict=True):
             gradient = parameter.grad

@@ -23,7 +23,7 @@ HOLDER = 56
 SLICE = 0.5  # seconds
 BOTH = 2 * SIZE  # the door, and the room
 
-# (the rank of the holder, or -1 if that is not known; seconds waited so far): raises if it is in vain.
+# (the rank of whom one waits for, or -1 if that is not known; for how many seconds): raises if it is in vain.
 GiveUp = Callable[[int, float], None]
 
 
@@ -72,14 +72,15 @@ class Mutex:
         """The rank of whoever has it, as far as it has told; -1 if nobody has told."""
         return self._holder.value - 1
 
-    def take(self, give_up: GiveUp, whom: Callable[[], int]) -> None:
-        """Takes it. `whom` tells for whom it waits; for each new one it is patient anew."""
-        began, last = time.monotonic(), whom()
+    def take(self, give_up: GiveUp, whom: Callable[[], int] | None = None) -> None:
+        """Blocks until it has it. It waits for the holder, or for `whom`; when that is another, the line has
+        moved on, and time counts anew. By slices, for this process may have been stopped itself."""
+        look = whom or (lambda: self.holder)
+        holder, waited = look(), 0.0
         while not self._try(SLICE):
-            now, holder = time.monotonic(), whom()
-            if holder != last:
-                began, last = now, holder
-            give_up(holder, now - began)
+            before, holder = holder, look()
+            waited = waited + SLICE if holder == before else 0.0
+            give_up(holder, waited)
 
     def release(self) -> None:
         self._holder.value = 0
@@ -126,21 +127,22 @@ class SharedLock(Lock):
         return self.room.memory
 
     def waited(self, seconds: float) -> None:
-        self._give_up(self._whom(), seconds)
-
-    def _whom(self) -> int:
-        """Whom all wait for: who is in the room, or, if nobody is, who stands at the door."""
-        return self.room.holder if self.room.holder >= 0 else self.door.holder
+        self._give_up(self.room.holder, seconds)
 
     def take(self) -> None:
         if self._held:
             return
-        self.door.take(self._give_up, self._whom)
+        self.door.take(self._give_up, self._inside)
         try:
-            self.room.take(self._give_up, self._whom)
+            self.room.take(self._give_up)
             self._held = True
         finally:
             self.door.release()
+
+    def _inside(self) -> int:
+        """Whom those at the door wait for: who has the room, or, if nobody has, who stands before it."""
+        holder = self.room.holder
+        return self.door.holder if holder < 0 else holder
 
     def release(self) -> None:
         if self._held:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from polyrhythm.errors import PolyrhythmError
-from polyrhythm.wire import Arenas
+from polyrhythm.wire import Arenas, mutex
 from polyrhythm.wire.common import Common
-from polyrhythm.wire.mutex import patient
 
 
 @pytest.fixture
@@ -26,10 +25,12 @@ def arenas() -> Iterator[Arenas]:
 def forked(function: Callable[[], object]) -> int:
     if child := os.fork():
         return child
+    code = 1
     try:
         function()
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -218,41 +219,37 @@ def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -
     lock.release()
 
 
-def test_one_stopped_at_the_door_is_named_too(arenas: Arenas) -> None:
-    """The room is empty, and nobody can get there."""
-
-    def child() -> None:
-        Common(arenas).lock("x", 5).door.take(patient, lambda: -1)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    stopped = forked(child)
-    assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
-    with pytest.raises(Late, match="worker 5"):
+def test_who_is_stopped_at_the_door_is_named(arenas: Arenas) -> None:
+    """Nobody has the room then, and yet all wait."""
+    lock = Common(arenas).lock("x", 0)
+    lock.take()
+    before = forked(lambda: Common(arenas).lock("x", 7).take())
+    wait_until(lambda: lock.door.holder == 7)
+    os.kill(before, signal.SIGSTOP)
+    os.waitpid(before, os.WUNTRACED)
+    lock.release()
+    with pytest.raises(Late, match="worker 7"):
         Common(arenas).lock("x", 1, gives_up(0.7)).take()
-    end(stopped)
+    end(before)
+    lock.take()
+    lock.release()
 
 
-def test_turns_are_not_added_up(arenas: Arenas) -> None:
-    """Who waits for many, one after the other, has no reason to give up on any of them."""
-    room = Common(arenas).lock("x").room
-    asked: list[float] = []
-    holders = iter([1, 1, 2, 3, 3])
+def test_a_line_that_moves_on_is_not_given_up(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts from when it was seen to be another's turn: many who are quick are not one who is stuck."""
+    holder = stopped_with(arenas, "x")
+    turns = [3, 3, 4, 4, 4, 5]
+    monkeypatch.setattr(mutex, "SLICE", 0.125)
+    told: list[tuple[int, float]] = []
 
-    def child() -> None:
-        Common(arenas).lock("x", 1).take()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    holder = forked(child)
-    assert os.WIFSTOPPED(os.waitpid(holder, os.WUNTRACED)[1])
-
-    def give_up(_: int, waited: float) -> None:
-        asked.append(waited)
-        if len(asked) == 4:
+    def give_up(whom: int, waited: float) -> None:
+        told.append((whom, waited))
+        if not turns:
             raise Late
 
     with pytest.raises(Late):
-        room.take(give_up, lambda: next(holders))
-    assert asked[1:3] == [0.0, 0.0] and min(asked[0], asked[3]) > 0
+        Common(arenas).lock("x", 9).room.take(give_up, lambda: turns.pop(0))
+    assert told == [(3, 0.125), (4, 0.0), (4, 0.125), (4, 0.25), (5, 0.0)]
     end(holder)
 
 
@@ -273,8 +270,8 @@ def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
     wait_until(lambda: word[0] == 1 and Common(arenas).lock("x").door.taken())
     os.kill(waiter, signal.SIGINT)
     wait_until(lambda: word[0] == 2)
-    assert not Common(arenas).lock("x").door.taken()
     os.waitpid(waiter, 0)
+    assert not Common(arenas).lock("x").door.taken()
     end(holder)
 
 
