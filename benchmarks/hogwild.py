@@ -57,7 +57,7 @@ def cases(quick: bool) -> list[Case]:
         ]
     return [
         rows(lambda: synthetic(400_000, 0.02, 0.025, 16_384), barred=True),
-        rows(lambda: text(60_000, 0.02, 0.0009, 8192), barred=True),
+        rows(lambda: text(60_000, 0.02, 0.003, 8192), barred=True),
         rows(lambda: dense(10_000, 0.1, 0.12, 512)),
         steps(lambda: synthetic(20_000, 0.3, 0.15, 8)),
         steps(lambda: text(20_000, 0.3, 0.06, 8)),
