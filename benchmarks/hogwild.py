@@ -32,7 +32,7 @@ from benchmarks.sparse import Blocks, Logistic, Problem, Rows, dense, synthetic,
 ONE, TWO, LOCK, PLAIN = "1 process", "2 processes", "2 with a lock", "plain PyTorch"
 SYSTEMS = {ONE: (1, "hogwild"), TWO: (2, "hogwild"), LOCK: (2, "hogwild:lock=yes")}
 FASTER, FASTER_THAN_LOCKED = 1.5, 3.0
-LOOK, LONGEST = 0.1, 120.0  # seconds between two looks at the loss, and until it is given up
+LOOK, LONGEST = 0.25, 120.0  # seconds between two looks at the loss, and until it is given up
 LOOKED_AT = 2000  # rows
 
 
@@ -50,14 +50,14 @@ def cases(quick: bool) -> list[Case]:
     rows, steps = functools.partial(Case, "rows"), functools.partial(Case, "PyTorch steps")
     if quick:
         return [
-            rows(lambda: synthetic(200_000, 0.02, 0.15, 16_384), barred=True),
-            rows(lambda: text(60_000, 0.02, 0.012, 8192), barred=True),
+            rows(lambda: synthetic(200_000, 0.02, 0.15, 25_000), barred=True),
+            rows(lambda: text(60_000, 0.02, 0.012, 20_000), barred=True),
             rows(lambda: dense(5_000, 0.1, 0.3, 512)),
             steps(lambda: synthetic(6_000, 0.3, 0.3, 8)),
         ]
     return [
-        rows(lambda: synthetic(400_000, 0.02, 0.025, 16_384), barred=True),
-        rows(lambda: text(60_000, 0.02, 0.003, 8192), barred=True),
+        rows(lambda: synthetic(400_000, 0.02, 0.04, 50_000), barred=True),
+        rows(lambda: text(60_000, 0.02, 0.004, 20_000), barred=True),
         rows(lambda: dense(10_000, 0.1, 0.12, 512)),
         steps(lambda: synthetic(20_000, 0.3, 0.15, 8)),
         steps(lambda: text(20_000, 0.3, 0.06, 8)),
