@@ -296,3 +296,14 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     top = max(value.double().abs().max().item() for value in one.values())
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one) / top
+
+
+def go(
+    program: Any, world: str, workers: int, runs: Path, strategy: str | None = "hogwild", **more: Any
+) -> Any:
+    """A run of either world; step times are exponential in simulation, unless a cluster is given."""
+    if world == "simulated":
+        (runs / "c.toml").write_text(more.pop("cluster", SPEEDS["exponential"]))
+        more["cluster"] = runs / "c.toml"
+    how = pr.simulate if world == "simulated" else pr.run
+    return how(program, workers=workers, strategy=strategy, runs=runs, threads=1, **more)

@@ -24,19 +24,9 @@ from benchmarks.sparse import Logistic
 from polyrhythm.data.sharing import mix
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.replica import Replica
-from tests.programs import SPEEDS, events, same, trained
+from tests.programs import SPEEDS, events, go, same, trained
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
-
-
-def go(
-    program: Any, world: str, workers: int, runs: Path, strategy: str | None = "hogwild", **more: Any
-) -> Any:
-    if world == "simulated":
-        (runs / "c.toml").write_text(more.pop("cluster", SPEEDS["exponential"]))
-        more["cluster"] = runs / "c.toml"
-    how = pr.simulate if world == "simulated" else pr.run
-    return how(program, workers=workers, strategy=strategy, runs=runs, threads=1, **more)
 
 
 # --- the same bits as one worker --------------------------------------------------------------------

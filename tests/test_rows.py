@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
-from tests.programs import SPEEDS, events, same, trained
+from tests.programs import SPEEDS, events, go, same, trained
 
 pytest.importorskip("numba")
 
@@ -312,16 +312,6 @@ def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 
 # --- under a session --------------------------------------------------------------------------------
-
-
-def go(
-    program: Any, world: str, workers: int, runs: Path, strategy: str | None = "hogwild", **more: Any
-) -> Any:
-    if world == "simulated":
-        (runs / "c.toml").write_text(more.pop("cluster", SPEEDS["exponential"]))
-        more["cluster"] = runs / "c.toml"
-    how = pr.simulate if world == "simulated" else pr.run
-    return how(program, workers=workers, strategy=strategy, runs=runs, threads=1, **more)
 
 
 @dataclass
