@@ -2,12 +2,15 @@
 
 PIP := .venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 READY := .venv/.ready
+# One process for each core; the tests of a file stay together, the longest files start first.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+RUN_TESTS := .venv/bin/pytest -q -n $(JOBS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench docs format clean
+.PHONY: help setup check test test-slow demo bench docs format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with the exact versions of constraints.txt
 
@@ -28,8 +31,11 @@ check: $(READY) ## formatting, lint and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-test: $(READY) ## all tests
-	.venv/bin/pytest -q
+test: $(READY) ## the tests, but for the slow ones; PYTEST="-k gossip" chooses
+	$(RUN_TESTS) -m "not slow" $(PYTEST)
+
+test-slow: $(READY) ## the slow tests
+	$(RUN_TESTS) -m slow $(PYTEST)
 
 demo: $(READY) ## see the strategies side by side
 	.venv/bin/python -m polyrhythm.lab.demo

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+from polyrhythm.session import session
+from tests.support.programs import (
     ADAM,
     FEATURES,
     MOMENTUM,
@@ -24,13 +30,7 @@ from programs import (
     mlp,
     trained,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from traces import SLOW, Numbers, Trace, close, drift, mean
-
-import polyrhythm as pr
-from polyrhythm.errors import UsageError
-from polyrhythm.session import session
+from tests.support.traces import SLOW, Numbers, Trace, close, drift, mean
 
 FAMILY = [
     "local:3", "local:3,momentum=average", "local:3,momentum=reset", "local:auto", "average:3",

@@ -17,8 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planes import MODELS, Plane, equal
-from programs import Examples, Script, Steps, Walk, events, mlp, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -32,6 +30,8 @@ from polyrhythm.strategies import courier
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
+from tests.support.planes import MODELS, Plane, equal
+from tests.support.programs import Examples, Script, Steps, Walk, events, mlp, trained
 
 SHAPES = ["topology=mesh", "topology=tree,fanout=1", "topology=tree,fanout=2", "topology=tree,fanout=3"]
 RANDOM = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "3 ms"\nbandwidth = "500 kbit/s"\n'

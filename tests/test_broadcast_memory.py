@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planes import equal
 from test_broadcast_laws import SHAPES, Training, Watch, book, digests, messages, simulate, watch
 from torch import Tensor, nn
 
@@ -27,6 +26,7 @@ from polyrhythm.strategies import courier
 from polyrhythm.strategies.courier import Courier
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
+from tests.support.planes import equal
 
 __all__ = ["watch"]  # a fixture
 

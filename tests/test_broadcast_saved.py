@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MOMENTUM, Examples, mlp
 from test_broadcast_laws import RANDOM, SHAPES, Watch, digests, simulate, watch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
+from tests.support.programs import MOMENTUM, Examples, mlp
 
 __all__ = ["watch"]  # a fixture
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import MOMENTUM, SGD, Examples, Script, distance, events, mlp, same, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ import polyrhythm as pr
 from polyrhythm import buckets
 from polyrhythm.buckets import parcel
 from polyrhythm.replica import Replica
+from tests.support.programs import MOMENTUM, SGD, Examples, Script, distance, events, mlp, same, trained
 
 both_worlds = pytest.mark.parametrize("how", [pr.simulate, pr.run], ids=["simulated", "real"])
 

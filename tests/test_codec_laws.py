@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planes import CODECS, FEEDBACK, HOPS, Plane, equal, layers, moved, near, values, ways
-from programs import SGD, Examples, mlp, same, trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.strategy import parse_codec
+from tests.support.planes import CODECS, FEEDBACK, HOPS, Plane, equal, layers, moved, near, values, ways
+from tests.support.programs import SGD, Examples, mlp, same, trained
 
 WORKERS = 3
 NAMES = [name for name, _ in layers().named_parameters()]

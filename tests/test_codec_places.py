@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from planes import CODECS, FEEDBACK, HOPS, MODELS, Plane, equal, layers, ways
-from programs import Script, trained
 from torch import Tensor
 
 import polyrhythm as pr
@@ -22,6 +20,8 @@ from polyrhythm.launch.screen import Screen
 from polyrhythm.memory import Memory
 from polyrhythm.replica import Replica
 from polyrhythm.strategy import parse_codec
+from tests.support.planes import CODECS, FEEDBACK, HOPS, MODELS, Plane, equal, layers, ways
+from tests.support.programs import Script, trained
 
 WORKERS = 3
 

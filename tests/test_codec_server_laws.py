@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near
-from programs import SPEEDS, events, trained
 from torch import Tensor
 
 import polyrhythm as pr
@@ -20,6 +18,8 @@ from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
 from polyrhythm.strategies.desk import known_to
 from polyrhythm.strategies.server import ParameterServer
+from tests.support.planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near
+from tests.support.programs import SPEEDS, events, trained
 
 WORKERS = 3
 UNEVEN = SPEEDS["heterogeneous"]

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
+from torch import Tensor
+
+import polyrhythm as pr
+from tests.support.programs import (
     MOMENTUM,
     NESTEROV,
     SPEEDS,
@@ -21,9 +24,6 @@ from programs import (
     same,
     trained,
 )
-from torch import Tensor
-
-import polyrhythm as pr
 
 # --- corrections ------------------------------------------------------------------------------------
 

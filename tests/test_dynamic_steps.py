@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MOMENTUM, SPEEDS, Point, Script, Walk, events, pushes, trained
 
 import polyrhythm as pr
 from polyrhythm.node import Message, Peer
 from polyrhythm.shard import Shard
+from tests.support.programs import MOMENTUM, SPEEDS, Point, Script, Walk, events, pushes, trained
 
 STEP = 2.0**-6  # seconds; binary fractions, so that virtual time adds up exactly
 SLOW_TO_FAST = "".join(

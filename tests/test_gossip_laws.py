@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planes import CODECS, MODELS, Plane, layers, slopes, ways
-from programs import ADAM, MOMENTUM, SGD, Examples, Script, distance, events, mlp, trained
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -20,6 +18,8 @@ from polyrhythm.errors import UsageError
 from polyrhythm.strategies.choco import kept
 from polyrhythm.strategy import parse_codec
 from polyrhythm.topology import contraction, graph, matrix, parse_topology
+from tests.support.planes import CODECS, MODELS, Plane, layers, slopes, ways
+from tests.support.programs import ADAM, MOMENTUM, SGD, Examples, Script, distance, events, mlp, trained
 
 PAPER, AFTER = "mix-while-computing", "step-then-mix"
 ORDERS = [PAPER, AFTER]

@@ -24,7 +24,7 @@ from benchmarks.sparse import Logistic
 from polyrhythm.data.sharing import mix
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.replica import Replica
-from tests.programs import SPEEDS, events, go, same, trained
+from tests.support.programs import SPEEDS, events, go, same, trained
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import SPEEDS, Steps, events
 
 from benchmarks.last_executor import Law, draw, harmonic, pace
+from tests.support.programs import SPEEDS, Steps, events
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 100])

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.errors import PolyrhythmError
+from polyrhythm.node import Node
+from polyrhythm.replica import Replica
+from tests.support.programs import (
     ADAM,
     MOMENTUM,
     NESTEROV,
@@ -32,13 +39,6 @@ from programs import (
     odd,
     trained,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-import polyrhythm as pr
-from polyrhythm.errors import PolyrhythmError
-from polyrhythm.node import Node
-from polyrhythm.replica import Replica
 
 BYTES = 8 * sum(parameter.numel() for parameter in mlp().parameters())
 TENSORS = len(list(mlp().parameters()))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Script, alone, distance, mlp, normed, odd, same, trained
 from torch import Tensor, nn
 
 import polyrhythm as pr
@@ -21,6 +20,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.layout import Layout
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
+from tests.support.programs import Script, alone, distance, mlp, normed, odd, same, trained
 
 LARS = partial(pr.LARS, lr=0.2, trust=0.2, weight_decay=0.01)
 LAMB = partial(pr.LAMB, lr=0.05, weight_decay=0.01)

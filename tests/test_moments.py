@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
-    ADAM,
-    MOMENTUM,
-    same,
-)
 from torch import nn
-from traces import Numbers, Trace, close, drift, mean
 
 import polyrhythm as pr
 from polyrhythm.errors import PolyrhythmError
 from polyrhythm.session import session
+from tests.support.programs import (
+    ADAM,
+    MOMENTUM,
+    same,
+)
+from tests.support.traces import Numbers, Trace, close, drift, mean
 
 # --- the optimizer's state --------------------------------------------------------------------------
 

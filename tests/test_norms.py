@@ -20,19 +20,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import (
-    CLASSES,
-    FEATURES,
-    MOMENTUM,
-    Examples,
-    Script,
-    alone,
-    distance,
-    mlp,
-    normed,
-    same,
-    trained,
-)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +32,19 @@ from polyrhythm.errors import UsageError
 from polyrhythm.norms import policies, pooling
 from polyrhythm.norms.pooling import pooled
 from polyrhythm.session import session
+from tests.support.programs import (
+    CLASSES,
+    FEATURES,
+    MOMENTUM,
+    Examples,
+    Script,
+    alone,
+    distance,
+    mlp,
+    normed,
+    same,
+    trained,
+)
 
 WORLDS = {"simulated": partial(pr.simulate, threads=1), "real": partial(pr.run, threads=1)}
 both_worlds = pytest.mark.parametrize("world", WORLDS)

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.collectives.arithmetic import split
+from polyrhythm.errors import PolyrhythmError
+from tests.support.programs import (
     ADAM,
     MOMENTUM,
     SGD,
@@ -19,12 +24,7 @@ from programs import (
     same,
     trained,
 )
-from torch import Tensor
-from traces import SLOW, Numbers, Trace, close, drift, mean
-
-import polyrhythm as pr
-from polyrhythm.collectives.arithmetic import split
-from polyrhythm.errors import PolyrhythmError
+from tests.support.traces import SLOW, Numbers, Trace, close, drift, mean
 
 # --- slow momentum ----------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planes import Plane, slopes
-from programs import Point, Script, Steps, events, trained
 from torch import Tensor
 
 import polyrhythm as pr
@@ -23,6 +21,8 @@ from polyrhythm.strategies.push import ONE
 from polyrhythm.topology import parse_topology, regraph
 from polyrhythm.worlds.simulated.fibers import Loop
 from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
+from tests.support.planes import Plane, slopes
+from tests.support.programs import Point, Script, Steps, events, trained
 
 UNEQUAL = """
 [[hosts]]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from programs import ADAM, CLASSES, FEATURES, MOMENTUM, SGD, Examples, Half, Mixed, Script, mlp, normed, odd
 from torch import Tensor, nn
 
 from polyrhythm.collectives.arithmetic import BLOCK, OPERATIONS, cut, reduce, split
@@ -19,6 +18,20 @@ from polyrhythm.errors import NotFinite, UsageError
 from polyrhythm.layout import Layout
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
+from tests.support.programs import (
+    ADAM,
+    CLASSES,
+    FEATURES,
+    MOMENTUM,
+    SGD,
+    Examples,
+    Half,
+    Mixed,
+    Script,
+    mlp,
+    normed,
+    odd,
+)
 
 MODELS = [mlp, normed, odd, Mixed, Half]
 every_model = pytest.mark.parametrize("make", MODELS, ids=["mlp", "normed", "odd", "mixed", "half"])

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
-from tests.programs import SPEEDS, events, go, same, trained
+from tests.support.programs import SPEEDS, events, go, same, trained
 
 pytest.importorskip("numba")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import MOMENTUM, Examples, mlp
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
+from tests.support.programs import MOMENTUM, Examples, mlp
 
 EPOCHS = 4
 

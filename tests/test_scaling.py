@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MOMENTUM, Examples, alone, distance, mlp, trained
 from torch.optim import lr_scheduler as lr
 
 import polyrhythm as pr
 import polyrhythm.scaling
 from polyrhythm.errors import UsageError
+from tests.support.programs import MOMENTUM, Examples, alone, distance, mlp, trained
 
 FACTOR, STEPS, LENGTH = 4, 6, 20
 RATES = [0.1, 0.03]

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.errors import UsageError
+from tests.support.programs import (
     ADAM,
     MOMENTUM,
     NESTEROV,
@@ -27,10 +31,6 @@ from programs import (
     same,
     trained,
 )
-from torch import Tensor
-
-import polyrhythm as pr
-from polyrhythm.errors import UsageError
 
 EXPONENTIAL = '[[hosts]]\nstep_time = { exponential = "1 s" }'
 

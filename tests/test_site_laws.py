@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
 from test_saved_state import EPOCHS, script
-from traces import Trace, close, drift, mean
 
 import polyrhythm as pr
 from polyrhythm.cli import main
@@ -22,6 +20,8 @@ from polyrhythm.session import session
 from polyrhythm.strategies.averaging import Rounds
 from polyrhythm.strategies.means import agree
 from polyrhythm.strategies.sites import TwoLevel
+from tests.support.programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
+from tests.support.traces import Trace, close, drift, mean
 
 
 def at(*counts: int, links: str = "") -> str:

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from quantizers import ALL, FAIR, LENGTHS, WIDTHS, alone, drawn, sent, units
 from torch import Tensor
 
 from polyrhythm.codecs import dense
 from polyrhythm.codecs.dense import plain
 from polyrhythm.strategy import Codec, parse_codec
+from tests.support.quantizers import ALL, FAIR, LENGTHS, WIDTHS, alone, drawn, sent, units
 
 pytest.importorskip("numba")
 

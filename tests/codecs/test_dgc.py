@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import programs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import Script, distance
 from torch import Tensor
 
 import polyrhythm as pr
@@ -21,6 +19,8 @@ from polyrhythm.codecs.sparsify import TopK
 from polyrhythm.errors import UsageError
 from polyrhythm.memory import Memory
 from polyrhythm.strategy import parse_codec
+from tests.support import programs
+from tests.support.programs import Script, distance
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 

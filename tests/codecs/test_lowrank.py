@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import MOMENTUM, Script, same, trained
 from torch import Tensor, nn
 
 import polyrhythm as pr
@@ -21,6 +20,7 @@ from polyrhythm.codecs.lowrank import HEADER, PowerSGD
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.memory import Memory
 from polyrhythm.strategy import parse_codec
+from tests.support.programs import MOMENTUM, Script, same, trained
 
 Shapes = Sequence[tuple[int, ...]]
 SHAPES: Shapes = [(12, 9), (7,), (6, 4, 5), (3, 2), (50,)]  # a matrix, a small one, a kernel, tiny, a cut one

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from quantizers import ALL, FAIR, LENGTHS, NEAREST, WIDTHS, alone, decoded, drawn, sent, units
 from torch import Tensor
 
 from polyrhythm.codecs import dense
@@ -17,6 +16,7 @@ from polyrhythm.codecs.dense import plain
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.memory import Memory
 from polyrhythm.strategy import Codec, parse_codec
+from tests.support.quantizers import ALL, FAIR, LENGTHS, NEAREST, WIDTHS, alone, decoded, drawn, sent, units
 
 widths = pytest.mark.parametrize("dtype", WIDTHS, ids=["32", "64"])
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MOMENTUM, Script, distance, trained
 
 import polyrhythm as pr
 from polyrhythm.collectives.choice import RING_CHUNK, WAYS, choose
@@ -24,6 +23,7 @@ from polyrhythm.wire import Transport
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode
+from tests.support.programs import MOMENTUM, Script, distance, trained
 
 REAL = [
     ("auto", "unix:"),

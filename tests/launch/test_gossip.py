@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
-from tests.programs import Examples, Script, events, mlp, trained
+from tests.support.programs import Examples, Script, events, mlp, trained
 
 EPOCHS = 6
 FAMILY = ["gossip", "gossip:torus,order=step-then-mix", "choco:0.5,topology=complete+topk:0.3"]

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
 from polyrhythm.session import session
-from tests.programs import MOMENTUM, Script, distance, events, same, trained
 from tests.scripts.train import EXAMPLES, Numbered, network, train
+from tests.support.programs import MOMENTUM, Script, distance, events, same, trained
 
 _fork = multiprocessing.get_context("fork")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyrhythm as pr
 from polyrhythm.data import digits
 from polyrhythm.launch.screen import Screen
-from tests.logs import check_laws
-from tests.programs import events, trained
+from tests.support.logs import check_laws
+from tests.support.programs import events, trained
 
 EPOCHS, BATCH, WORKERS = 10, 16, 4
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.data.sharing import mix
 from polyrhythm.launch.screen import Screen
-from tests.planes import layers, slopes
-from tests.programs import FEATURES, Examples, Script, distance, events, mlp, trained
+from tests.support.planes import layers, slopes
+from tests.support.programs import FEATURES, Examples, Script, distance, events, mlp, trained
 
 EXAMPLES, EPOCHS = 240, 4
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
-from tests.programs import events, trained
 from tests.scripts.train import EXAMPLES, Numbered, network
+from tests.support.programs import events, trained
 
 EPOCHS = 2
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"

@@ -15,7 +15,7 @@ import torch
 import polyrhythm as pr
 from polyrhythm.worlds.cluster import Cluster
 from polyrhythm.worlds.costs import Costs
-from tests.programs import Script, Steps, events
+from tests.support.programs import Script, Steps, events
 
 B, STEP = 1024, 1.0  # bytes per second and seconds that floats hold exactly
 HOSTS = f'[[hosts]]\nstep_time = "{STEP:g} s"\nbandwidth = "{B} B/s"\n'

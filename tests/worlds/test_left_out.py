@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MOMENTUM, Examples, mlp
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.cli import main as command
+from tests.support.programs import MOMENTUM, Examples, mlp
 
 SIZE, EPOCHS = 90, 4
 DIES = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n[[failures]]\nworkers = [1]\nat = "133 ms"\n'

@@ -23,7 +23,7 @@ from polyrhythm.strategies.peers import Peers, others
 from polyrhythm.strategy import Strategy, describe
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes import ProcessNode
-from tests.programs import Examples, events, mlp, trained
+from tests.support.programs import Examples, events, mlp, trained
 
 
 @dataclass(frozen=True)

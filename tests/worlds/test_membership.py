@@ -16,8 +16,8 @@ from polyrhythm.node import Message, Peer
 from polyrhythm.worlds.cluster import Cluster, Crash
 from polyrhythm.worlds.coordinator import Coordinator
 from polyrhythm.worlds.leases import Leases
-from tests.logs import check_laws
-from tests.programs import Examples, Script, events
+from tests.support.logs import check_laws
+from tests.support.programs import Examples, Script, events
 
 SCRIPT = Script(size=240, epochs=3)
 W0, W1, W2, SERVER = Peer("worker", 0), Peer("worker", 1), Peer("worker", 2), Peer("server", 0)

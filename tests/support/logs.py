@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyrhythm.node import LIFE
-from tests.programs import events
+from tests.support.programs import events
 
 
 def check_laws(summary: dict[str, Any], at_once: bool = True) -> None:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from programs import Half, Mixed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.replica import Replica
 from polyrhythm.strategy import describe, parse_codec
+from tests.support.programs import Half, Mixed
 
 # As they are by default, unless that would hardly send anything of a model as small as the one here.
 SMALL = {"topk": "topk:0.1", "randomk": "randomk:0.2", "dgc": "dgc:0.1", "threshold": "threshold:0.25"}

@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from programs import (
-    SGD,
-)
 from torch import Tensor, nn
 
 import polyrhythm as pr
+from tests.support.programs import (
+    SGD,
+)
 
 # A cluster in which an exchange takes longer than a step.
 SLOW = '[[hosts]]\nstep_time = "10 ms"\nbandwidth = "8 kB/s"\n'
