@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.session import session
+from tests.support.combine import each_value
 from tests.support.programs import (
     ADAM,
     FEATURES,
@@ -43,9 +44,18 @@ FAMILY = [
 # --- averaging each step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["local:1", "local:1,momentum=average"])
-@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, NESTEROV], ids=["sgd", "momentum", "nesterov"])
-@pytest.mark.parametrize("size", [48, 50, 43])
+@each_value(
+    ("strategy", ["local:1", "local:1,momentum=average"]),
+    (
+        "optimizer",
+        [
+            pytest.param(SGD, id="sgd"),
+            pytest.param(MOMENTUM, id="momentum"),
+            pytest.param(NESTEROV, id="nesterov"),
+        ],
+    ),
+    ("size", [48, 50, 43]),
+)
 def test_averaging_each_step_is_synchronous_for_linear_optimizers(
     simulate: Any, strategy: str, optimizer: Any, size: int
 ) -> None:
@@ -55,9 +65,9 @@ def test_averaging_each_step_is_synchronous_for_linear_optimizers(
     assert distance(trained(simulate(script, strategy, 3)), law) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["average:1", "average:1,momentum=average"])
-@pytest.mark.parametrize(
-    ("optimizer", "size"), [(SGD, 48), (SGD, 50), (SGD, 43), (MOMENTUM, 48), (NESTEROV, 48)]
+@each_value(
+    ("strategy", ["average:1", "average:1,momentum=average"]),
+    ("optimizer, size", [(SGD, 48), (SGD, 50), (SGD, 43), (MOMENTUM, 48), (NESTEROV, 48)]),
 )
 def test_weighted_averaging_each_step_is_synchronous(
     simulate: Any, strategy: str, optimizer: Any, size: int

@@ -30,6 +30,7 @@ from polyrhythm.strategies import courier
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
+from tests.support.combine import few
 from tests.support.planes import MODELS, Plane, equal
 from tests.support.programs import Examples, Script, Steps, Walk, events, mlp, trained
 
@@ -391,7 +392,7 @@ def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
     assert 250 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
 
 
-@pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree,fanout=4"])
+@few("shape", ["topology=tree,fanout=4", "topology=mesh"], quick=1)
 def test_on_a_free_network_nothing_is_held_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
@@ -436,7 +437,7 @@ def troubled(seed: int) -> tuple[int, str, str]:
     return workers, f"broadcast:{','.join(fields)}", lines
 
 
-@pytest.mark.parametrize("seed", range(30))
+@few("seed", range(30), quick=8)
 def test_all_come_to_the_same_whoever_comes_and_goes(watch: Watch, tmp_path: Path, seed: int) -> None:
     """Delays, stragglers, crashes and rejoins: those who are there at the end have the same messages, each
     once, and so the same bits."""

@@ -26,6 +26,7 @@ from polyrhythm.strategies import courier
 from polyrhythm.strategies.courier import Courier
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
+from tests.support.combine import each_value
 from tests.support.planes import equal
 
 __all__ = ["watch"]  # a fixture
@@ -118,8 +119,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(4))
+@each_value(("shape", SHAPES), ("seed", range(4)))
 def test_what_is_kept_for_one_that_is_stopped_has_a_bound(
     watch: Watch, most: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, seed: int
 ) -> None:

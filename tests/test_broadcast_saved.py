@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
+from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
 
 __all__ = ["watch"]  # a fixture
@@ -103,8 +104,7 @@ def test_a_saved_run_goes_on_with_nothing_lost_and_nothing_twice(
         assert torch.equal(replica.buffers["base"][0], first["base"][0])
 
 
-@every_shape
-@pytest.mark.parametrize("seed", range(4))
+@each_value(("shape", SHAPES), ("seed", range(4)))
 def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) -> None:
     """Whoever dies and comes while others save: the run ends, and all have the same."""
     at = 60 + 45 * seed
@@ -134,8 +134,7 @@ def test_one_that_comes_late_saves_where_the_others_do(tmp_path: Path, back: int
 SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nbandwidth = "60 kbit/s"\n'
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:2], "warmup=8", "warmup=30"])
-@pytest.mark.parametrize("seed", range(6))
+@each_value(("shape", [*SHAPES[:2], "warmup=8", "warmup=30"]), ("seed", range(6)))
 def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
     tmp_path: Path, shape: str, seed: int
 ) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.strategy import parse_codec
+from tests.support.combine import each_value
 from tests.support.planes import CODECS, FEEDBACK, HOPS, Plane, equal, layers, moved, near, values, ways
 from tests.support.programs import SGD, Examples, mlp, same, trained
 
@@ -113,8 +114,10 @@ def test_unbiased_codecs_keep_it_if_they_are_told_to(simulate: Any, codec: str) 
 ROUND = [codec for codec in HOPS if parse_codec(codec).feedback]
 
 
-@pytest.mark.parametrize("codec", [*ROUND, "qsgd:feedback=yes", *(f"{codec}:per=layer" for codec in ROUND)])
-@pytest.mark.parametrize("workers", [2, 3, 6])  # more than the shortest layer is long
+@each_value(
+    ("codec", [*ROUND, "qsgd:feedback=yes", *(f"{codec}:per=layer" for codec in ROUND)]),
+    ("workers", [2, 3, 6]),
+)  # more than the shortest layer is long
 def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, workers: int) -> None:
     """Each hop codes a partial sum: what that leaves out stays with the worker that made the code."""
     plane = Plane(11)
@@ -137,9 +140,11 @@ def test_a_sum_in_short_floats_rounds_once_more(simulate: Any, codec: str, bits:
         assert all(float((found[name] - law[name]).abs().max()) <= 11 * 0.5 * 4 * 2.0**-bits for name in law)
 
 
-@pytest.mark.parametrize("codec", ways(FEEDBACK))
-@pytest.mark.parametrize("strategy", ["local:3", "average:3", "diloco:3,lr=1,beta=0", "slowmo:3,beta=0"])
-@pytest.mark.parametrize("steps", [11, 12])
+@each_value(
+    ("codec", ways(FEEDBACK)),
+    ("strategy", ["local:3", "average:3", "diloco:3,lr=1,beta=0", "slowmo:3,beta=0"]),
+    ("steps", [11, 12]),
+)
 def test_ways_that_are_not_told_are_kept(simulate: Any, codec: str, strategy: str, steps: int) -> None:
     """Where rounds are exchanged the residual is a way: with it every worker is where it would be without.
 
@@ -153,8 +158,7 @@ def test_ways_that_are_not_told_are_kept(simulate: Any, codec: str, strategy: st
     assert max(each.abs().max() for each in owed.values()) > 0
 
 
-@pytest.mark.parametrize("codec", ways(FEEDBACK))
-@pytest.mark.parametrize(("fragments", "mix"), [(1, 0), (3, 0), (3, 0.5), (1, 0.9)])
+@each_value(("codec", ways(FEEDBACK)), ("fragments, mix", [(1, 0), (3, 0), (3, 0.5), (1, 0.9)]))
 def test_streaming_keeps_what_its_fragments_leave_out(
     simulate: Any, codec: str, fragments: int, mix: float
 ) -> None:
@@ -186,9 +190,18 @@ def test_a_rate_that_begins_at_zero(simulate: Any, codec: str) -> None:
     assert near(moved(found, plane.owed([0.6])), dense(simulate, plane, "allreduce"))
 
 
-@pytest.mark.parametrize("codec", [codec for codec in FEEDBACK if codec in ways(FEEDBACK)])
-@pytest.mark.parametrize("rate", [None, falling, lambda step: 0.5 * 0.9**step], ids=["one", "two", "many"])
-@pytest.mark.parametrize("steps", [11, 12])
+@each_value(
+    ("codec", [codec for codec in FEEDBACK if codec in ways(FEEDBACK)]),
+    (
+        "rate",
+        [
+            pytest.param(None, id="one"),
+            pytest.param(falling, id="two"),
+            pytest.param(lambda step: 0.5 * 0.9**step, id="many"),
+        ],
+    ),
+    ("steps", [11, 12]),
+)
 def test_postlocal_takes_over_what_waits(
     simulate: Any, codec: str, rate: Callable[[int], float] | None, steps: int
 ) -> None:
@@ -224,8 +237,7 @@ LOOKED = ["allreduce", "local:3", "average:3", "slowmo:3", "diloco:3", "postloca
 LOOKED += ["streaming-diloco:6,fragments=3", "streaming-diloco:4,fragments=2,overlap=1,mix=0.3"]
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "powersgd", "fp16"])
-@pytest.mark.parametrize("strategy", LOOKED)
+@each_value(("codec", ["topk:0.1", "powersgd", "fp16"]), ("strategy", LOOKED))
 def test_looking_changes_nothing(simulate: Any, strategy: str, codec: str) -> None:
     """The consensus in the middle of a round shows what the run would end with, and leaves what waits."""
     seen, law = Plane(8, look=True), Plane(8)

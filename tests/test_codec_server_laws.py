@@ -18,6 +18,7 @@ from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
 from polyrhythm.strategies.desk import known_to
 from polyrhythm.strategies.server import ParameterServer
+from tests.support.combine import each_value
 from tests.support.planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near
 from tests.support.programs import SPEEDS, events, trained
 
@@ -147,8 +148,7 @@ def _ask_again(
 # --- both ends know the same ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "sign:vote=yes", "topk:0.1,per=layer,dense=1d"])
-@pytest.mark.parametrize("servers", [1, 4])
+@each_value(("codec", [*CODECS, "sign:vote=yes", "topk:0.1,per=layer,dense=1d"]), ("servers", [1, 4]))
 def test_a_server_knows_what_each_worker_has(simulate: Any, watch: Watch, codec: str, servers: int) -> None:
     """What it believes a worker has is what that has, bit for bit, after every answer of every server."""
     simulate(Plane(8), f"watched-async+{codec}", WORKERS, servers, UNEVEN)
@@ -162,17 +162,16 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "int4:dense=0", "threshold:0.25,pulses=many", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(
+    ("codec", ["topk:0.1", "int4:dense=0", "threshold:0.25,pulses=many", "bf16"]), ("strategy", STRATEGIES)
+)
 def test_whatever_is_pushed_and_fetched_when(simulate: Any, watch: Watch, strategy: str, codec: str) -> None:
     """The same under every strategy with servers, also where answers are waited for later or seldom."""
     simulate(Plane(9), f"watched-{strategy}+{codec}", WORKERS, 2, UNEVEN)
     assert all(watch.compared[rank] > 3 for rank in range(WORKERS))
 
 
-@pytest.mark.parametrize("model", ["mixed", "half"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("servers", [1, 5])
+@each_value(("model", ["mixed", "half"]), ("codec", CODECS), ("servers", [1, 5]))
 def test_with_numbers_of_two_kinds(simulate: Any, watch: Watch, model: str, codec: str, servers: int) -> None:
     """Also in short floats, and where a server has nothing of one kind."""
     plane = Plane(6, model=MODELS[model])
@@ -182,8 +181,7 @@ def test_with_numbers_of_two_kinds(simulate: Any, watch: Watch, model: str, code
         assert all(part.element_size() >= 4 for part in replica.buffers.get("sent: residual", ()))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("strategy", ["async", "sync", "async:push_every=2"])
+@each_value(("codec", CODECS), ("strategy", ["async", "sync", "async:push_every=2"]))
 def test_answers_in_full(simulate: Any, watch: Watch, strategy: str, codec: str) -> None:
     """With pull=dense a worker gets the server's parameters, bit for bit; only pushes are coded."""
     text = f"{codec},pull=dense" if ":" in codec else f"{codec}:pull=dense"
@@ -209,8 +207,7 @@ def test_an_answer_that_is_asked_for_again_is_given_again(simulate: Any, watch: 
 # --- conservation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", FEEDBACK)
-@pytest.mark.parametrize(("servers", "rate"), [(1, 0.5), (3, 0.5), (2, 0.125)])
+@each_value(("codec", FEEDBACK), ("servers, rate", [(1, 0.5), (3, 0.5), (2, 0.125)]))
 def test_what_is_not_pushed_is_kept(simulate: Any, codec: str, servers: int, rate: float) -> None:
     """Under `sync` as without a server: w - lr * mean_i(residual_i) is where SGD would be, to rounding, also
     if the rate has changed on the way."""
@@ -235,8 +232,7 @@ ASYNC = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("codec", FEEDBACK)
-@pytest.mark.parametrize("rate", RATES)
+@each_value(("codec", FEEDBACK), ("rate", RATES))
 def test_a_worker_that_leaves_pushes_the_rest(simulate: Any, codec: str, rate: str) -> None:
     """Nothing is left: the model is where all gradients lead, each at the rate that it was computed at."""
     plane = Plane(11, rate=RATES[rate], early=True)
@@ -271,8 +267,7 @@ def test_elastic_averaging_keeps_nothing_twice(simulate: Any, codec: str) -> Non
     assert near(*sums)
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "int4", "powersgd"])
-@pytest.mark.parametrize("strategy", ASYNC)
+@each_value(("codec", ["topk:0.1", "int4", "powersgd"]), ("strategy", ASYNC))
 def test_the_rest_is_pushed_under_every_strategy(simulate: Any, strategy: str, codec: str) -> None:
     """However pushes are collected, all that was computed counts in the end."""
     plane = Plane(11, early=True)
@@ -283,8 +278,7 @@ def test_the_rest_is_pushed_under_every_strategy(simulate: Any, strategy: str, c
     assert near(found, law)
 
 
-@pytest.mark.parametrize("codec", FEEDBACK)
-@pytest.mark.parametrize("strategy", ["sync", "async"])
+@each_value(("codec", FEEDBACK), ("strategy", ["sync", "async"]))
 def test_a_layer_that_is_not_always_used(simulate: Any, codec: str, strategy: str) -> None:
     """What waits for a parameter arrives, also with a push that has no gradient for it."""
 
@@ -302,9 +296,11 @@ def test_a_layer_that_is_not_always_used(simulate: Any, codec: str, strategy: st
 # --- those who die ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "powersgd", "threshold:0.25,adaptive=yes", "int4:dense=0"])
-@pytest.mark.parametrize("back", ["", 'back = "125 ms"'])
-@pytest.mark.parametrize("strategy", ["async", "async:prefetch=yes", "ssp:2", "dc-asgd", "softsync:2"])
+@each_value(
+    ("codec", ["topk:0.1", "powersgd", "threshold:0.25,adaptive=yes", "int4:dense=0"]),
+    ("back", ["", 'back = "125 ms"']),
+    ("strategy", ["async", "async:prefetch=yes", "ssp:2", "dc-asgd", "softsync:2"]),
+)
 def test_a_worker_that_dies_is_forgotten(
     simulate: Any, watch: Watch, strategy: str, back: str, codec: str
 ) -> None:

@@ -178,7 +178,7 @@ def is_plain_alone(row: Row) -> bool:
 
 def rows(chosen: Iterable[Row]) -> pytest.MarkDecorator:
     """Parametrizes a test with rows. All tests of a row run in one process and share its runs."""
-    return pytest.mark.parametrize("row", chosen, ids=str)
+    return pytest.mark.parametrize("row", list(chosen), ids=str)
 
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])

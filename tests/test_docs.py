@@ -127,6 +127,7 @@ def test_shown_commands_name_what_exists() -> None:
                 assert (ROOT / word).is_file()
 
 
+@pytest.mark.slow
 def test_the_digits_train_as_their_docstring_says(tmp_path: Path) -> None:
     """Each command in it works as written; the other example needs data that has to be fetched first."""
     digits = ROOT / "examples" / "digits.py"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.cli import main
+from tests.support.combine import each_value
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, MISTAKES = str(SCRIPTS / "train.py"), str(SCRIPTS / "mistakes.py")
@@ -86,8 +87,7 @@ def test_command(command: str, what: str, tmp_path: Path, capfd: pytest.CaptureF
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "simulate"])
-@pytest.mark.parametrize("mistake", SCRIPT_MISTAKES)
+@each_value(("command", ["run", "simulate"]), ("mistake", SCRIPT_MISTAKES))
 def test_script(command: str, mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A script that uses polyrhythm wrongly is told so without a traceback."""
     expected, line = SCRIPT_MISTAKES[mistake]

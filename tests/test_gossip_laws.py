@@ -18,6 +18,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.strategies.choco import kept
 from polyrhythm.strategy import parse_codec
 from polyrhythm.topology import contraction, graph, matrix, parse_topology
+from tests.support.combine import each_value, few
 from tests.support.planes import CODECS, MODELS, Plane, layers, slopes, ways
 from tests.support.programs import ADAM, MOMENTUM, SGD, Examples, Script, distance, events, mlp, trained
 
@@ -218,9 +219,8 @@ def test_choco_without_a_codec_is_gossip(simulate: Any, topology: str, optimizer
     assert distance(trained(simulate(script, f"choco:topology={topology}", 5)), law) < 1e-11
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "codec", ["", *(f"+{each}" for each in ways(CODECS)), "+topk:0.2,per=layer,dense=1d"]
+@each_value(
+    ("model", MODELS), ("codec", ["", *(f"+{each}" for each in ways(CODECS)), "+topk:0.2,per=layer,dense=1d"])
 )
 def test_what_was_told_is_known_alike_everywhere(simulate: Any, model: str, codec: str) -> None:
     """Each worker and all its neighbours have the same bits of what it has told; the mean is preserved."""
@@ -236,13 +236,14 @@ def test_what_was_told_is_known_alike_everywhere(simulate: Any, model: str, code
         assert np.abs(np.diff(x, axis=0) + LR * g[1:]).max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("codec", "topology"),
+@few(
+    "codec, topology",
     [
         *((codec, "complete") for codec in (*ways(CODECS), "qsgd:1", "topk:0.02", "randomk:0.02")),
         ("topk:0.1", "ring"),
         ("sign", "ring"),
     ],
+    quick=6,
 )
 def test_all_come_together_by_themselves(simulate: Any, codec: str, topology: str) -> None:
     """Without a learning rate, and with the gamma that follows from the codec, nobody strays."""
@@ -313,9 +314,12 @@ ONE = '[[failures]]\nworkers = [1]\nat = "{at} ms"\n'
 BACK = ONE + 'back = "{back} ms"\n'
 
 
-@pytest.mark.parametrize("strategy", FAMILY)
-@pytest.mark.parametrize(
-    "failures", [ONE.format(at=155), BACK.format(at=155, back=170)], ids=["dies", "back"]
+@each_value(
+    ("strategy", FAMILY),
+    (
+        "failures",
+        [pytest.param(ONE.format(at=155), id="dies"), pytest.param(BACK.format(at=155, back=170), id="back")],
+    ),
 )
 def test_the_living_go_on(simulate: Any, strategy: str, failures: str) -> None:
     """One of eight dies for good, or is replaced: the others train on, on a graph of their own."""
@@ -361,8 +365,9 @@ def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strate
     assert 0 < distances[-1] < 0.1 * distances[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("strategy", ["gossip", f"gossip:exponential,order={AFTER}", "choco+topk:0.3"])
+@each_value(
+    ("seed", range(4)), ("strategy", ["gossip", f"gossip:exponential,order={AFTER}", "choco+topk:0.3"])
+)
 def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, seed: int) -> None:
     """Three of six die at odd times, two of them come back, at once or later; the run comes to its end."""
     times = np.random.default_rng(seed).integers(15, 400, 3)

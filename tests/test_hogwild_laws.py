@@ -24,6 +24,7 @@ from benchmarks.sparse import Logistic
 from polyrhythm.data.sharing import mix
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.replica import Replica
+from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, go, same, trained
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
@@ -233,6 +234,7 @@ def updates(seed: int, workers: int, **problem: Any) -> int:
     return script.reached
 
 
+@pytest.mark.slow
 def test_sparse_data_needs_no_lock_and_dense_data_does() -> None:
     """8 workers come to the loss of one with at most a tenth more updates, if each touches 1 feature of 200.
 
@@ -376,9 +378,11 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
-@pytest.mark.parametrize("kills", [{0: 2}, {1: 2}, {0: 2, 2: 3}], ids=str)
-@pytest.mark.parametrize("restarts", [0, 3])
+@each_value(
+    ("strategy", ["hogwild", "hogwild:lock=yes"]),
+    ("kills", [pytest.param(each, id=str(each)) for each in [{0: 2}, {1: 2}, {0: 2, 2: 3}]]),
+    ("restarts", [0, 3]),
+)
 def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, tmp_path: Path) -> None:
     """Whoever dies, with the lock or without, all examples are trained on and the parameters are whole."""
     summary = go(Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0)

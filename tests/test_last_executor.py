@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.last_executor import Law, draw, harmonic, pace
+from tests.support.combine import few
 from tests.support.programs import SPEEDS, Steps, events
 
 
@@ -40,7 +41,7 @@ def test_the_largest_of_n_sums(workers: int, period: int) -> None:
         assert (law.mean, law.deviation) == pytest.approx((1, period**-0.5), abs=1e-6)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16, 64])
+@few("workers", [1, 2, 4, 8, 16, 64], quick=5)
 def test_a_round_of_all_takes_the_harmonic_number(workers: int) -> None:
     """The mean time of a round of `allreduce`, in mean steps, is H_N within three standard errors."""
     rounds = 300 if workers == 64 else 600

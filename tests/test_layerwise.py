@@ -20,6 +20,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.layout import Layout
 from polyrhythm.replica import Replica
 from polyrhythm.shard import Shard
+from tests.support.combine import each_value
 from tests.support.programs import Script, alone, distance, mlp, normed, odd, same, trained
 
 LARS = partial(pr.LARS, lr=0.2, trust=0.2, weight_decay=0.01)
@@ -350,10 +351,10 @@ def test_the_state_of_servers_is_the_state_of_one_optimizer(optimizer: Any, coun
 # --- strategies -------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("world", ["simulated", "real"])
-@pytest.mark.parametrize(
-    ("strategy", "servers"), [("allreduce", 0), ("local:4", 0), ("sync", 2), ("async", 3), ("easgd", 2)]
+@each_value(
+    ("optimizer", [pytest.param(each, id=str(each)) for each in OURS.values()]),
+    ("world", ["simulated", "real"]),
+    ("strategy, servers", [("allreduce", 0), ("local:4", 0), ("sync", 2), ("async", 3), ("easgd", 2)]),
 )
 def test_it_trains(optimizer: Any, world: str, strategy: str, servers: int, tmp_path: Path) -> None:
     """The loss falls under every kind of strategy, in both worlds."""

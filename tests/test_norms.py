@@ -32,6 +32,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.norms import policies, pooling
 from polyrhythm.norms.pooling import pooled
 from polyrhythm.session import session
+from tests.support.combine import each_value
 from tests.support.programs import (
     CLASSES,
     FEATURES,
@@ -180,8 +181,7 @@ def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
     assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
 
 
-@both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "gossip", "push"])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "push"]))
 def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
     look = Look(tmp_path)
     summary = go(world, look, tmp_path, batch_norm="rank0", strategy=strategy)
@@ -191,8 +191,7 @@ def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
     assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
 
 
-@both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "gossip", "noloco:2"])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "noloco:2"]))
 def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: Path) -> None:
     """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
     look = Look(tmp_path)
@@ -302,8 +301,7 @@ def test_the_mean_takes_one_exchange(tmp_path: Path) -> None:
     assert max(took["mean", rank] for rank in range(3)) == pytest.approx(4 * 0.005)
 
 
-@both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "async", "ssp:2"])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "async", "ssp:2"]))
 def test_recompute_is_of_the_batches_it_saw(world: str, strategy: str, tmp_path: Path) -> None:
     """With the agreed parameters; here of all examples, each counting once, in rounds of unequal batches."""
     look = Look(tmp_path, normed)
@@ -409,8 +407,7 @@ def agrees(shown: dict[str, Tensor], seen: list[dict[str, Any]], policy: str) ->
     )
 
 
-@pytest.mark.parametrize("strategy", LIVING)
-@pytest.mark.parametrize(("policy", "victim"), [("rank0", 0), ("mean", 1)])
+@each_value(("strategy", LIVING), ("policy, victim", [("rank0", 0), ("mean", 1)]))
 def test_the_living_agree_on_theirs(
     simulate: Any, tmp_path: Path, strategy: str, policy: str, victim: int
 ) -> None:
@@ -430,8 +427,7 @@ def test_the_living_agree_on_theirs(
         assert int(trained(summary)["1.num_batches_tracked"]) == batches
 
 
-@pytest.mark.parametrize("strategy", [*LIVING, "adpsgd", "broadcast"])
-@pytest.mark.parametrize("policy", ["rank0", "mean"])
+@each_value(("strategy", [*LIVING, "adpsgd", "broadcast"]), ("policy", ["rank0", "mean"]))
 def test_one_that_comes_late_goes_on_with_theirs(
     simulate: Any, tmp_path: Path, strategy: str, policy: str
 ) -> None:
@@ -446,8 +442,7 @@ def test_one_that_comes_late_goes_on_with_theirs(
     assert len({float(each["came"]["1.running_mean"].sum()) for each in others}) == 1
 
 
-@pytest.mark.parametrize("strategy", LIVING)
-@pytest.mark.parametrize("policy", ["rank0", "mean"])
+@each_value(("strategy", LIVING), ("policy", ["rank0", "mean"]))
 def test_one_that_has_just_come_counts_for_nothing(
     simulate: Any, tmp_path: Path, strategy: str, policy: str
 ) -> None:
@@ -499,9 +494,11 @@ def test_who_waits_to_begin_shows_its_statistics(world: str, tmp_path: Path) -> 
 # One machine with the union batch
 
 
-@both_worlds
-@pytest.mark.parametrize("size", [48, 50, 53])
-@pytest.mark.parametrize("model", [normed, varied], ids=["plain", "varied"])
+@each_value(
+    ("world", WORLDS),
+    ("size", [48, 50, 53]),
+    ("model", [pytest.param(normed, id="plain"), pytest.param(varied, id="varied")]),
+)
 def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) -> None:
     """Parameters and statistics are those of the union batch, to the last round: of 2 examples for three
     workers, where two borrow, and of 3 and 2."""

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
+from tests.support.combine import few
 from tests.support.programs import SPEEDS, events, go, same, trained
 
 pytest.importorskip("numba")
@@ -614,7 +615,7 @@ class Stopped:
             model(x).sum().backward()
 
 
-@pytest.mark.parametrize("rows", [True, False])
+@few("rows", [True, False], quick=1)
 def test_one_stopped_with_the_lock_is_named(rows: bool, tmp_path: Path) -> None:
     """Whoever waits for it gives up when its time is over, and says for whom it waited."""
     began = time.monotonic()

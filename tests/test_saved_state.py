@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
+from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
 
 EPOCHS = 4
@@ -43,27 +44,29 @@ def script(folder: Path, begin: int, end: int, forgets: int = -1) -> None:
     torch.save(state, path)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "allreduce",
-        "allreduce+topk:0.1",
-        "allreduce+topk:0.1,warmup=40",
-        "allreduce+threshold:0.01,adaptive=yes",
-        "allreduce+randomk:0.2",
-        "allreduce+fp16:feedback=yes",
-        "local:4+topk:0.2",
-        "slowmo:4",
-        "diloco:4",
-        "diloco:4+topk:0.2",
-        "push",
-        "push:2",
-        "push:1,fanout=2",
-        "noloco:4",
-        "noloco:5",
-    ],
+@each_value(
+    (
+        "strategy",
+        [
+            "allreduce",
+            "allreduce+topk:0.1",
+            "allreduce+topk:0.1,warmup=40",
+            "allreduce+threshold:0.01,adaptive=yes",
+            "allreduce+randomk:0.2",
+            "allreduce+fp16:feedback=yes",
+            "local:4+topk:0.2",
+            "slowmo:4",
+            "diloco:4",
+            "diloco:4+topk:0.2",
+            "push",
+            "push:2",
+            "push:1,fanout=2",
+            "noloco:4",
+            "noloco:5",
+        ],
+    ),
+    ("workers", [2, 3]),
 )
-@pytest.mark.parametrize("workers", [2, 3])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     strategy: str, workers: int, tmp_path: Path
 ) -> None:

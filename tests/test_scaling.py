@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler as lr
 import polyrhythm as pr
 import polyrhythm.scaling
 from polyrhythm.errors import UsageError
+from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, alone, distance, mlp, trained
 
 FACTOR, STEPS, LENGTH = 4, 6, 20
@@ -265,9 +266,9 @@ def test_it_is_made_after_prepare(prepared: bool) -> None:
         pr.simulate(main, workers=2, strategy="allreduce")
 
 
-@pytest.mark.parametrize("world", ["simulated", "real"])
-@pytest.mark.parametrize(
-    ("strategy", "factor"), [("async", 1), ("ssp:3", 1), ("backup:1", 1), ("ssp:0", 3), ("local:2", 3)]
+@each_value(
+    ("world", ["simulated", "real"]),
+    ("strategy, factor", [("async", 1), ("ssp:3", 1), ("backup:1", 1), ("ssp:0", 3), ("local:2", 3)]),
 )
 def test_who_goes_at_its_own_pace_has_its_own_batch(
     world: str, strategy: str, factor: int, tmp_path: Path

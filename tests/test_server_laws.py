@@ -15,6 +15,7 @@ from torch import Tensor
 
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
+from tests.support.combine import each_value, few
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -38,9 +39,14 @@ EXPONENTIAL = '[[hosts]]\nstep_time = { exponential = "1 s" }'
 # --- the ends of the scale --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
-@pytest.mark.parametrize("other", ["ssp:0", "backup:0", "async:max_staleness=0"])
+@each_value(
+    ("servers", [1, 3]),
+    (
+        "optimizer",
+        [pytest.param(SGD, id="sgd"), pytest.param(NESTEROV, id="nesterov"), pytest.param(ADAM, id="adam")],
+    ),
+    ("other", ["ssp:0", "backup:0", "async:max_staleness=0"]),
+)
 def test_without_slack_all_are_sync(simulate: Any, other: str, servers: int, optimizer: Any) -> None:
     """s = 0, no spare workers: the same bits as hard synchronous training, at any mix of speeds."""
     script = Script(optimizer=optimizer, size=50, shuffle=True, schedule=True)
@@ -50,9 +56,11 @@ def test_without_slack_all_are_sync(simulate: Any, other: str, servers: int, opt
     assert one == two
 
 
-@pytest.mark.parametrize("speeds", SPEEDS)
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("other", ["ssp:inf", "softsync:1", "dc-asgd:0", "async:weight=exp,damping=0"])
+@each_value(
+    ("speeds", SPEEDS),
+    ("servers", [1, 2]),
+    ("other", ["ssp:inf", "softsync:1", "dc-asgd:0", "async:weight=exp,damping=0"]),
+)
 def test_without_bounds_all_are_async(simulate: Any, other: str, servers: int, speeds: str) -> None:
     """s = inf, groups of one, no correction: the same bits as asynchronous training."""
     script = Script(optimizer=MOMENTUM, size=101, batch=2, shuffle=True)
@@ -74,8 +82,7 @@ def test_softsync_of_all_is_sync_only_if_it_waits(simulate: Any) -> None:
 # --- staleness --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("speeds", SPEEDS)
+@each_value(("group", [1, 2, 4, 8]), ("speeds", SPEEDS))
 def test_softsync_staleness_is_conserved(simulate: Any, group: int, speeds: str) -> None:
     """Staleness applied plus age in flight is (N-1) versions, so its mean is (N-1)/S, at any speeds."""
     workers = 8
@@ -138,6 +145,7 @@ def test_a_fixed_delay_bounds_the_rate(simulate: Any, delay: int, factor: float,
     assert walk.grows == grows
 
 
+@pytest.mark.slow
 def test_random_delays_are_momentum_in_the_mean(simulate: Any) -> None:
     """Whose gradient comes next is anybody's guess: then the mean follows heavy ball with mu = 1 - 1/N, lr/N.
 
@@ -240,7 +248,7 @@ def harmonic(n: int) -> float:
     return sum(1 / k for k in range(1, n + 1))
 
 
-@pytest.mark.parametrize(("needed", "spare"), [(8, 0), (6, 2), (4, 4)])
+@few("needed, spare", [(6, 2), (8, 0), (4, 4)], quick=1)
 def test_the_first_round_of_backups(simulate: Any, needed: int, spare: int) -> None:
     """When all begin together, exponential steps make a round last H_{N+b} - H_b."""
     workers = needed + spare
@@ -252,7 +260,7 @@ def test_the_first_round_of_backups(simulate: Any, needed: int, spare: int) -> N
     assert statistics.mean(times) == pytest.approx(expected, abs=4 * statistics.stdev(times) / 300**0.5)
 
 
-@pytest.mark.parametrize(("needed", "spare"), [(8, 0), (6, 2)])
+@few("needed, spare", [(6, 2), (8, 0)], quick=1)
 def test_rounds_of_backups_go_on(simulate: Any, needed: int, spare: int) -> None:
     """A late worker is not interrupted: it finishes its step for nothing. That makes later rounds longer."""
     workers = needed + spare
@@ -430,15 +438,29 @@ def test_a_server_steps_on_few_tensors() -> None:
 # --- the dead and several servers -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "async", "ssp:1", "softsync:0", "softsync:3", "softsync:3,pull=next-version", "backup:1", "backup:2",
-        "softsync:2,pull=next-version,clip=0.1", "backup:1,clip=0.1", "dana-zero", "ormo", "easgd:2",
-        "delayed-nesterov:2", "async:prefetch=yes", "softsync:2,discard=2",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("servers", [2, 3])
+@each_value(
+    (
+        "strategy",
+        [
+            "async",
+            "ssp:1",
+            "softsync:0",
+            "softsync:3",
+            "softsync:3,pull=next-version",
+            "backup:1",
+            "backup:2",
+            "softsync:2,pull=next-version,clip=0.1",
+            "backup:1,clip=0.1",
+            "dana-zero",
+            "ormo",
+            "easgd:2",
+            "delayed-nesterov:2",
+            "async:prefetch=yes",
+            "softsync:2,discard=2",
+        ],
+    ),
+    ("servers", [2, 3]),
+)
 def test_whoever_dies_whenever_the_others_go_on(simulate: Any, strategy: str, servers: int) -> None:
     """Random deaths and returns, slow links, servers that hear of all at other times: no run gets stuck."""
     for seed in range(10):

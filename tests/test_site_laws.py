@@ -20,6 +20,7 @@ from polyrhythm.session import session
 from polyrhythm.strategies.averaging import Rounds
 from polyrhythm.strategies.means import agree
 from polyrhythm.strategies.sites import TwoLevel
+from tests.support.combine import each_value
 from tests.support.programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
 from tests.support.traces import Trace, close, drift, mean
 
@@ -70,8 +71,7 @@ def sizes(sites: list[list[int]]) -> tuple[int, ...]:
 # --- what it is equal to ----------------------------------------------------------------------------
 
 
-@every_outer
-@pytest.mark.parametrize("size", [48, 43])
+@each_value(("outer", OUTER), ("size", [48, 43]))
 def test_one_worker_per_site_is_the_outer_strategy(simulate: Any, outer: str, size: int) -> None:
     """With nobody to step together with, a site is a worker: the same bits, whatever is between them."""
     program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True, schedule=True)
@@ -90,15 +90,18 @@ def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
     assert one == other | {"folder": one["folder"]}
 
 
-@pytest.mark.parametrize(
-    "outer", ["local:4", "average:4", "slowmo:4", "diloco:4+int8", "streaming-diloco:8,fragments=2,overlap=2"]
+@each_value(
+    (
+        "outer",
+        ["local:4", "average:4", "slowmo:4", "diloco:4+int8", "streaming-diloco:8,fragments=2,overlap=2"],
+    ),
+    ("inner", ["local:2", "average:4", "slowmo:2,beta=0"]),
+    ("size", [48, 43]),
+    # By examples inside, where gradients are as they come, and not between.
+    where=lambda outer, inner, size: size == 48 or "average" not in inner or "average" in outer,
 )
-@pytest.mark.parametrize("inner", ["local:2", "average:4", "slowmo:2,beta=0"])
-@pytest.mark.parametrize("size", [48, 43])
 def test_one_worker_per_site_averages_with_nobody(simulate: Any, inner: str, outer: str, size: int) -> None:
     """The mean of one is that one, to the last bit, however often it is taken."""
-    if size == 43 and "average" in inner and "average" not in outer:
-        pytest.skip("by examples inside, where gradients are as they come, and not between")
     if inner == "average:4" and "streaming" in outer:
         outer = outer.replace("overlap=2", "overlap=0")
     program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True, schedule=True)
@@ -106,17 +109,19 @@ def test_one_worker_per_site_averages_with_nobody(simulate: Any, inner: str, out
     assert two["digest"] == one["digest"] and two["metrics"] == one["metrics"]
 
 
-@pytest.mark.parametrize("inner", ["allreduce", "local:1", "average:1"])
-@pytest.mark.parametrize("outer", ["local:1", "average:1", "local:1,momentum=average"])
-@pytest.mark.parametrize("size", [48, 50, 43])
+@each_value(
+    ("inner", ["allreduce", "local:1", "average:1"]),
+    ("outer", ["local:1", "average:1", "local:1,momentum=average"]),
+    ("size", [48, 50, 43]),
+    # By examples inside, and not between.
+    where=lambda outer, inner, size: size == 48 or inner != "average:1" or outer == "average:1",
+)
 def test_averaging_each_step_between_equal_sites_is_allreduce(
     simulate: Any, inner: str, outer: str, size: int
 ) -> None:
     """A mean of means of as many is the mean: with plain SGD, and in uneven rounds too."""
     if "momentum" in outer and inner != "allreduce":
         inner += ",momentum=average"
-    if size != 48 and inner.startswith("average") and not outer.startswith("average"):
-        pytest.skip("by examples inside, and not between")
     program = Script(optimizer=SGD, size=size, epochs=3)
     law = trained(simulate(program, "allreduce", 4))
     assert distance(trained(simulate(program, f"{inner} / {outer}", 4, cluster=at(2, 2))), law) < 1e-12
@@ -182,9 +187,11 @@ def test_hierarchical_local_sgd_by_hand(simulate: Any, sites: list[list[int]], m
         assert all(torch.equal(trace.shown[rank][step - 1], together) for rank in range(workers)), step
 
 
-@every_place
-@pytest.mark.parametrize("inner", ["allreduce", "local:1", "average:1"])
-@pytest.mark.parametrize("size", [48, 50, 43])
+@each_value(
+    ("sites", [pytest.param(each, id=str(each)) for each in SITES.values()]),
+    ("inner", ["allreduce", "local:1", "average:1"]),
+    ("size", [48, 50, 43]),
+)
 def test_by_examples_unequal_sites_are_allreduce_too(
     simulate: Any, sites: list[list[int]], inner: str, size: int
 ) -> None:
@@ -295,12 +302,13 @@ def test_the_result_is_the_same_for_all(simulate: Any, strategy: str) -> None:
     assert close(trained(summary)["x"], shown[0][-1], 1e-12) or "+" in strategy or "auto" in strategy
 
 
-@pytest.mark.parametrize("outer", ["local:4", "diloco:4", "slowmo:4+int8", "average:4", "diloco:4+topk:0.3"])
-@pytest.mark.parametrize("collective", ["auto", "ring"])
+@each_value(
+    ("outer", ["local:4", "diloco:4", "slowmo:4+int8", "average:4", "diloco:4+topk:0.3"]),
+    ("collective", ["auto", "ring"]),
+    where=lambda outer, collective: collective == "auto" or "+" not in outer,  # codes are gathered
+)
 def test_between_rounds_nothing_passes_between_sites(simulate: Any, outer: str, collective: str) -> None:
     """Bytes leave a site at the start, at the end of a round, and never else; inside they do every step."""
-    if collective == "ring" and "+" in outer:
-        pytest.skip("codes are gathered")
     passed: dict[int, list[float]] = {}
     sent: dict[int, list[int]] = {}
 
@@ -363,9 +371,9 @@ def test_what_two_levels_remember_is_apart(simulate: Any) -> None:
     simulate(main, "allreduce+topk:0.3 / diloco:4+topk:0.2", 4, cluster=at(2, 2))
 
 
-@pytest.mark.parametrize("outer", ["slowmo:4", "diloco:4", "diloco:4+topk:0.2", "local:4+int8"])
-@pytest.mark.parametrize(
-    "inner", ["allreduce", "allreduce+topk:0.1", "local:2", "slowmo:2", "local:2+topk:0.1"]
+@each_value(
+    ("outer", ["slowmo:4", "diloco:4", "diloco:4+topk:0.2", "local:4+int8"]),
+    ("inner", ["allreduce", "allreduce+topk:0.1", "local:2", "slowmo:2", "local:2+topk:0.1"]),
 )
 def test_an_interrupted_run_goes_on(inner: str, outer: str, tmp_path: Path) -> None:
     """What both levels remember is saved and loaded."""
@@ -390,14 +398,16 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "listen"), WAYS)
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "allreduce / diloco:4",
-        "allreduce+bf16 / streaming-diloco:6,fragments=3,overlap=1",
-        "local:2 / slowmo:4",
-    ],
+@each_value(
+    ("way, listen", WAYS),
+    (
+        "strategy",
+        [
+            "allreduce / diloco:4",
+            "allreduce+bf16 / streaming-diloco:6,fragments=3,overlap=1",
+            "local:2 / slowmo:4",
+        ],
+    ),
 )
 def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str, listen: str) -> None:
     """Bit for bit where sums are taken in rank order, and round a ring as in a simulated one."""
@@ -419,22 +429,24 @@ def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str
 SERVED = 'servers = { site = "b" }\n'
 
 
-@pytest.mark.parametrize(
-    ("strategy", "servers", "cluster"),
-    [
-        ("allreduce", 0, at(2, 3)),
-        ("allreduce+topk:0.3", 0, at(2, 1, 2)),
-        ("gossip:complete", 0, at(2, 3)),
-        ("noloco:2", 0, at(2, 3)),
-        ("choco+int8", 0, at(4, 1)),
-        ("sync", 2, at(2, 3)),  # at none of the sites: all that they send and get passes
-        ("sync", 2, SERVED + at(2, 3)),
-        ("sync", "colocated", at(2, 3)),
-        ("allreduce+int8 / diloco:4+int4", 0, at(2, 3)),
-        ("local:2 / average:4", 0, at(1, 3, 1)),
-    ],
+@each_value(
+    (
+        "strategy, servers, cluster",
+        [
+            ("allreduce", 0, at(2, 3)),
+            ("allreduce+topk:0.3", 0, at(2, 1, 2)),
+            ("gossip:complete", 0, at(2, 3)),
+            ("noloco:2", 0, at(2, 3)),
+            ("choco+int8", 0, at(4, 1)),
+            ("sync", 2, at(2, 3)),  # at none of the sites: all that they send and get passes
+            ("sync", 2, SERVED + at(2, 3)),
+            ("sync", "colocated", at(2, 3)),
+            ("allreduce+int8 / diloco:4+int4", 0, at(2, 3)),
+            ("local:2 / average:4", 0, at(1, 3, 1)),
+        ],
+    ),
+    ("listen", ["unix:", "tcp:127.0.0.1:0"]),
 )
-@pytest.mark.parametrize("listen", ["unix:", "tcp:127.0.0.1:0"])
 def test_real_workers_count_what_passes_between_sites_too(
     strategy: str, servers: Any, cluster: str, listen: str, tmp_path: Path
 ) -> None:
@@ -625,21 +637,23 @@ def test_what_cannot_be_combined(strategy: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "workers", "message"),
-    [
-        (
-            None,
-            4,
-            r"allreduce / diloco needs to know who is at which site: give a cluster file \(--cluster\)",
-        ),
-        ("[[hosts]]", 4, 'in which every group of hosts has its site = "name"'),
-        (at(2, 2), 2, "the site b has no worker: they are dealt to the groups of hosts in order"),
-        (at(4), 4, "there is one site, a; use allreduce, or name two"),
-    ],
+@each_value(
+    (
+        "cluster, workers, message",
+        [
+            (
+                None,
+                4,
+                r"allreduce / diloco needs to know who is at which site: give a cluster file \(--cluster\)",
+            ),
+            ("[[hosts]]", 4, 'in which every group of hosts has its site = "name"'),
+            (at(2, 2), 2, "the site b has no worker: they are dealt to the groups of hosts in order"),
+            (at(4), 4, "there is one site, a; use allreduce, or name two"),
+        ],
+    ),
+    ("how", [pr.simulate, pr.run]),
+    ("chosen", ["outside", "in the script"]),
 )
-@pytest.mark.parametrize("how", [pr.simulate, pr.run])
-@pytest.mark.parametrize("chosen", ["outside", "in the script"])
 def test_sites_that_do_not_fit(
     how: Any, cluster: str | None, workers: int, message: str, chosen: str, tmp_path: Path
 ) -> None:

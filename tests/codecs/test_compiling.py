@@ -32,6 +32,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_where_nothing_can_be_kept_every_process_compiles(tmp_path: Path) -> None:
     """A read-only installation and no home: codecs of both kinds work all the same."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from polyrhythm.codecs import dense
 from polyrhythm.codecs.dense import plain
 from polyrhythm.strategy import Codec, parse_codec
+from tests.support.combine import each_value
 from tests.support.quantizers import ALL, FAIR, LENGTHS, WIDTHS, alone, drawn, sent, units
 
 pytest.importorskip("numba")
@@ -28,8 +29,9 @@ def same(module: ModuleType, _: Tensor) -> ModuleType:
 
 
 @every(ALL)
-@pytest.mark.parametrize("dtype", WIDTHS, ids=["32", "64"])
-@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-45, 1e37])
+@each_value(
+    ("dtype", [pytest.param(each, id=str(each)) for each in WIDTHS]), ("scale", [1.0, 1e-38, 1e-45, 1e37])
+)
 def test_both_roads_give_the_same_bits(
     text: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from polyrhythm.memory import Memory
 from polyrhythm.strategy import describe, parse_codec
+from tests.support.combine import each_value
 
 COUNT = 400
 # In how many answers what is lacking falls to a hundredth. A codec that sends a share of the entries needs as
@@ -22,8 +22,7 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])  # fp16 knows nothing below 3e-8
-@pytest.mark.parametrize("text", [*(row.name for row in describe("codec")), *MORE])
+@each_value(("scale", [1e-4, 1.0, 1e4]), ("text", [*(row.name for row in describe("codec")), *MORE]))
 def test_what_is_lacking_vanishes(text: str, scale: float) -> None:
     """known <- known + what the code of (x - known) stands for; x stays, and known comes to it."""
     codec = parse_codec(text).reply()

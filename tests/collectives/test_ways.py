@@ -23,6 +23,7 @@ from polyrhythm.wire import Transport
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode
+from tests.support.combine import few
 from tests.support.programs import MOMENTUM, Script, distance, trained
 
 REAL = [
@@ -228,7 +229,7 @@ class Dies:
             raise
 
 
-@real_ways
+@few("way, listen", [REAL[0], TCP[0], *REAL[1:], *TCP[1:]], quick=2)
 def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, way: str, listen: str) -> None:
     """It lives and says nothing: all others give up in time, and say for whom they waited."""
     with pytest.raises(PolyrhythmError, match=r"waited .* s "):

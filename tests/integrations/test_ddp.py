@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 import polyrhythm as pr
 from polyrhythm.errors import UsageError
 from polyrhythm.strategy import describe
+from tests.support.combine import each_value
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/scripts/ddp.py"
@@ -57,8 +58,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", CODECS)
+@each_value(("dtype", DTYPES), ("codec", CODECS))
 def test_replicas_stay_the_same_bits(ranks: Found, codec: str, dtype: str) -> None:
     """After every step, also when DDP has filled its buckets anew; and they do move."""
     one, other = (rank[dtype][codec] for rank in ranks)
@@ -213,6 +213,7 @@ def test_one_bucket_is_what_allreduce_does(ranks: Found, simulate: Any, codec: s
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_example_learns() -> None:
     done = torchrun("examples/ddp_hook.py", "--codec=topk:0.05", "--epochs=4")
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
+from tests.support.combine import each_value
 from tests.support.programs import Examples, Script, events, mlp, trained
 
 EPOCHS = 6
@@ -48,8 +49,7 @@ def run(folder: Path, strategy: str, kills: dict[int, int], **more: Any) -> dict
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [("gossip", 0), *((each, 2) for each in FAMILY)])
-@pytest.mark.parametrize("restarts", [0, 1])
+@each_value(("strategy, victim", [("gossip", 0), *((each, 2) for each in FAMILY)]), ("restarts", [0, 1]))
 def test_a_neighbour_is_killed(tmp_path: Path, strategy: str, restarts: int, victim: int) -> None:
     """The three others go on, with another in its place or without, and what they agree on is trained."""
     summary = run(tmp_path, strategy, {victim: 5}, restarts=restarts)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyrhythm as pr
 from polyrhythm.data import digits
 from polyrhythm.launch.screen import Screen
+from tests.support.combine import few
 from tests.support.logs import check_laws
 from tests.support.programs import events, trained
 
@@ -84,8 +85,10 @@ def accuracy(summary: dict[str, Any], test_set: TensorDataset) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategy", "seconds", "period"), [("async", 60.0, 3.0), ("async:max_staleness=3", 15.0, 1.5)]
+@few(
+    "strategy, seconds, period",
+    [("async", 6.0, 1.5), ("async", 60.0, 3.0), ("async:max_staleness=3", 15.0, 1.5)],
+    quick=1,
 )
 def test_kill_after_kill(tmp_path: Path, strategy: str, seconds: float, period: float) -> None:
     """All is trained, the parameters are whole, and the log's laws hold."""

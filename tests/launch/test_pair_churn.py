@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.data.sharing import mix
 from polyrhythm.launch.screen import Screen
+from tests.support.combine import each_value, few
 from tests.support.planes import layers, slopes
 from tests.support.programs import FEATURES, Examples, Script, distance, events, mlp, trained
 
@@ -70,9 +71,7 @@ def run(
     return summary
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "push:1", "noloco:3"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("restarts", [0, 1])
+@each_value(("strategy", ["adpsgd", "push:1", "noloco:3"]), ("rank", [0, 1]), ("restarts", [0, 1]))
 def test_one_of_four_is_killed(tmp_path: Path, strategy: str, rank: int, restarts: int) -> None:
     """The others go on, and whoever takes its place is soon one of them."""
     summary = run(tmp_path, strategy, {rank: 7}, restarts)
@@ -85,7 +84,7 @@ def test_over_tcp(tmp_path: Path, strategy: str) -> None:
     run(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+@few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
 def test_large_answers(tmp_path: Path, strategy: str) -> None:
     """More than a connection takes at once: they are given beside the thread that listens."""
     run(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
@@ -130,9 +129,7 @@ def downhill(count: int) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "strategy", ["adpsgd", "push", "push:2", "gossip", "gossip:exponential", "choco:0.5+topk:0.3"]
-)
+@few("strategy", ["adpsgd", "push", "push:2", "gossip", "gossip:exponential", "choco:0.5+topk:0.3"], quick=2)
 def test_broken_connections_lose_and_double_nothing(tmp_path: Path, strategy: str) -> None:
     """The mean has moved by the updates of all, though answers were lost on their way and asked for again."""
     summary = pr.run(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.combine import few
 
 SCRIPT = """\
 import sys
@@ -20,9 +20,10 @@ optimizer.step()
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "there"),
-    [("broadcast", True), ("allreduce+topk", True), ("allreduce / local:2+topk", True), ("allreduce", False)],
+@few(
+    "strategy, there",
+    [("broadcast", True), ("allreduce", False), ("allreduce+topk", True), ("allreduce / local:2+topk", True)],
+    quick=2,
 )
 def test_what_takes_long_is_loaded_once(tmp_path: Path, strategy: str, there: bool) -> None:
     """By the process that all workers are forked from, and only if it is needed."""

@@ -176,6 +176,7 @@ def test_fails_while_a_replacement_is_on_its_way(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_line_tells(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "run", str(SCRIPT), "--runs", str(tmp_path / "runs"), "-q"]
     command += ["-s", "async", "--restarts", "2", "--", "--do", "kill", "--pause", "0.02"]

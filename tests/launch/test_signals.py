@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.combine import each_value, few
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 START = 60.0  # seconds for a run to begin on a busy machine
 SOON = 10.0  # seconds for everything to be gone
@@ -87,8 +89,10 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("stage", ["starting", "training", "hanging"])
+@each_value(
+    ("number", [signal.SIGINT, signal.SIGTERM]),
+    ("stage", ["starting", "training", "hanging"]),
+)
 def test_polite(start: Callable[..., Run], stage: str, number: signal.Signals) -> None:
     """Ctrl-C and SIGTERM end everything soon, at any time, in one line and with exit code 130."""
     strategy = "async" if stage == "training" else "sync"
@@ -138,7 +142,7 @@ def test_second_signal(start: Callable[..., Run]) -> None:
     run.check_gone(within=1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@few("number", [signal.SIGINT, signal.SIGTERM], quick=1)
 def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Signals) -> None:
     """Worker 1 dies in its third step, in each of its lives: at whatever stage of that, all ends soon."""
     run = start("-s", "async", "--restarts", "1000", "--", "--do", "kill")
@@ -151,8 +155,10 @@ def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Sign
     run.check_gone(within=1.0)
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@each_value(
+    ("strategy", ["hogwild", "hogwild:lock=yes"]),
+    ("number", [signal.SIGINT, signal.SIGKILL]),
+)
 def test_memory_and_locks_of_all_workers_go_too(
     start: Callable[..., Run], strategy: str, number: signal.Signals
 ) -> None:

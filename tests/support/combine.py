@@ -1,55 +1,96 @@
-"""Which combinations of parameters a test runs, where the full cross product would prove no more.
+"""Parametrize a test by several axes, and run few of the combinations in the quick suite.
 
-A fault mostly shows for one value, or for two values together. `each` has every value of every axis at least
-once, `pairs` every pair of values of two axes. Both are deterministic, and leave out what `where` refuses.
+A fault mostly shows for one value of one axis. So the quick suite has every value of every axis at least
+once, and the other combinations are marked slow:
+
+    @each_value(("codec", CODECS), ("strategy", ["allreduce", "sync"]), ("size, batch", [(8, 2), (9, 4)]))
+    def test_something(codec: str, strategy: str, size: int, batch: int) -> None: ...
+
+`where` leaves out what cannot apply. `few` has one axis, of which the quick suite has the first few values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
-Where = Callable[..., bool]
+import pytest
+
+Axis = tuple[str, Iterable[Any]]  # the name of a parameter, or of several with commas; and its values
 
 
-def each(*axes: Sequence[Any], where: Where = lambda *values: True) -> list[tuple[Any, ...]]:
-    """Combinations in which every value of every axis occurs: about as many as the longest axis is long."""
-    return _covering(axes, 1, where)
+def each_value(*axes: Axis, where: Callable[..., bool] = lambda **values: True) -> pytest.MarkDecorator:
+    """Every value of every axis at least once, and the rest of the cross product slowly.
 
-
-def pairs(*axes: Sequence[Any], where: Where = lambda *values: True) -> list[tuple[Any, ...]]:
-    """Combinations in which every two values of different axes meet: about the product of the longest two."""
-    return _covering(axes, 2, where)
-
-
-def _covering(axes: Sequence[Sequence[Any]], strength: int, where: Where) -> list[tuple[Any, ...]]:
-    """Takes the combination that covers most of what is not covered yet, until nothing is left.
-
-    Ties go to the combination whose values were used least, so that no value meets the same one every time.
+    A value may be a `pytest.param` with an id. `where` gets the parameters by name.
     """
-    left = [row for row in product(*(range(len(axis)) for axis in axes)) if where(*_values(axes, row))]
-    wanted = {cell for row in left for cell in _cells(row, strength)}
-    used: dict[tuple[int, int], int] = {}
-    chosen = []
+    names = _names(axes)
+    rows = [_Row(axes, places) for places in product(*(enumerate(values) for _, values in axes))]
+    rows = [row for row in rows if where(**dict(zip(names, row.values, strict=True)))]
+    quick = _cover([row.index for row in rows])
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        names,
+        [pytest.param(*row.values, id=row.id, marks=() if row.index in quick else slow) for row in rows],
+    )
+
+
+def few(names: str, values: Iterable[Any], quick: int) -> pytest.MarkDecorator:
+    """Parametrizes a test that takes long: the first few values are quick, and the rest is marked slow."""
+    axis = (names, values)
+    rows = [_Row([axis], [place]) for place in enumerate(values)]
+    return _parametrize(_names([axis]), [(row, row.index[0] < quick) for row in rows])
+
+
+class _Row:
+    """One combination: the index of its value on each axis, the values, and an id."""
+
+    def __init__(self, axes: Iterable[Axis], places: Iterable[tuple[int, Any]]) -> None:
+        self.index = tuple(place for place, _ in places)
+        self.values: list[Any] = []
+        words = []
+        for (names, _), (place, value) in zip(axes, places, strict=True):
+            several = "," in names
+            if isinstance(value, type(pytest.param())):
+                self.values += value.values
+                words.append(value.id or names)
+            else:
+                self.values += value if several else [value]
+                words += [_word(each, f"{names}{place}") for each in (value if several else [value])]
+        self.id = "-".join(words)
+
+
+def _names(axes: Iterable[Axis]) -> list[str]:
+    return [name.strip() for names, _ in axes for name in names.split(",")]
+
+
+def _parametrize(names: list[str], rows: Iterable[tuple[_Row, bool]]) -> pytest.MarkDecorator:
+    """With these combinations, of which those that are not quick are marked slow."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        names, [pytest.param(*row.values, id=row.id, marks=() if quick else slow) for row, quick in rows]
+    )
+
+
+def _word(value: Any, default: str) -> str:
+    return str(value) if isinstance(value, str | int | float | None) else default
+
+
+def _cover(rows: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Combinations in which every value occurs: always the one that has most values that did not occur yet.
+
+    Ties go to the one whose values were taken least, so that no value always meets the same one.
+    """
+    wanted = {place for row in rows for place in enumerate(row)}
+    taken = dict.fromkeys(wanted, 0)
+    chosen: set[tuple[int, ...]] = set()
     while wanted:
-        best = max(left, key=lambda row: (len(wanted & _cells(row, strength)), -_uses(row, used)))
-        wanted -= _cells(best, strength)
-        left.remove(best)
+        best = max(
+            rows, key=lambda row: (len(wanted & set(enumerate(row))), -sum(taken[p] for p in enumerate(row)))
+        )
+        wanted -= set(enumerate(best))
+        chosen.add(best)
         for place in enumerate(best):
-            used[place] = used.get(place, 0) + 1
-        chosen.append(best)
-    return [_values(axes, row) for row in sorted(chosen)]
-
-
-def _values(axes: Sequence[Sequence[Any]], row: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(axis[index] for axis, index in zip(axes, row, strict=True))
-
-
-def _cells(row: Sequence[int], strength: int) -> set[tuple[tuple[int, int], ...]]:
-    """What a combination covers: each of its values, or each two of them, with their axes."""
-    return set(combinations(enumerate(row), strength))
-
-
-def _uses(row: Sequence[int], used: dict[tuple[int, int], int]) -> int:
-    return sum(used.get(place, 0) for place in enumerate(row))
+            taken[place] += 1
+    return chosen

@@ -3,7 +3,6 @@
 import threading
 import time
 
-import pytest
 import torch
 from test_pushes import Quiet
 from test_transport import KEY, Proxy
@@ -15,6 +14,7 @@ from polyrhythm.shard import Shard
 from polyrhythm.strategies.desk import known_to
 from polyrhythm.strategy import parse
 from polyrhythm.wire import Transport
+from tests.support.combine import few
 
 WORKERS, SERVER, STEPS = [Peer("worker", 0), Peer("worker", 1)], Peer("server", 0), 40
 
@@ -30,9 +30,10 @@ def slope(rank, step, count):
     return torch.randn(count, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
+@few(
     "strategy",
-    ["async+topk:0.05", "async+topk:0.05,dense=1d", "async+int4:dense=0", "async:prefetch=yes+topk:0.05"],
+    ["async+topk:0.05,dense=1d", "async+topk:0.05", "async+int4:dense=0", "async:prefetch=yes+topk:0.05"],
+    quick=1,
 )
 def test_lost_answers_are_given_again(strategy):
     """Two workers push at once while connections break: what the server believes each has is what it has,

@@ -23,6 +23,7 @@ from polyrhythm.strategies.peers import Peers, others
 from polyrhythm.strategy import Strategy, describe
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes import ProcessNode
+from tests.support.combine import each_value
 from tests.support.programs import Examples, events, mlp, trained
 
 
@@ -107,9 +108,7 @@ def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) 
     assert summary["samples"] == 3 * 96
 
 
-@pytest.mark.parametrize("locked", ["no", "yes"])
-@pytest.mark.parametrize("restarts", [0, 1])
-@pytest.mark.parametrize("victim", [0, 2])
+@each_value(("locked", ["no", "yes"]), ("restarts", [0, 1]), ("victim", [0, 2]))
 def test_the_others_go_on(tmp_path: Path, locked: str, restarts: int, victim: int) -> None:
     """A worker is killed: the others train on, with another in its place if there may be one."""
     strategy = f"nearest:locked={locked}"
@@ -191,9 +190,11 @@ def paired(side_by_side: bool) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "gossip:order=step-then-mix", "push", "noloco:2"])
-@pytest.mark.parametrize("side_by_side", [True, False])
-@pytest.mark.parametrize(("at", "back"), [(5, 8), (15, 25), (25, 60)])
+@each_value(
+    ("strategy", ["gossip", "gossip:order=step-then-mix", "push", "noloco:2"]),
+    ("side_by_side", [True, False]),
+    ("at, back", [(5, 8), (15, 25), (25, 60)]),
+)
 def test_one_that_comes_back_shares_two_loaders(
     simulate: Any, strategy: str, side_by_side: bool, at: int, back: int
 ) -> None:

@@ -16,6 +16,7 @@ from polyrhythm.node import Message, Peer
 from polyrhythm.worlds.cluster import Cluster, Crash
 from polyrhythm.worlds.coordinator import Coordinator
 from polyrhythm.worlds.leases import Leases
+from tests.support.combine import each_value
 from tests.support.logs import check_laws
 from tests.support.programs import Examples, Script, events
 
@@ -50,8 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["async", "async:max_staleness=3"])
-@pytest.mark.parametrize("case", CASES)
+@each_value(("strategy", ["async", "async:max_staleness=3"]), ("case", CASES))
 def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strategy: str) -> None:
     one = simulate(tmp_path, CASES[case], strategy)
     assert one["samples"] >= SCRIPT.size * SCRIPT.epochs
