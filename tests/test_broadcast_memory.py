@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_broadcast_laws import SHAPES, Training, Watch, book, digests, messages, simulate, watch
+from test_broadcast_laws import SHAPES, Training, Watch, book, digests, messages, watch
 from torch import Tensor, nn
 
 import polyrhythm as pr
@@ -28,6 +28,7 @@ from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
 from tests.support.combine import each_value
 from tests.support.planes import equal
+from tests.support.runs import run_in
 
 __all__ = ["watch"]  # a fixture
 
@@ -140,7 +141,14 @@ def test_what_is_kept_for_one_that_is_stopped_has_a_bound(
     monkeypatch.setattr(SimulatedNode, "send", stalling)
     training = Training(epochs=24)
     text = f"broadcast:0.001,reduce=mean,{shape}"
-    summary = simulate(training, text, 5, tmp_path, '[[hosts]]\nstep_time = { exponential = "10 ms" }\n')
+    summary = run_in(
+        "simulated",
+        training,
+        strategy=text,
+        workers=5,
+        runs=tmp_path,
+        cluster='[[hosts]]\nstep_time = { exponential = "10 ms" }\n',
+    )
     assert len(digests(summary)) == 5 and len(set(digests(summary).values())) == 1
     for replica in training.replicas.values():
         book = replica.notes["courier"].ledger

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_broadcast_laws import RANDOM, SHAPES, Watch, digests, simulate, watch
+from test_broadcast_laws import RANDOM, SHAPES, Watch, digests, watch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,6 +19,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
 from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
+from tests.support.runs import run_in
 
 __all__ = ["watch"]  # a fixture
 
@@ -85,7 +86,7 @@ def test_a_saved_run_goes_on_with_nothing_lost_and_nothing_twice(
     """All save the same k, which is all that was sent; each goes on with what waited. In the end all have
     all that was sent before and after, to the last pulse."""
     text = f"broadcast:0.004,{shape}"
-    simulate(Saving(tmp_path, 0, 2), text, 5, tmp_path, RANDOM)
+    run_in("simulated", Saving(tmp_path, 0, 2), strategy=text, workers=5, runs=tmp_path, cluster=RANDOM)
     before, waited = sent(watch), {origin: steps[-1].after for origin, steps in watch.emitted.items()}
     first, *others = kept(tmp_path, 5, 1)
     assert all(alike(first, each) for each in others)
@@ -95,7 +96,7 @@ def test_a_saved_run_goes_on_with_nothing_lost_and_nothing_twice(
     watch.emitted.clear()
     watch.codes.clear()
     script = Saving(tmp_path, 2, 4)
-    summary = simulate(script, text, 5, tmp_path, RANDOM)
+    summary = run_in("simulated", script, strategy=text, workers=5, runs=tmp_path, cluster=RANDOM)
     for origin, steps in watch.emitted.items():
         assert all(map(torch.equal, waited[origin], steps[0].before))
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
@@ -112,7 +113,14 @@ def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) 
         f'[[failures]]\nworkers = [{who}]\nat = "{at + more} ms"\n{back}'
         for who, more, back in ((seed % 4, 0, f'back = "{at + 70} ms"\n'), ((seed + 1) % 4, 25, ""))
     )
-    summary = simulate(Saving(tmp_path, 0, 4), f"broadcast:0.004,{shape}", 4, tmp_path, RANDOM + deaths)
+    summary = run_in(
+        "simulated",
+        Saving(tmp_path, 0, 4),
+        strategy=f"broadcast:0.004,{shape}",
+        workers=4,
+        runs=tmp_path,
+        cluster=RANDOM + deaths,
+    )
     assert len(summary["lost"]) == 2 and len(set(digests(summary).values())) == 1
 
 
@@ -122,7 +130,9 @@ def test_one_that_comes_late_saves_where_the_others_do(tmp_path: Path, back: int
     dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
     script = Saving(tmp_path, 0, 4)
     cluster = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n'
-    summary = simulate(script, "broadcast:0.004", 3, tmp_path, cluster + dies)
+    summary = run_in(
+        "simulated", script, strategy="broadcast:0.004", workers=3, runs=tmp_path, cluster=cluster + dies
+    )
     assert summary["replaced"] == {"worker 2": 1}
     for epoch in range(4):
         first, *others = (each for each in kept(tmp_path, 3, epoch) if each)
@@ -143,7 +153,14 @@ def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
     lots = random.Random(seed)
     at = lots.randrange(300, 1500)
     dies = f'[[failures]]\nworkers = [{lots.randrange(4)}]\nat = "{at} ms"\nback = "{at + 100} ms"\n'
-    simulate(Saving(tmp_path, 0, 5), f"broadcast:0.002,{shape}", 4, tmp_path, SLOW + dies)
+    run_in(
+        "simulated",
+        Saving(tmp_path, 0, 5),
+        strategy=f"broadcast:0.002,{shape}",
+        workers=4,
+        runs=tmp_path,
+        cluster=SLOW + dies,
+    )
     for epoch in range(5):
         found = [each for each in kept(tmp_path, 4, epoch) if each]
         assert all(alike(found[0], each) for each in found)
@@ -151,12 +168,18 @@ def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
 
 
 def test_who_goes_on_from_something_else_is_told(tmp_path: Path) -> None:
-    simulate(Saving(tmp_path, 0, 2), "broadcast:0.004", 3, tmp_path)
+    run_in("simulated", Saving(tmp_path, 0, 2), strategy="broadcast:0.004", workers=3, runs=tmp_path)
     with pytest.raises(UsageError, match="goes on from something else"):
-        simulate(Saving(tmp_path, 2, 4, forgets=1), "broadcast:0.004", 3, tmp_path)
+        run_in(
+            "simulated",
+            Saving(tmp_path, 2, 4, forgets=1),
+            strategy="broadcast:0.004",
+            workers=3,
+            runs=tmp_path,
+        )
     torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # of another time than the others'
     with pytest.raises(UsageError, match="goes on from something else"):
-        simulate(Saving(tmp_path, 2, 4), "broadcast:0.004", 3, tmp_path)
+        run_in("simulated", Saving(tmp_path, 2, 4), strategy="broadcast:0.004", workers=3, runs=tmp_path)
 
 
 def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) -> None:
@@ -174,7 +197,9 @@ def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) ->
         if here.rank == 0:
             torch.save(here.state_dict(), tmp_path / "alone.pt")
 
-    summary = simulate(script, "broadcast:0.004", 3, tmp_path, RANDOM)
+    summary = run_in(
+        "simulated", script, strategy="broadcast:0.004", workers=3, runs=tmp_path, cluster=RANDOM
+    )
     saved = torch.load(tmp_path / "alone.pt", weights_only=True)["kept"]
     from polyrhythm.strategies.ledger import digest
 

@@ -336,6 +336,12 @@ def test_a_step_after_nothing_but_accumulation_still_agrees(tmp_path: Path, how:
     assert runs[0]["bytes_sent"] == runs[1]["bytes_sent"]
 
 
-def test_alone_it_does_nothing() -> None:
+def test_alone_accumulating_changes_nothing() -> None:
+    """Gradients add up as they do without it."""
+    model = mlp()
+    x = torch.ones(2, 5, dtype=torch.float64)
+    model(x).sum().backward()
+    one = [parameter.grad.clone() for parameter in model.parameters()]
     with pr.Session().accumulating():
-        pass
+        model(x).sum().backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), one, strict=True))

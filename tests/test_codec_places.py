@@ -153,7 +153,7 @@ def test_the_command_line_says_so_too(tmp_path: Path) -> None:
         'if __name__ == "__main__":\n    main()\n'
     )
 
-    def go(codec: str) -> subprocess.CompletedProcess[str]:
+    def run_command(codec: str) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
             "-m",
@@ -168,9 +168,9 @@ def test_the_command_line_says_so_too(tmp_path: Path) -> None:
         command += ["--strategy", f"allreduce+{codec}"]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
 
-    done = go("int8")
+    done = run_command("int8")
     assert done.returncode == 0 and "round the ring int8 is decoded" in done.stderr
-    done = go("topk")
+    done = run_command("topk")
     assert done.returncode == 2 and "cannot be added up on its way round a ring" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -516,7 +516,7 @@ def test_workers_die_and_join_in_simulation(row: Row, tmp_path: Path) -> None:
 @rows(row for row in DEFAULTS if not lockstep(row))
 def test_workers_die_and_join_on_real_processes(trip: Any, row: Row, tmp_path: Path) -> None:
     """A worker that is killed in the middle is replaced, and the run comes to its end."""
-    script = replace(UNEVEN, kill=tmp_path / "killed", seen=tmp_path / "seen")
+    script = replace(UNEVEN, kills={1: 3}, pause=0.01, seen=tmp_path / "seen")
     summary = run_in("real", script, strategy=row.strategy, workers=3, runs=tmp_path, restarts=1)
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL"} and summary["joined"] == 1
     read = Counter((tmp_path / "seen").read_text().split())

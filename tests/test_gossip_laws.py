@@ -295,14 +295,14 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(strategy: str, tmp_pat
         parts = {"model": model, "optimizer": optimizer, "session": here}
         torch.save({name: each.state_dict() for name, each in parts.items()}, path)
 
-    def run(begin: int, end: int) -> str:
+    def train_steps(begin: int, end: int) -> str:
         return pr.simulate(partial(main, begin, end), workers=3, strategy=strategy, runs=None, threads=1)[
             "digest"
         ]
 
-    whole = run(0, 4)
-    run(0, 2)
-    assert run(2, 4) == whole
+    whole = train_steps(0, 4)
+    train_steps(0, 2)
+    assert train_steps(2, 4) == whole
 
 
 # --- churn ------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from polyrhythm.data.sharing import mix
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.replica import Replica
 from tests.support.combine import each_value
-from tests.support.programs import SPEEDS, events, go, same, trained
+from tests.support.programs import SPEEDS, events, same, trained
+from tests.support.runs import run_hogwild
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
@@ -79,7 +80,7 @@ def serial(script: Callable[[], nn.Module], seed: int = 0) -> dict[str, Tensor]:
 def test_disjoint_supports_give_the_bits_of_one_worker(world: str, seed: int, tmp_path: Path) -> None:
     """Where no two touch the same place it does not matter who is when: sparse rows, and dense tensors."""
     script = Disjoint(workers=3, count=150, seed=seed)
-    summary = go(script, world, 3, tmp_path, seed=seed)
+    summary = run_hogwild(script, world, 3, tmp_path, seed=seed)
     assert same(trained(summary), serial(script, seed))
     assert summary["lost_updates"] == {"counted": 3 * 150 * (5 + 50), "lost": 0, "share": 0.0}
 
@@ -141,7 +142,7 @@ class Bags:
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
 def test_one_worker_is_plain_pytorch(world: str, optimizer: str, strategy: str, tmp_path: Path) -> None:
     script = Bags(optimizer)
-    summary = go(script, world, 1, tmp_path, strategy)
+    summary = run_hogwild(script, world, 1, tmp_path, strategy)
     assert same(trained(summary), serial(script))
     assert summary["lost_updates"]["lost"] == 0 < summary["lost_updates"]["counted"]
 
@@ -149,7 +150,7 @@ def test_one_worker_is_plain_pytorch(world: str, optimizer: str, strategy: str, 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_sparse_gradients_can_be_accumulated(set_to_none: bool, tmp_path: Path) -> None:
     script = Bags(accumulate=3, set_to_none=set_to_none)
-    assert same(trained(go(script, "simulated", 1, tmp_path)), serial(script))
+    assert same(trained(run_hogwild(script, "simulated", 1, tmp_path)), serial(script))
 
 
 class Bowl(nn.Module):
@@ -178,14 +179,14 @@ def descend(count: int, size: int = 64, lr: float = 1e-3) -> nn.Module:
 @both_worlds
 def test_with_a_lock_many_workers_are_one(world: str, tmp_path: Path) -> None:
     """From reading to writing nobody else writes: all steps follow each other, whoever takes them."""
-    summary = go(partial(descend, 100), world, 3, tmp_path, "hogwild:lock=yes")
+    summary = run_hogwild(partial(descend, 100), world, 3, tmp_path, "hogwild:lock=yes")
     assert same(trained(summary), serial(partial(descend, 300)))
     assert summary["lost_updates"] == {"counted": 3 * 100 * 64, "lost": 0, "share": 0.0}
 
 
 def test_without_a_lock_they_step_on_what_is_old(tmp_path: Path) -> None:
     """In simulation nothing is lost, but what a worker has read is old when it writes."""
-    summary = go(partial(descend, 100), "simulated", 3, tmp_path)
+    summary = run_hogwild(partial(descend, 100), "simulated", 3, tmp_path)
     assert not same(trained(summary), serial(partial(descend, 300)))
     assert summary["lost_updates"]["lost"] == 0
 
@@ -193,7 +194,9 @@ def test_without_a_lock_they_step_on_what_is_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cluster", SPEEDS)
 def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
     """Who waits is next: nobody starves, however fast the others are, and time adds up."""
-    summary = go(partial(descend, 40), "simulated", 4, tmp_path, "hogwild:lock=yes", cluster=SPEEDS[cluster])
+    summary = run_hogwild(
+        partial(descend, 40), "simulated", 4, tmp_path, "hogwild:lock=yes", cluster=SPEEDS[cluster]
+    )
     order = [line["node"] for line in events(summary, "step")]
     for rank in range(4):
         places = [place for place, node in enumerate(order) if node == f"worker {rank}"]
@@ -205,7 +208,7 @@ def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", ["direct", "ring", "shared"])
 def test_whatever_the_collectives(collective: str, tmp_path: Path) -> None:
     """They meet once, when all begin."""
-    summary = go(partial(descend, 5), "real", 3, tmp_path, "hogwild:lock=yes", collective=collective)
+    summary = run_hogwild(partial(descend, 5), "real", 3, tmp_path, "hogwild:lock=yes", collective=collective)
     assert same(trained(summary), serial(partial(descend, 15)))
 
 
@@ -221,7 +224,7 @@ def test_worker_0_has_the_first_values(tmp_path: Path) -> None:
         assert model.x.tolist() == [5.0] * 4
 
     for world in ("simulated", "real"):
-        assert trained(go(main, world, 3, tmp_path))["x"].tolist() == [5.0] * 4
+        assert trained(run_hogwild(main, world, 3, tmp_path))["x"].tolist() == [5.0] * 4
 
 
 # --- sparse data needs no lock ----------------------------------------------------------------------
@@ -253,7 +256,7 @@ def test_sparse_data_needs_no_lock_and_dense_data_does() -> None:
 
 def test_every_update_of_a_hot_vector_is_counted(tmp_path: Path) -> None:
     """Two processes at full speed on one vector: what is lost is lost, and no more is told than was made."""
-    summary = go(partial(descend, 300, 1 << 18, 1e-6), "real", 2, tmp_path)
+    summary = run_hogwild(partial(descend, 300, 1 << 18, 1e-6), "real", 2, tmp_path)
     told = summary["lost_updates"]
     assert told["counted"] == 2 * 300 * (1 << 16) and 0 <= told["lost"] < told["counted"]
     assert told["share"] == told["lost"] / told["counted"]
@@ -275,7 +278,7 @@ def test_large_tables_are_counted_on_a_sample(tmp_path: Path) -> None:
             optimizer.step()
 
     for world in ("simulated", "real"):
-        told = go(main, world, 2, tmp_path)["lost_updates"]
+        told = run_hogwild(main, world, 2, tmp_path)["lost_updates"]
         assert told["counted"] == 2 * 10 * 64 // 16
 
 
@@ -311,7 +314,7 @@ def test_a_step_costs_what_it_touches(tmp_path: Path) -> None:
                 optimizer.step()
         session.log(rows=model.table.weight.grad._nnz())
 
-    assert go(main, "simulated", 1, tmp_path)["metrics"] == {"rows": 12}
+    assert run_hogwild(main, "simulated", 1, tmp_path)["metrics"] == {"rows": 12}
     views = {"slice.Tensor", "view.default", "detach.default"}  # they cost the same whatever the size
     assert watch.seen - views == {"_embedding_bag.default", "add_.Tensor"}
 
@@ -385,7 +388,9 @@ class Killed:
 )
 def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, tmp_path: Path) -> None:
     """Whoever dies, with the lock or without, all examples are trained on and the parameters are whole."""
-    summary = go(Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0)
+    summary = run_hogwild(
+        Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
+    )
     assert set(summary["lost"]) == {f"worker {rank}" for rank in kills}
     # Without restarts somebody comes only if it was the last one, to bring home what is there.
     assert summary["joined"] == len(kills) if restarts else summary["joined"] <= 1
@@ -399,16 +404,16 @@ def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, t
 def test_the_last_one_dies_and_what_was_trained_comes_home(tmp_path: Path) -> None:
     """The vector is nobody's: another attaches to it and brings it home, with all that was trained."""
     script = Killed(tmp_path, {0: -1})
-    summary = go(script, "real", 1, tmp_path, timeout=60.0)
+    summary = run_hogwild(script, "real", 1, tmp_path, timeout=60.0)
     assert set(summary["lost"]) == {"worker 0"} and summary["joined"] == 1
-    assert same(trained(summary), trained(go(Killed(tmp_path, {}), "real", 1, tmp_path)))
+    assert same(trained(summary), trained(run_hogwild(Killed(tmp_path, {}), "real", 1, tmp_path)))
 
 
 def test_a_dead_holder_gives_the_lock_back_in_simulation(tmp_path: Path) -> None:
     failures = "".join(
         f'[[failures]]\nworkers = [{rank}]\nat = "{at} ms"\n' for rank, at in ((0, 15), (2, 44))
     )
-    summary = go(
+    summary = run_hogwild(
         Bags(), "simulated", 3, tmp_path, "hogwild:lock=yes", cluster=f"{SPEEDS['constant']}\n{failures}"
     )
     assert set(summary["lost"]) == {"worker 0", "worker 2"} and summary["batches_undone"] == 0
@@ -443,7 +448,7 @@ def sparse_with(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[], No
 )
 def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
-        go(sparse_with(make), world, 2, tmp_path)
+        run_hogwild(sparse_with(make), world, 2, tmp_path)
     assert str(error.value) == (
         f"hogwild: table (EmbeddingBag with sparse=True) has sparse gradients, and {what} would make of each "
         "an update of all rows: use SGD without momentum and weight decay, Adagrad or SparseAdam for it, or "
@@ -485,7 +490,7 @@ def test_so_are_they_where_no_module_tells_that_gradients_are_sparse(
 
     for workers in (1, 2):
         with pytest.raises(UsageError) as error:
-            go(main, world, workers, tmp_path)
+            run_hogwild(main, world, workers, tmp_path)
         assert f"hogwild: rows has sparse gradients, and {what} would make of each an" in str(error.value)
 
 
@@ -524,7 +529,7 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
 
     with pytest.raises(UsageError, match="and in the cluster file they are on hosts with links between them"):
         strategy = "hogwild" if chosen == "outside" else None
-        go(main, "simulated", 2, tmp_path, strategy, cluster=f"[[hosts]]\n{link}\n")
+        run_hogwild(main, "simulated", 2, tmp_path, strategy, cluster=f"[[hosts]]\n{link}\n")
 
 
 def test_cpu_only() -> None:
@@ -536,4 +541,4 @@ def test_cpu_only() -> None:
 def test_no_worker_left_is_a_clear_failure(tmp_path: Path) -> None:
     failures = '[[failures]]\nworkers = [0, 1]\nat = "15 ms"\n'
     with pytest.raises(PolyrhythmError, match="no worker is left to bring the parameters home"):
-        go(Bags(), "simulated", 2, tmp_path, cluster=f"{SPEEDS['constant']}\n{failures}")
+        run_hogwild(Bags(), "simulated", 2, tmp_path, cluster=f"{SPEEDS['constant']}\n{failures}")

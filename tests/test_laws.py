@@ -462,15 +462,15 @@ def test_a_resumed_run_is_an_uninterrupted_one(
 ) -> None:
     """Two epochs, saved, loaded before `prepare`, and two more are four epochs, bit for bit."""
 
-    def go(**special: Any) -> str:
+    def train_with(**special: Any) -> str:
         script = Saved(optimizer=optimizer, size=50, groups=True, **special)
         how = {"strategy": strategy, "servers": servers, "runs": None, "threads": 1}
         return str(world(script, workers=3, **how)["digest"])
 
     half, whole = tmp_path / "half.pt", tmp_path / "whole.pt"
-    uninterrupted = go(epochs=4, end=whole)
-    first = go(epochs=2, end=half)
-    resumed = go(epochs=2, begin=half, end=tmp_path / "resumed.pt")
+    uninterrupted = train_with(epochs=4, end=whole)
+    first = train_with(epochs=2, end=half)
+    resumed = train_with(epochs=2, begin=half, end=tmp_path / "resumed.pt")
     assert resumed == uninterrupted != first
     assert equal_states(torch.load(tmp_path / "resumed.pt"), torch.load(whole))
 

@@ -46,6 +46,7 @@ from tests.support.programs import (
     same,
     trained,
 )
+from tests.support.runs import run_in
 
 WORLDS = {"simulated": partial(pr.simulate, threads=1), "real": partial(pr.run, threads=1)}
 both_worlds = pytest.mark.parametrize("world", WORLDS)
@@ -165,15 +166,11 @@ def tracked(state: dict[str, Tensor]) -> list[str]:
     return [name.removesuffix(".running_mean") for name in state if name.endswith(".running_mean")]
 
 
-def go(world: str, program: Any, folder: Path, **how: Any) -> dict[str, Any]:
-    return WORLDS[world](program, runs=folder, **{"workers": 3, "strategy": "allreduce", **how})
-
-
 @both_worlds
 def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
     """The default: each shows its own, and the final model has worker 0's."""
     look = Look(tmp_path)
-    summary = go(world, look, tmp_path)
+    summary = run_in(world, look, runs=tmp_path)
     seen = look.seen(3)
     assert summary["batch_norm"] == "local"
     assert all(same(each["own"], each["shown"]) for each in seen)
@@ -184,7 +181,7 @@ def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
 @each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "push"]))
 def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
     look = Look(tmp_path)
-    summary = go(world, look, tmp_path, batch_norm="rank0", strategy=strategy)
+    summary = run_in(world, look, runs=tmp_path, batch_norm="rank0", strategy=strategy)
     seen = look.seen(3)
     assert all(same(each["shown"], seen[0]["own"]) for each in seen)
     assert not same(seen[0]["own"], seen[1]["own"])
@@ -195,7 +192,7 @@ def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
 def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: Path) -> None:
     """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
     look = Look(tmp_path)
-    summary = go(world, look, tmp_path, batch_norm="mean", strategy=strategy)
+    summary = run_in(world, look, runs=tmp_path, batch_norm="mean", strategy=strategy)
     seen = look.seen(3)
     weights = torch.tensor([each["samples"] for each in seen], dtype=torch.float64)
     assert weights.sum() == 2 * 50 and len(set(weights.tolist())) > 1
@@ -259,7 +256,7 @@ def test_what_the_model_came_with_is_shown_before_the_first_batch(
     world: str, late: bool, tmp_path: Path
 ) -> None:
     """Nobody has trained on anything: all weigh alike. The batches it came with count once, later too."""
-    go(world, Plainly(tmp_path, late), tmp_path, batch_norm="mean", workers=2)
+    run_in(world, Plainly(tmp_path, late), runs=tmp_path, batch_norm="mean", workers=2)
     for rank in range(2):
         seen = torch.load(tmp_path / f"{rank}.pt")
         for when in ("before", "after"):
@@ -271,7 +268,7 @@ def test_what_the_model_came_with_is_shown_before_the_first_batch(
 @pytest.mark.parametrize("policy", ["local", "rank0", "mean", "recompute"])
 def test_borrowed_batches_leave_no_trace(world: str, policy: str, tmp_path: Path) -> None:
     """Neither the examples nor the batch that is borrowed count; `mean` is then of all examples once."""
-    go(world, Plainly(tmp_path), tmp_path, batch_norm=policy, workers=2)
+    run_in(world, Plainly(tmp_path), runs=tmp_path, batch_norm=policy, workers=2)
     seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     own = [
         [each["own"][f"0.{name}"].item() for name in ("running_mean", "num_batches_tracked")] for each in seen
@@ -305,7 +302,7 @@ def test_the_mean_takes_one_exchange(tmp_path: Path) -> None:
 def test_recompute_is_of_the_batches_it_saw(world: str, strategy: str, tmp_path: Path) -> None:
     """With the agreed parameters; here of all examples, each counting once, in rounds of unequal batches."""
     look = Look(tmp_path, normed)
-    summary = go(world, look, tmp_path, batch_norm="recompute", strategy=strategy)
+    summary = run_in(world, look, runs=tmp_path, batch_norm="recompute", strategy=strategy)
     examples = Examples(50).tensors[0]
     final = trained(summary)
     for each in [*({**each["shown"], **each["parameters"]} for each in look.seen(3)), final]:
@@ -319,7 +316,7 @@ def test_recompute_is_of_the_batches_it_saw(world: str, strategy: str, tmp_path:
 def test_recompute_shows_the_same_on_all_workers(world: str, tmp_path: Path) -> None:
     """In lockstep: they look at the same batches. Buffers that are not BatchNorm's stay as they were."""
     look = Look(tmp_path, shuffle=True)
-    summary = go(world, look, tmp_path, batch_norm="recompute")
+    summary = run_in(world, look, runs=tmp_path, batch_norm="recompute")
     seen = look.seen(3)
     assert all(same(each["shown"], seen[0]["shown"]) for each in seen)
     assert same(seen[0]["shown"], {name: trained(summary)[name] for name in seen[0]["shown"]})
@@ -328,9 +325,9 @@ def test_recompute_shows_the_same_on_all_workers(world: str, tmp_path: Path) -> 
 
 def test_recompute_survives_the_death_of_a_worker(tmp_path: Path) -> None:
     """Whoever brings the result, the statistics go with it."""
-    script = Script(model=normed, size=50, kill=tmp_path / "killed")
-    summary = go(
-        "real", script, tmp_path, batch_norm="recompute", strategy="async", workers=2, restarts=1,
+    script = Script(model=normed, size=50, kills={1: 3}, pause=0.01)
+    summary = run_in(
+        "real", script, runs=tmp_path, batch_norm="recompute", strategy="async", workers=2, restarts=1,
         listen="tcp:127.0.0.1:0",
     )  # fmt: skip
     final = trained(summary)
@@ -463,7 +460,7 @@ def test_the_living_agree_on_real_processes(
 ) -> None:
     """The final model has what those have that are there at the end, of whom one may have come late."""
     script = Mortal(tmp_path, victim)
-    summary = go("real", script, tmp_path, strategy=strategy, batch_norm=policy, restarts=restarts)
+    summary = run_in("real", script, runs=tmp_path, strategy=strategy, batch_norm=policy, restarts=restarts)
     there = [f"{rank}.0" for rank in range(3) if rank != victim]
     if summary["replaced"] and (tmp_path / f"3.{victim}.1.pt").exists():
         there.insert(victim, f"{victim}.1")
@@ -488,7 +485,7 @@ def test_who_waits_to_begin_shows_its_statistics(world: str, tmp_path: Path) -> 
                 shown, own = statistics(here.consensus()), statistics(model)
                 assert all(torch.allclose(shown[name], value) for name, value in own.items())
 
-    go(world, main, tmp_path, strategy="broadcast:warmup=6", batch_norm="mean")
+    run_in(world, main, runs=tmp_path, strategy="broadcast:warmup=6", batch_norm="mean")
 
 
 # One machine with the union batch
@@ -503,7 +500,7 @@ def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) 
     """Parameters and statistics are those of the union batch, to the last round: of 2 examples for three
     workers, where two borrow, and of 3 and 2."""
     script = Script(model=model, size=size, optimizer=MOMENTUM, epochs=3)
-    summary = go(world, script, tmp_path, batch_norm="sync")
+    summary = run_in(world, script, runs=tmp_path, batch_norm="sync")
     plain = alone(replace(script, batch=12))
     assert distance(trained(summary), plain) < 1e-10
     assert trained(summary).keys() == plain.keys()
@@ -514,7 +511,7 @@ def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) 
 def test_sync_is_one_machine_also_with(script: Script, tmp_path: Path) -> None:
     """Clipping, accumulation and closures."""
     script = replace(script, model=varied, optimizer=MOMENTUM)
-    summary = go("simulated", script, tmp_path, batch_norm="sync")
+    summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync")
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
@@ -524,7 +521,7 @@ def test_sync_has_the_same_bits_in_both_worlds(strategy: str, tmp_path: Path) ->
     seen = []
     for world in WORLDS:
         look = Look(tmp_path)
-        summary = go(world, look, tmp_path, batch_norm="sync", strategy=strategy)
+        summary = run_in(world, look, runs=tmp_path, batch_norm="sync", strategy=strategy)
         views = look.seen(3)
         assert all(same(each["own"], views[0]["own"]) and same(each["shown"], each["own"]) for each in views)
         seen.append(trained(summary))
@@ -547,28 +544,28 @@ class Checkpointed(nn.Module):
 def test_sync_is_one_machine_also_with_checkpoints(world: str, tmp_path: Path) -> None:
     """Workers wait for each other in a forward pass that is part of a backward pass."""
     script = Script(model=Checkpointed, size=53)
-    summary = go(world, script, tmp_path, batch_norm="sync")
+    summary = run_in(world, script, runs=tmp_path, batch_norm="sync")
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
 def test_sync_over_tcp(tmp_path: Path) -> None:
     """Where tensors travel as bytes."""
     script = Script(model=varied, size=53)
-    summary = go("real", script, tmp_path, batch_norm="sync", listen="tcp:127.0.0.1:0")
+    summary = run_in("real", script, runs=tmp_path, batch_norm="sync", listen="tcp:127.0.0.1:0")
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
 def test_sync_with_more_workers_than_the_engine_nests(tmp_path: Path) -> None:
     """Seventy wait for each other in the middle of their backward passes."""
     script = Script(model=varied, size=2 * 140, batch=2, epochs=1)
-    summary = go("simulated", script, tmp_path, batch_norm="sync", workers=70)
+    summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync", workers=70)
     assert distance(trained(summary), alone(replace(script, batch=140))) < 1e-10
 
 
 def test_one_example_each_is_enough_for_sync(tmp_path: Path) -> None:
     """What BatchNorm needs two of is in the union."""
     script = Script(model=normed, size=12, batch=1)
-    summary = go("simulated", script, tmp_path, batch_norm="sync")
+    summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync")
     assert distance(trained(summary), alone(replace(script, batch=3))) < 1e-10
 
 
@@ -590,7 +587,7 @@ def test_sync_takes_float32_under_autocast(tmp_path: Path) -> None:
             assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
             optimizer.step()
 
-    go("simulated", main, tmp_path, batch_norm="sync", workers=2)
+    run_in("simulated", main, runs=tmp_path, batch_norm="sync", workers=2)
 
 
 def test_the_wait_for_statistics_is_a_wait(tmp_path: Path) -> None:
@@ -647,7 +644,7 @@ def test_showing_does_not_disturb_training(world: str, strategy: str, tmp_path: 
     ends = {
         (summary["digest"], summary["samples"], summary["steps"])
         for policy in ("local", "rank0", "mean", "recompute")
-        for summary in [go(world, Noisy(), tmp_path, batch_norm=policy, strategy=strategy)]
+        for summary in [run_in(world, Noisy(), runs=tmp_path, batch_norm=policy, strategy=strategy)]
     }
     assert len(ends) == 1
 
@@ -658,7 +655,7 @@ def test_recompute_does_not_disturb_training_at_ones_own_pace(strategy: str, tmp
     ends = {
         (summary["digest"], summary["samples"], summary["steps"])
         for policy in ("local", "recompute")
-        for summary in [go("simulated", Noisy(), tmp_path, batch_norm=policy, strategy=strategy)]
+        for summary in [run_in("simulated", Noisy(), runs=tmp_path, batch_norm=policy, strategy=strategy)]
     }
     assert len(ends) == 1
 
@@ -678,7 +675,9 @@ def test_a_model_without_batch_norm_pays_nothing(policy: str) -> None:
 def test_one_worker_is_plain_pytorch(policy: str, tmp_path: Path) -> None:
     """Bit for bit, statistics included."""
     script = Script(model=varied, optimizer=MOMENTUM)
-    assert same(trained(go("simulated", script, tmp_path, batch_norm=policy, workers=1)), alone(script))
+    assert same(
+        trained(run_in("simulated", script, runs=tmp_path, batch_norm=policy, workers=1)), alone(script)
+    )
 
 
 def test_sync_keeps_the_model_what_it_is(tmp_path: Path) -> None:
@@ -703,7 +702,7 @@ def test_sync_keeps_the_model_what_it_is(tmp_path: Path) -> None:
                 assert torch.equal(other(x), expected)  # of its own batch
             assert not torch.allclose(model(x), expected)  # of the union
 
-    go("simulated", main, tmp_path, batch_norm="sync", workers=2)
+    run_in("simulated", main, runs=tmp_path, batch_norm="sync", workers=2)
 
 
 def test_frozen_modules_keep_their_statistics(tmp_path: Path) -> None:
@@ -727,7 +726,7 @@ def test_frozen_modules_keep_their_statistics(tmp_path: Path) -> None:
         assert shown[0].num_batches_tracked == 0 and torch.equal(shown[0].running_var, torch.ones(FEATURES))
         assert shown[2].num_batches_tracked == 6 and not shown[2].training
 
-    go("simulated", main, tmp_path, batch_norm="recompute", workers=2)
+    run_in("simulated", main, runs=tmp_path, batch_norm="recompute", workers=2)
 
 
 def test_recompute_looks_at_a_hundred_batches_of_many(tmp_path: Path) -> None:
@@ -746,7 +745,7 @@ def test_recompute_looks_at_a_hundred_batches_of_many(tmp_path: Path) -> None:
         torch.testing.assert_close(shown[0].running_mean, used.mean(0))
         torch.testing.assert_close(shown[0].running_var, used.var(0))
 
-    go("simulated", main, tmp_path, batch_norm="recompute", workers=2)
+    run_in("simulated", main, runs=tmp_path, batch_norm="recompute", workers=2)
 
 
 # What is asked for, and what is wrong with it
@@ -798,7 +797,7 @@ def test_the_command_line_wins(world: str, tmp_path: Path) -> None:
     """Over what the script says, which wins over the default; both are recorded."""
     for asked, policy in ((None, "mean"), ("rank0", "rank0")):
         look = Look(tmp_path, init="mean")
-        summary = go(world, look, tmp_path, batch_norm=asked)
+        summary = run_in(world, look, runs=tmp_path, batch_norm=asked)
         config = json.loads((Path(summary["folder"]) / "config.json").read_text())
         assert summary["batch_norm"] == config["batch_norm"] == policy
         seen = look.seen(3)
@@ -878,7 +877,7 @@ class Called:
 def test_recompute_calls_the_model_as_the_script_does(world: str, tmp_path: Path) -> None:
     """Parts of a dict, by name, cast and reshaped, beside a number; and a copy of the model has no hook."""
     call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float().unsqueeze(2))  # noqa: E731
-    go(world, Called(call), tmp_path, batch_norm="recompute")
+    run_in(world, Called(call), runs=tmp_path, batch_norm="recompute")
 
 
 def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
@@ -887,7 +886,7 @@ def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"cannot see how what it is called with \(a tensor of shape \(4, 5\)\)"
     ):
-        go("simulated", Called(call), tmp_path, batch_norm="recompute")
+        run_in("simulated", Called(call), runs=tmp_path, batch_norm="recompute")
 
 
 class Lengths(TensorDataset):
@@ -938,7 +937,7 @@ class Summed:
 @both_worlds
 def test_recompute_takes_lists_and_numbers_out_of_the_batch(world: str, tmp_path: Path) -> None:
     """Those of each batch, and not those of the first; a last batch of two has a shorter list."""
-    go(world, Summed(), tmp_path, batch_norm="recompute")
+    run_in(world, Summed(), runs=tmp_path, batch_norm="recompute")
 
 
 @pytest.mark.parametrize(
@@ -951,7 +950,7 @@ def test_recompute_takes_lists_and_numbers_out_of_the_batch(world: str, tmp_path
 def test_recompute_refuses_what_changes_without_the_batch(script: Summed, what: str, tmp_path: Path) -> None:
     """As soon as it does: the first value would be wrong for the others."""
     with pytest.raises(UsageError, match=f"an argument that changes, {what}"):
-        go("simulated", script, tmp_path, batch_norm="recompute")
+        run_in("simulated", script, runs=tmp_path, batch_norm="recompute")
 
 
 def test_recompute_refuses_other_arguments(tmp_path: Path) -> None:
@@ -964,14 +963,14 @@ def test_recompute_refuses_other_arguments(tmp_path: Path) -> None:
         return model(*([] if more else [1.0]), y=batch["target"], x=batch["input"].float(), **more)
 
     with pytest.raises(UsageError, match="the script has called it with other arguments before"):
-        go("simulated", Called(call), tmp_path, batch_norm="recompute", workers=2)
+        run_in("simulated", Called(call), runs=tmp_path, batch_norm="recompute", workers=2)
 
 
 def test_recompute_before_it_has_seen_a_call(tmp_path: Path) -> None:
     """A model that takes the first part of a batch is shown as ever; for another there is a warning."""
     call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float())  # noqa: E731
     with pytest.warns(UserWarning, match="has taken no step: its BatchNorm statistics are shown as they are"):
-        go("simulated", Called(call, early=True), tmp_path, batch_norm="recompute")
+        run_in("simulated", Called(call, early=True), runs=tmp_path, batch_norm="recompute")
 
 
 def test_an_error_in_a_backward_pass_that_waits() -> None:

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyrhythm as pr
 from polyrhythm.errors import NotFinite, PolyrhythmError, UsageError
 from tests.support.combine import few
-from tests.support.programs import SPEEDS, events, go, same, trained
+from tests.support.programs import SPEEDS, events, same, trained
+from tests.support.runs import run_hogwild
 
 pytest.importorskip("numba")
 
@@ -303,7 +304,7 @@ def test_who_diverges_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         PolyrhythmError, match="worker 0: row 0 of a batch of 1 would make a step that is not"
     ):
-        go(main, "simulated", 1, tmp_path)
+        run_hogwild(main, "simulated", 1, tmp_path)
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +358,7 @@ class Learns:
 def test_one_worker_is_a_process_alone(world: str, strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit; steps, samples and updates are counted as they are."""
     script = Learns(dtype=dtype)
-    summary = go(script, world, 1, tmp_path, strategy)
+    summary = run_hogwild(script, world, 1, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
     assert summary["samples"] == 2 * 96 and summary["steps"] == 2 * 96 // 4
     assert summary["lost_updates"] == {"counted": 2 * 96 * 6, "lost": 0, "share": 0.0}
@@ -369,7 +370,7 @@ def test_one_worker_is_a_process_alone(world: str, strategy: str, dtype: torch.d
 @both_worlds
 @both_locks
 def test_several_workers_share_the_rows(world: str, strategy: str, tmp_path: Path) -> None:
-    summary = go(Learns(), world, 3, tmp_path, strategy)
+    summary = run_hogwild(Learns(), world, 3, tmp_path, strategy)
     assert summary["samples"] == 2 * 96 and summary["lost_updates"]["counted"] == 2 * 96 * 6
     assert summary["batches_undone"] == 0
     if world == "simulated" or "lock" in strategy:
@@ -390,7 +391,7 @@ def test_learning_is_computing_and_not_waiting(tmp_path: Path) -> None:
         for _ in range(5):
             optimizer.learn(torch.arange(8).view(2, 4), None, torch.ones(2))
 
-    summary = go(main, "real", 1, tmp_path)
+    summary = run_hogwild(main, "real", 1, tmp_path)
     assert summary["compute_s"] >= 0.5
     assert all(line["compute_s"] >= 0.1 for line in events(summary, "step"))
 
@@ -406,7 +407,7 @@ def test_of_many_features_a_sample_is_counted(tmp_path: Path) -> None:
             optimizer.learn((torch.arange(512) + 512 * step).view(16, 32), None, torch.ones(16))
 
     for world in ("simulated", "real"):
-        assert go(main, world, 2, tmp_path)["lost_updates"]["counted"] == 2 * 10 * 64 * 8 // 256
+        assert run_hogwild(main, world, 2, tmp_path)["lost_updates"]["counted"] == 2 * 10 * 64 * 8 // 256
 
 
 def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
@@ -419,7 +420,7 @@ def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
         model(torch.arange(8).view(2, 4)).sum().backward()
         optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
 
-    assert go(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 4
+    assert run_hogwild(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 4
 
 
 def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
         model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.125, loss="hinge"))
         assert optimizer.learn(torch.tensor([[0], [1]]), None, torch.ones(2)) == 0.5
 
-    assert go(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 1
+    assert run_hogwild(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 1
 
 
 @dataclass
@@ -466,7 +467,7 @@ def test_disjoint_features_give_the_bits_of_one_worker(
 ) -> None:
     """Where no two touch the same weight it does not matter who is when."""
     script = Disjoint(workers=2, seed=seed)
-    summary = go(script, world, 2, tmp_path, strategy)
+    summary = run_hogwild(script, world, 2, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
     assert summary["lost_updates"] == {"counted": 2 * 20_000 * 7, "lost": 0, "share": 0.0}
 
@@ -485,7 +486,7 @@ def ones(rows: int) -> None:
 def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path) -> None:
     """Exactly. Without it no more is missing than was made, in the weights and where it is counted."""
     rows = 50_000
-    summary = go(lambda: ones(rows), world, 2, tmp_path, strategy)
+    summary = run_hogwild(lambda: ones(rows), world, 2, tmp_path, strategy)
     made = 2 * 4 * rows
     weights = trained(summary)["weight"][:, 0].double() * 2**24
     told = summary["lost_updates"]
@@ -507,22 +508,22 @@ def test_a_lock_costs_the_time_of_all_in_simulation(strategy: str, turns: int, t
         for _ in range(10):
             optimizer.learn(torch.arange(8).view(2, 4), None, torch.ones(2))
 
-    summary = go(main, "simulated", 4, tmp_path, strategy, cluster=SPEEDS["constant"])
+    summary = run_hogwild(main, "simulated", 4, tmp_path, strategy, cluster=SPEEDS["constant"])
     assert summary["wall_s"] == pytest.approx(turns * 10 * 0.010)
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = trained(go(Learns(epochs=2, schedule=False), "simulated", 1, tmp_path))
+    whole = trained(run_hogwild(Learns(epochs=2, schedule=False), "simulated", 1, tmp_path))
     script = Learns(epochs=1, schedule=False, saved=tmp_path / "state.pt")
-    assert not same(trained(go(script, "simulated", 1, tmp_path)), whole)
-    assert same(trained(go(script, "simulated", 1, tmp_path)), whole)
+    assert not same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
+    assert same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
 
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
 def test_strategies_that_want_gradients_refuse_it(world: str, strategy: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{strategy} works on gradients, and RowSGD makes its own"):
-        go(Learns(), world, 2, tmp_path, strategy)
+        run_hogwild(Learns(), world, 2, tmp_path, strategy)
 
 
 def test_a_step_without_a_batch_is_refused_in_a_run_too(tmp_path: Path) -> None:
@@ -533,7 +534,7 @@ def test_a_step_without_a_batch_is_refused_in_a_run_too(tmp_path: Path) -> None:
         optimizer.step()
 
     with pytest.raises(UsageError, match=r"RowSGD: call learn\(words, offsets, labels\), which takes the"):
-        go(main, "simulated", 1, tmp_path)
+        run_hogwild(main, "simulated", 1, tmp_path)
 
 
 # --- who dies, and who is stopped -------------------------------------------------------------------
@@ -577,7 +578,9 @@ class Killed:
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_one_killed_in_the_midst_of_a_row(strategy: str, restarts: int, tmp_path: Path) -> None:
     """With the mutex or without: the others have it next, and all is learned."""
-    summary = go(Killed(tmp_path / "killed"), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0)
+    summary = run_hogwild(
+        Killed(tmp_path / "killed"), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
+    )
     assert set(summary["lost"]) == {"worker 1"} and summary["batches_undone"] == 0
     assert torch.isfinite(trained(summary)["weight"]).all()
     assert 0 <= summary["lost_updates"]["lost"] <= summary["lost_updates"]["counted"]
@@ -622,7 +625,7 @@ def test_one_stopped_with_the_lock_is_named(rows: bool, tmp_path: Path) -> None:
     with pytest.raises(
         PolyrhythmError, match=r"worker 0 waited \d+\.\d s for worker 1 to release the lock 'step'"
     ):
-        go(Stopped(tmp_path / "taken", rows), "real", 2, tmp_path, "hogwild:lock=yes", timeout=2.0)
+        run_hogwild(Stopped(tmp_path / "taken", rows), "real", 2, tmp_path, "hogwild:lock=yes", timeout=2.0)
     assert time.monotonic() - began > 2
 
 

@@ -73,39 +73,39 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     """Model, optimizer and session of each worker, saved and loaded: the same bits as without the pause."""
     workers += "fanout=2" in strategy  # of two workers each has one receiver
 
-    def run(begin: int, end: int) -> str:
+    def train_steps(begin: int, end: int) -> str:
         return pr.simulate(
             lambda: script(tmp_path, begin, end), workers=workers, strategy=strategy, runs=None, threads=1
         )["digest"]
 
-    whole = run(0, EPOCHS)
-    run(0, EPOCHS // 2)
-    assert run(EPOCHS // 2, EPOCHS) == whole
+    whole = train_steps(0, EPOCHS)
+    train_steps(0, EPOCHS // 2)
+    assert train_steps(EPOCHS // 2, EPOCHS) == whole
 
 
 @pytest.mark.parametrize("strategy", ["push:1", "noloco:5"])
 def test_so_it_does_on_real_processes(strategy: str, tmp_path: Path) -> None:
-    def run(begin: int, end: int) -> str:
+    def train_steps(begin: int, end: int) -> str:
         return pr.run(
             lambda: script(tmp_path, begin, end), workers=3, strategy=strategy, runs=None, threads=1
         )["digest"]
 
-    whole = run(0, EPOCHS)
-    run(0, EPOCHS // 2)
-    assert run(EPOCHS // 2, EPOCHS) == whole
+    whole = train_steps(0, EPOCHS)
+    train_steps(0, EPOCHS // 2)
+    assert train_steps(EPOCHS // 2, EPOCHS) == whole
 
 
 @pytest.mark.parametrize("strategy", ["push", "push:1", "noloco:4"])
 def test_one_that_begins_anew_among_others_is_told(strategy: str, tmp_path: Path) -> None:
     """Not left to wait for rounds that never come, nor silently mixed with another's."""
-    run = partial(pr.simulate, workers=3, strategy=strategy, runs=None, threads=1)
-    run(lambda: script(tmp_path, 0, 2))
+    train = partial(pr.simulate, workers=3, strategy=strategy, runs=None, threads=1)
+    train(lambda: script(tmp_path, 0, 2))
 
     def forgetful() -> None:
         script(tmp_path, 2, 4, forgets=1)
 
     with pytest.raises(UsageError, match="either each loads what it has saved itself"):
-        run(forgetful)
+        train(forgetful)
 
 
 def test_as_many_go_on_as_have_saved(tmp_path: Path) -> None:

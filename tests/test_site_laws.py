@@ -379,15 +379,15 @@ def test_an_interrupted_run_goes_on(inner: str, outer: str, tmp_path: Path) -> N
     """What both levels remember is saved and loaded."""
     (tmp_path / "cluster.toml").write_text(at(1, 2))
 
-    def run(begin: int, end: int) -> str:
+    def train_steps(begin: int, end: int) -> str:
         return pr.simulate(
             lambda: script(tmp_path, begin, end), workers=3, strategy=f"{inner} / {outer}", runs=None,
             threads=1, cluster=tmp_path / "cluster.toml",
         )["digest"]  # fmt: skip
 
-    whole = run(0, EPOCHS)
-    run(0, EPOCHS // 2)
-    assert run(EPOCHS // 2, EPOCHS) == whole
+    whole = train_steps(0, EPOCHS)
+    train_steps(0, EPOCHS // 2)
+    assert train_steps(EPOCHS // 2, EPOCHS) == whole
 
 
 # --- worlds -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ for text in ("int8", "topk:0.5"):
 """
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     return subprocess.run(
         [sys.executable, "-c", code], env={**kept, "PYTHONDONTWRITEBYTECODE": "1", **environment},
@@ -42,7 +42,7 @@ def test_where_nothing_can_be_kept_every_process_compiles(tmp_path: Path) -> Non
     for folder in ("dense", "kernels"):
         # A file where the cache would be: not even root can write into that.
         (tmp_path / "polyrhythm/codecs" / folder / "__pycache__").write_text("")
-    done = run(WORK, PYTHONPATH=str(tmp_path), HOME="/dev/null", XDG_CACHE_HOME="/dev/null")
+    done = run_python(WORK, PYTHONPATH=str(tmp_path), HOME="/dev/null", XDG_CACHE_HOME="/dev/null")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["int8 [0.0, 0.0, 127.0, -1.0]", "topk:0.5 [0.0, 0.0, 127.0, -1.0]"]
 
@@ -51,9 +51,9 @@ def test_a_numba_that_cannot_be_imported_is_shown(tmp_path: Path) -> None:
     """Sparse codecs say why they cannot work, and dense ones once why they are slow."""
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 1.2 or less')")
     places = os.pathsep.join(map(str, (tmp_path, ROOT)))
-    sparse = run("from polyrhythm.codecs.kernels import load; load()", PYTHONPATH=places)
+    sparse = run_python("from polyrhythm.codecs.kernels import load; load()", PYTHONPATH=places)
     why = "numba, which is installed but cannot be imported (ImportError: Numba needs NumPy 1.2 or less)"
     assert f"UsageError: sparse codecs need {why}" in sparse.stderr
-    dense = run(WORK.replace(', "topk:0.5"', ', "int4"'), PYTHONPATH=places)
+    dense = run_python(WORK.replace(', "topk:0.5"', ', "int4"'), PYTHONPATH=places)
     assert dense.returncode == 0, dense.stderr
     assert dense.stderr.count(f"quantizers are about five times slower on a CPU without {why}") == 1

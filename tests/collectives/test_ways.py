@@ -24,7 +24,7 @@ from polyrhythm.wire.arena import Arenas
 from polyrhythm.worlds.coordinator import COORDINATOR
 from polyrhythm.worlds.processes import ProcessNode
 from tests.support.combine import few
-from tests.support.programs import MOMENTUM, Script, distance, trained
+from tests.support.programs import MOMENTUM, Script, alone, distance, same, trained
 
 REAL = [
     ("auto", "unix:"),
@@ -338,8 +338,10 @@ def test_all_ways_take_the_same(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_one_worker_can_have_any_way(way: str) -> None:
-    pr.run(Script(), workers=1, strategy="allreduce", collective=way, runs=None, threads=1)
+def test_one_worker_can_have_any_way(way: str, tmp_path: Path) -> None:
+    script = Script(optimizer=MOMENTUM)
+    summary = pr.run(script, workers=1, strategy="allreduce", collective=way, runs=tmp_path, threads=1)
+    assert same(trained(summary), alone(script))
 
 
 class Once:

@@ -22,7 +22,7 @@ SOON = 10.0  # seconds in which a run that cannot go on has to be over
 LOCKSTEP = ["allreduce", "sync", "local:4"]
 
 
-def run(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[str, str, dict[str, Any]]:
+def run_to_the_end(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[str, str, dict[str, Any]]:
     """The error, if any, what the nodes printed, and the summary."""
     output = io.StringIO()
     began = time.monotonic()
@@ -42,7 +42,7 @@ def run(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[str, str, dic
 @pytest.mark.parametrize("strategy", [*LOCKSTEP, "async"])
 def test_raises(strategy: str) -> None:
     """The traceback of a worker that raises is shown, once, and the error says which one and what."""
-    error, output, _ = run(strategy, do="raise")
+    error, output, _ = run_to_the_end(strategy, do="raise")
     assert error == "worker 1 failed: RuntimeError: the user's own mistake"
     assert output.count("Traceback") == 1
     assert re.search(r"^\[worker 1\] Traceback.*\n\[worker 1\]   File .*/scripts/train\.py", output, re.M)
@@ -52,14 +52,14 @@ def test_raises(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", LOCKSTEP)
 def test_killed_in_lockstep(strategy: str) -> None:
     """Where no worker can go on without the other, a killed one ends the run, by name."""
-    error, output, _ = run(strategy, do="kill")
+    error, output, _ = run_to_the_end(strategy, do="kill")
     assert error.startswith("worker 1 was killed by SIGKILL; ")
     assert "Traceback" not in output
 
 
 def test_killed_on_its_own(tmp_path: Path) -> None:
     """Asynchronous workers train on without a killed one, and on every example that it had taken."""
-    error, _, summary = run("async", do="kill", folder=tmp_path, pause=0.02)
+    error, _, summary = run_to_the_end("async", do="kill", folder=tmp_path, pause=0.02)
     assert not error
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL"}
     trained = [int(word) for path in tmp_path.glob("examples *") for word in path.read_text().split()]
@@ -68,7 +68,7 @@ def test_killed_on_its_own(tmp_path: Path) -> None:
 
 def test_two_killed_at_once(tmp_path: Path) -> None:
     """Two deaths in one moment hold up nobody: the one that is left trains on every example."""
-    error, _, summary = run("async", do="kill two", folder=tmp_path, pause=0.02)
+    error, _, summary = run_to_the_end("async", do="kill two", folder=tmp_path, pause=0.02)
     assert not error
     assert set(summary["lost"]) == {"worker 1", "worker 2"}
     trained = [int(word) for path in tmp_path.glob("examples *") for word in path.read_text().split()]
@@ -78,7 +78,7 @@ def test_two_killed_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_server_killed(strategy: str, tmp_path: Path) -> None:
     """Nobody can go on without a server; the error names it and says what is lost."""
-    error, output, _ = run(strategy, do="kill the server", folder=tmp_path)
+    error, output, _ = run_to_the_end(strategy, do="kill the server", folder=tmp_path)
     assert error == "server 0 was killed by SIGKILL; its part of the parameters is gone"
     assert "Traceback" not in output
 
@@ -86,16 +86,16 @@ def test_server_killed(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "who"), [("allreduce", "worker 1"), ("sync", "server 0")])
 def test_hangs(strategy: str, who: str) -> None:
     """No wait is endless: the error says who waited for whom, for what and for how long."""
-    error, _, _ = run(strategy, do="hang", timeout=2.0)
+    error, _, _ = run_to_the_end(strategy, do="hang", timeout=2.0)
     assert re.match(r"(worker [02]|server 0) waited 2\.\d+ s for ", error)
     assert who in error
 
 
 def test_vanishes() -> None:
     """A worker that ends its process in the middle of training has not finished, whatever its exit code."""
-    error, _, _ = run("allreduce", do="vanish")
+    error, _, _ = run_to_the_end("allreduce", do="vanish")
     assert error.startswith("worker 1 ended before it had finished; ")
-    error, _, summary = run("async", do="vanish", pause=0.02)
+    error, _, summary = run_to_the_end("async", do="vanish", pause=0.02)
     assert not error
     assert summary["lost"] == {"worker 1": "ended before it had finished"}
 
@@ -103,8 +103,8 @@ def test_vanishes() -> None:
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
 def test_exit_code(strategy: str) -> None:
     """`sys.exit(3)` is a failure, `sys.exit(0)` at the end of the script is not."""
-    assert run(strategy, do="exit 3")[0] == "worker 1 ended the script with exit code 3"
-    error, _, summary = run(strategy, do="exit 0")
+    assert run_to_the_end(strategy, do="exit 3")[0] == "worker 1 ended the script with exit code 3"
+    error, _, summary = run_to_the_end(strategy, do="exit 0")
     assert not error
     assert summary["samples"] == EXAMPLES
 
@@ -147,7 +147,7 @@ def test_after_torch_with_threads() -> None:
 
 def test_data_processes() -> None:
     """Processes that a DataLoader started end with their worker, also with one that is killed."""
-    error, _, summary = run("async", do="kill", processes=2, pause=0.02)
+    error, _, summary = run_to_the_end("async", do="kill", processes=2, pause=0.02)
     assert not error
     assert list(summary["lost"]) == ["worker 1"]
 

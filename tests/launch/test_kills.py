@@ -33,7 +33,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train(folder: Path, pause: float) -> None:
+def train_slowly(folder: Path, pause: float) -> None:
     """A step takes `pause` seconds and a little more."""
     session = pr.init()
     if session._seat.me.role == "worker":
@@ -98,14 +98,17 @@ def test_kill_after_kill(tmp_path: Path, strategy: str, seconds: float, period: 
         "workers": WORKERS, "strategy": strategy, "runs": tmp_path, "timeout": 60.0,
         "screen": Screen(io.StringIO(), quiet=True),
     }  # fmt: skip
-    calm = pr.run(partial(train, tmp_path, 0.0), name="calm", **how)
+    calm = pr.run(partial(train_slowly, tmp_path, 0.0), name="calm", **how)
     (tmp_path / "started").unlink()
     killer = Killer(tmp_path, period, seed=1)
     killer.start()
     try:
         # A little of the time goes into starting, and into what the dead had begun.
         disturbed = pr.run(
-            partial(train, tmp_path, 0.85 * seconds * WORKERS / steps), name="disturbed", restarts=1000, **how
+            partial(train_slowly, tmp_path, 0.85 * seconds * WORKERS / steps),
+            name="disturbed",
+            restarts=1000,
+            **how,
         )
     finally:
         killer.done.set()

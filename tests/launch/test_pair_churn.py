@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -14,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.data.sharing import mix
 from polyrhythm.launch.screen import Screen
 from tests.support.combine import each_value, few
 from tests.support.planes import layers, slopes
-from tests.support.programs import FEATURES, Examples, Script, distance, events, mlp, trained
+from tests.support.programs import FEATURES, Script, distance, events, mlp, trained
+from tests.support.runs import run_in
 
 EXAMPLES, EPOCHS = 240, 4
 
@@ -33,37 +30,23 @@ def wide() -> torch.nn.Module:
     return torch.nn.Sequential(*layers).double()
 
 
-def train(folder: Path, kills: dict[int, int], large: bool) -> None:
-    """Worker `rank` kills itself in its step `kills[rank]`, in its first life."""
-    session = pr.init()
-    examples = Examples(EXAMPLES)
-    model = wide() if large else mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001 if large else 0.1)
-    loader = DataLoader(examples, batch_size=4, shuffle=True)
-    model, optimizer, loader = session.prepare(model, optimizer, loader)
-    session.log(before=Script.loss(session.consensus(), examples))
-    marker = folder / f"killed {session.rank}"
-    steps = 0
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            steps += 1
-            if steps == kills.get(session.rank) and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            time.sleep(0.005)
-    session.log(after=Script.loss(session.consensus(), examples))
-
-
-def run(
-    folder: Path, strategy: str, kills: dict[int, int], restarts: int, *, large: bool = False, **more: Any
+def run_with_kills(
+    folder: Path,
+    strategy: str,
+    kills: dict[int, int],
+    restarts: int,
+    *,
+    large: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    summary = pr.run(
-        partial(train, folder, kills, large), workers=4, strategy=strategy, restarts=restarts, threads=1,
-        runs=folder / "runs", name="run", timeout=30.0, screen=Screen(io.StringIO(), quiet=True), **more,
+    """Four workers, some of which kill themselves in the step that `kills` names. The others learn on."""
+    script = Script(
+        model=wide if large else mlp, optimizer=partial(torch.optim.SGD, lr=0.001 if large else 0.1),
+        size=EXAMPLES, epochs=EPOCHS, shuffle=True, kills=kills, pause=0.005,
     )  # fmt: skip
+    summary = run_in(
+        "real", script, strategy=strategy, workers=4, restarts=restarts, runs=folder, timeout=30.0, **options
+    )
     assert set(summary["lost"]) == {f"worker {rank}" for rank in kills}
     assert summary["joined"] == min(restarts, len(kills))
     assert summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
@@ -74,30 +57,30 @@ def run(
 @each_value(("strategy", ["adpsgd", "push:1", "noloco:3"]), ("rank", [0, 1]), ("restarts", [0, 1]))
 def test_one_of_four_is_killed(tmp_path: Path, strategy: str, rank: int, restarts: int) -> None:
     """The others go on, and whoever takes its place is soon one of them."""
-    summary = run(tmp_path, strategy, {rank: 7}, restarts)
+    summary = run_with_kills(tmp_path, strategy, {rank: 7}, restarts)
     if not pr.parse(strategy).lockstep:
         assert summary["samples"] >= EXAMPLES * EPOCHS and summary["batches_undone"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push:1", "noloco:3"])
 def test_over_tcp(tmp_path: Path, strategy: str) -> None:
-    run(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
+    run_with_kills(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
 
 
 @few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
 def test_large_answers(tmp_path: Path, strategy: str) -> None:
     """More than a connection takes at once: they are given beside the thread that listens."""
-    run(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
+    run_with_kills(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
 def test_two_at_once_come_back(tmp_path: Path, strategy: str) -> None:
-    run(tmp_path, strategy, {0: 6, 1: 6}, 2)
+    run_with_kills(tmp_path, strategy, {0: 6, 1: 6}, 2)
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
 def test_one_is_left(tmp_path: Path, strategy: str) -> None:
-    run(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
+    run_with_kills(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
 
 
 def downhill(count: int) -> None:

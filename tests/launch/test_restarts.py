@@ -26,7 +26,7 @@ EPOCHS = 2
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 
 
-def train(
+def train_and_die(
     folder: Path, kills: dict[int, int], at: str = "step", pause: float = 0.01, count: str = "range"
 ) -> None:
     """Worker `rank` kills itself `kills[rank]` times, in its third step or as soon as it has started."""
@@ -57,10 +57,12 @@ def train(
         session.log(epoch=epoch)
 
 
-def run(folder: Path, kills: dict[int, int], restarts: int, workers: int = 2, **more: Any) -> dict[str, Any]:
+def run_with_kills(
+    folder: Path, kills: dict[int, int], restarts: int, workers: int = 2, **more: Any
+) -> dict[str, Any]:
     how = {name: more.pop(name) for name in ("at", "pause", "count") if name in more}
     return pr.run(
-        partial(train, folder, kills, **how), workers=workers, strategy=more.pop("strategy", "async"),
+        partial(train_and_die, folder, kills, **how), workers=workers, strategy=more.pop("strategy", "async"),
         restarts=restarts, runs=folder / "runs", name="run", timeout=30.0,
         screen=Screen(io.StringIO(), quiet=True), **more,
     )  # fmt: skip
@@ -77,7 +79,7 @@ def check_trained(folder: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("count", ["range", "epochs"])
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, count: str) -> None:
-    summary = run(tmp_path, {rank: 1}, restarts=2, count=count)
+    summary = run_with_kills(tmp_path, {rank: 1}, restarts=2, count=count)
     assert summary["joined"] == 1 and summary["replaced"] == {f"worker {rank}": 1}
     assert summary["lost"] == {f"worker {rank}": "was killed by SIGKILL"}
     assert summary["samples"] >= EPOCHS * EXAMPLES and summary["batches_undone"] == 0
@@ -95,14 +97,14 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, count: str) -> N
 
 
 def test_over_tcp(tmp_path: Path) -> None:
-    summary = run(tmp_path, {1: 1}, restarts=1, listen="tcp:127.0.0.1:0")
+    summary = run_with_kills(tmp_path, {1: 1}, restarts=1, listen="tcp:127.0.0.1:0")
     assert summary["joined"] == 1
     check_trained(tmp_path)
 
 
 def test_the_only_worker(tmp_path: Path) -> None:
     """The servers wait for the one that comes; its own parameters are theirs, not those it begins with."""
-    summary = run(tmp_path, {0: 1}, restarts=1, workers=1)
+    summary = run_with_kills(tmp_path, {0: 1}, restarts=1, workers=1)
     assert summary["joined"] == 1 and summary["batches_undone"] == 0
     check_trained(tmp_path)
     applied = events(summary, "apply")
@@ -111,31 +113,33 @@ def test_the_only_worker(tmp_path: Path) -> None:
 
 def test_no_restart_left(tmp_path: Path) -> None:
     """The others train on without one that died too often; if it was the last, the run fails and says so."""
-    summary = run(tmp_path, {1: 3}, restarts=2)
+    summary = run_with_kills(tmp_path, {1: 3}, restarts=2)
     assert summary["joined"] == 2
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL 3 times"}
     check_trained(tmp_path)
     (tmp_path / "alone").mkdir()
     with pytest.raises(pr.PolyrhythmError, match="was killed by SIGKILL and no worker is left to bring"):
-        run(tmp_path / "alone", {0: 3}, restarts=1, workers=1)  # the third: one is replaced, one rescues
+        run_with_kills(
+            tmp_path / "alone", {0: 3}, restarts=1, workers=1
+        )  # the third: one is replaced, one rescues
 
 
 def test_dies_before_it_joins(tmp_path: Path) -> None:
     """A replacement that dies at once counts as a death, and is replaced in turn."""
-    summary = run(tmp_path, {1: 3}, restarts=3, at="start")
+    summary = run_with_kills(tmp_path, {1: 3}, restarts=3, at="start")
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL 3 times"}
     check_trained(tmp_path)
 
 
 def test_all_at_once(tmp_path: Path) -> None:
-    summary = run(tmp_path, {0: 2, 1: 2, 2: 1}, restarts=5, workers=3)
+    summary = run_with_kills(tmp_path, {0: 2, 1: 2, 2: 1}, restarts=5, workers=3)
     assert summary["joined"] == 5 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 
 
 def test_more_deaths_than_spare_memory(tmp_path: Path) -> None:
     """The memory of the dead is used again, once no server refers to it."""
-    summary = run(tmp_path, {0: 3, 1: 3}, restarts=6, servers=2)
+    summary = run_with_kills(tmp_path, {0: 3, 1: 3}, restarts=6, servers=2)
     assert summary["joined"] == 6 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 
@@ -144,12 +148,12 @@ def test_lockstep_has_no_restarts(tmp_path: Path) -> None:
     with pytest.raises(
         pr.UsageError, match="under sync no worker can go on without another; leave --restarts"
     ):
-        run(tmp_path, {1: 1}, restarts=3, strategy="sync")
+        run_with_kills(tmp_path, {1: 1}, restarts=3, strategy="sync")
 
 
 def test_the_last_worker_is_rescued(tmp_path: Path) -> None:
     """What servers hold is not lost when the last worker dies: once, another brings it home, asked or not."""
-    summary = run(tmp_path, {0: 1}, restarts=0, workers=1)
+    summary = run_with_kills(tmp_path, {0: 1}, restarts=0, workers=1)
     assert summary["joined"] == 1 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 

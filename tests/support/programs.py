@@ -129,9 +129,8 @@ class Script:
     set_to_none: bool = True
     loaders: int = 0  # processes that load data
     seen: Path | None = None
-    # Worker 1 kills itself in its third step, unless this file exists. Steps take 10 ms then: where nobody
-    # waits for it, the others would take all the data before.
-    kill: Path | None = None
+    kills: dict[int, int] = field(default_factory=dict)  # the step in whose midst a worker kills itself, once
+    pause: float = 0.0  # seconds a step takes: where nobody waits, others would else take all data before
 
     def __call__(self) -> nn.Module:
         session = pr.init()
@@ -148,10 +147,8 @@ class Script:
         steps = itertools.count(1)
 
         def step(batch: Iterable[Tensor] | None) -> None:
-            if self.kill:
-                time.sleep(0.01)
-            if self.kill and session.rank == 1 and next(steps) == 3 and not self.kill.exists():
-                self.kill.touch()
+            time.sleep(self.pause)
+            if next(steps) == self.kills.get(session.rank) and not session._node.life:  # not its replacement
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip)
@@ -296,14 +293,3 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     top = max(value.double().abs().max().item() for value in one.values())
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one) / top
-
-
-def go(
-    program: Any, world: str, workers: int, runs: Path, strategy: str | None = "hogwild", **more: Any
-) -> Any:
-    """A run of either world; step times are exponential in simulation, unless a cluster is given."""
-    if world == "simulated":
-        (runs / "c.toml").write_text(more.pop("cluster", SPEEDS["exponential"]))
-        more["cluster"] = runs / "c.toml"
-    how = pr.simulate if world == "simulated" else pr.run
-    return how(program, workers=workers, strategy=strategy, runs=runs, threads=1, **more)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import polyrhythm as pr
+from tests.support.programs import SPEEDS
 
 World = Literal["simulated", "real"]
 WORLDS: tuple[World, ...] = ("simulated", "real")
@@ -38,3 +39,17 @@ def run_in(
         file.flush()
         path = Path(file.name)
         return how(program, strategy=strategy, workers=workers, cluster=path, runs=runs, **options)
+
+
+def run_hogwild(
+    program: Callable[[], Any],
+    world: str,
+    workers: int,
+    runs: Path,
+    strategy: str | None = "hogwild",
+    **options: Any,
+) -> dict[str, Any]:
+    """The same by HogWild!, with steps of exponential length in simulation unless a cluster is given."""
+    if world == "simulated":
+        options.setdefault("cluster", SPEEDS["exponential"])
+    return run_in(world, program, strategy=strategy, workers=workers, runs=runs, **options)

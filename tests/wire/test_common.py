@@ -121,7 +121,7 @@ def test_the_death_of_its_holder_frees_it(arenas: Arenas) -> None:
     wait_until(lambda: word[0] == 1)
     os.kill(holder, signal.SIGKILL)
     lock.take()
-    os.waitpid(holder, 0)
+    assert os.waitpid(holder, 0)[1] == signal.SIGKILL
     lock.take()  # it has it
     lock.release()
     lock.release()

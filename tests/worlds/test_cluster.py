@@ -233,11 +233,6 @@ def test_units_mean_what_they_say() -> None:
         assert quantity(text, SECONDS) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", ["cluster.toml", "wan.toml"])
-def test_the_examples_load(name: str) -> None:
-    Cluster.load(EXAMPLES / name).place(4, 1, 0)
-
-
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     assert cluster(tmp_path, "").hosts == Cluster.uniform().hosts
 
@@ -336,7 +331,8 @@ def test_too_few_hosts_says_how_many_there_are(tmp_path: Path) -> None:
 def test_the_examples_have_room_for_any_number() -> None:
     for path in sorted(EXAMPLES.glob("*.toml")):
         for workers in (1, 4, 64):
-            Cluster.load(path).place(workers, 1, 0)
+            costs = Cluster.load(path).place(workers, 1, 0)
+            assert all(costs.step_time(rank, 0.0) > 0 for rank in range(workers)), path
 
 
 # Sites

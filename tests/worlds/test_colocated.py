@@ -16,6 +16,7 @@ import polyrhythm as pr
 from polyrhythm.worlds.cluster import Cluster
 from polyrhythm.worlds.costs import Costs
 from tests.support.programs import Script, Steps, events
+from tests.support.runs import run_in
 
 B, STEP = 1024, 1.0  # bytes per second and seconds that floats hold exactly
 HOSTS = f'[[hosts]]\nstep_time = "{STEP:g} s"\nbandwidth = "{B} B/s"\n'
@@ -24,15 +25,19 @@ COUNTS = [2, 3, 4, 8]
 
 
 @pytest.fixture
-def simulate(tmp_path: Path) -> Callable[..., Any]:
-    def go(program: Any, workers: int, servers: Any, cluster: str = HOSTS) -> Any:
-        path = tmp_path / "cluster.toml"
-        path.write_text(cluster)
-        return pr.simulate(
-            program, workers=workers, servers=servers, strategy="sync", cluster=path, runs=tmp_path, threads=1
-        )  # fmt: skip
+def simulate_sync(tmp_path: Path) -> Callable[..., Any]:
+    def simulated(program: Any, workers: int, servers: Any, cluster: str = HOSTS) -> Any:
+        return run_in(
+            "simulated",
+            program,
+            strategy="sync",
+            workers=workers,
+            servers=servers,
+            cluster=cluster,
+            runs=tmp_path,
+        )
 
-    return go
+    return simulated
 
 
 def durations(summary: dict[str, Any]) -> set[float]:
@@ -72,7 +77,7 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
 
 @pytest.mark.parametrize("workers", COUNTS)
 def test_a_step_takes_as_long_as_an_all_reduce(
-    simulate: Callable[..., Any], tmp_path: Path, workers: int
+    simulate_sync: Callable[..., Any], tmp_path: Path, workers: int
 ) -> None:
     """Exactly t + 2(N-1)/N |w|/B: all links are busy both ways from the first byte to the last.
 
@@ -80,12 +85,12 @@ def test_a_step_takes_as_long_as_an_all_reduce(
     """
     size, w = weights(workers)
     law = STEP + 2 * (workers - 1) * (w // workers) / B
-    assert durations(simulate(Steps(4, size=size), workers, "colocated")) == {law}
+    assert durations(simulate_sync(Steps(4, size=size), workers, "colocated")) == {law}
     assert STEP + place(tmp_path, HOSTS, workers).all_reduce(range(workers), w) == law
 
 
 @pytest.mark.parametrize("workers", COUNTS)
-def test_servers_of_their_own_take_longer(simulate: Callable[..., Any], workers: int) -> None:
+def test_servers_of_their_own_take_longer(simulate_sync: Callable[..., Any], workers: int) -> None:
     """N dedicated servers: t + 2 |w|/B, for no part stays at home. One: t + (N+1) |w|/B.
 
     One server answers the workers one after the other, N |w|/B for all. Meanwhile those that have their
@@ -93,13 +98,13 @@ def test_servers_of_their_own_take_longer(simulate: Callable[..., Any], workers:
     """
     size, w = weights(workers)
     steps = Steps(4, size=size)
-    assert durations(simulate(steps, workers, workers, HOSTS + SERVERS)) == {STEP + 2 * w / B}
-    assert durations(simulate(steps, workers, 1, HOSTS + SERVERS)) == {STEP + (workers + 1) * w / B}
+    assert durations(simulate_sync(steps, workers, workers, HOSTS + SERVERS)) == {STEP + 2 * w / B}
+    assert durations(simulate_sync(steps, workers, 1, HOSTS + SERVERS)) == {STEP + (workers + 1) * w / B}
 
 
 @pytest.mark.parametrize("workers", COUNTS)
 def test_what_the_links_carry(
-    simulate: Callable[..., Any], carried: Counter[tuple[str, int]], workers: int
+    simulate_sync: Callable[..., Any], carried: Counter[tuple[str, int]], workers: int
 ) -> None:
     """Per step each host sends (N-1)/N |w| as a worker and as much as a server, and takes in the same.
 
@@ -111,7 +116,7 @@ def test_what_the_links_carry(
         found = []
         for steps in (2, 3):
             carried.clear()
-            simulate(Steps(steps, size=size), workers, servers, cluster)
+            simulate_sync(Steps(steps, size=size), workers, servers, cluster)
             found.append(Counter(carried))
         return found[1] - found[0]
 
@@ -143,20 +148,20 @@ def test_a_host_has_one_link_for_both(tmp_path: Path) -> None:
     assert costs.land(("worker", 0), 10, 0.0, 0.0) == 20.0
 
 
-def test_only_the_time_of_an_update_is_the_servers_own(simulate: Callable[..., Any]) -> None:
+def test_only_the_time_of_an_update_is_the_servers_own(simulate_sync: Callable[..., Any]) -> None:
     """With [servers] step_time each of the N pushes takes the server its time."""
     free = f'[[hosts]]\nstep_time = "{STEP:g} s"\n[servers]\nstep_time = "2 s"\nspeed = 4\n'
-    assert durations(simulate(Steps(3, size=4), 4, "colocated", free)) == {STEP + 4 * 0.5}
+    assert durations(simulate_sync(Steps(3, size=4), 4, "colocated", free)) == {STEP + 4 * 0.5}
 
 
 # The same training
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_same_bits_as_with_dedicated_servers(simulate: Callable[..., Any], workers: int) -> None:
+def test_the_same_bits_as_with_dedicated_servers(simulate_sync: Callable[..., Any], workers: int) -> None:
     """Where the servers are changes the time, not the result."""
     for program in (Script(), Steps(3, lambda rank, x: torch.full_like(x, 0.1 + rank), size=7)):
-        found = [simulate(program, workers, servers) for servers in ("colocated", workers)]
+        found = [simulate_sync(program, workers, servers) for servers in ("colocated", workers)]
         assert found[0]["digest"] == found[1]["digest"]
         assert found[0]["servers"] == workers
 
@@ -205,10 +210,8 @@ def test_other_words_are_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ['bandwidth = "1 GB/s"', 'latency = "1 ms"'])
-def test_servers_have_no_link_of_their_own(simulate: Callable[..., Any], key: str) -> None:
+def test_servers_have_no_link_of_their_own(simulate_sync: Callable[..., Any], key: str) -> None:
     """A file that gives them one describes something else; only a colocated run refuses it."""
-    with pytest.raises(
-        pr.UsageError, match=r"cluster.toml: servers: .* leave out their bandwidth and latency"
-    ):
-        simulate(Steps(1), 2, "colocated", f"[servers]\n{key}\n")
-    assert simulate(Steps(1), 2, 1, f"[servers]\n{key}\n")["steps"] == 2
+    with pytest.raises(pr.UsageError, match=r"\.toml: servers: .* leave out their bandwidth and latency"):
+        simulate_sync(Steps(1), 2, "colocated", f"[servers]\n{key}\n")
+    assert simulate_sync(Steps(1), 2, 1, f"[servers]\n{key}\n")["steps"] == 2

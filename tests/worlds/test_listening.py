@@ -88,7 +88,7 @@ def script(dies: dict[int, int], folder: Path, epochs: int = 3, pause: float = 0
     torch.save(model.state_dict(), folder / f"{here.rank} {life}.pt")
 
 
-def go(world: str, folder: Path, dies: dict[int, int], strategy: str, **more: Any) -> dict[str, Any]:
+def run_nearest(world: str, folder: Path, dies: dict[int, int], strategy: str, **more: Any) -> dict[str, Any]:
     how = pr.simulate if world == "simulated" else pr.run
     program = partial(script, dies, folder, pause=more.pop("pause", 0.0))
     more = {"workers": 3, "threads": 1, "runs": folder / "runs", "name": "run", **more}
@@ -99,7 +99,7 @@ def go(world: str, folder: Path, dies: dict[int, int], strategy: str, **more: An
 @pytest.mark.parametrize("locked", ["no", "yes"])
 def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) -> None:
     """Nobody leaves before one has brought home the mean of all replicas, though each ends when it likes."""
-    summary = go(world, tmp_path, {}, f"nearest:locked={locked}")
+    summary = run_nearest(world, tmp_path, {}, f"nearest:locked={locked}")
     last = [torch.load(tmp_path / f"{rank} 0.pt") for rank in range(3)]
     assert not torch.equal(last[0]["0.weight"], last[1]["0.weight"])
     for name, value in trained(summary).items():
@@ -112,7 +112,9 @@ def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) 
 def test_the_others_go_on(tmp_path: Path, locked: str, restarts: int, victim: int) -> None:
     """A worker is killed: the others train on, with another in its place if there may be one."""
     strategy = f"nearest:locked={locked}"
-    summary = go("real", tmp_path, {victim: 5}, strategy, restarts=restarts, timeout=30.0, pause=0.02)
+    summary = run_nearest(
+        "real", tmp_path, {victim: 5}, strategy, restarts=restarts, timeout=30.0, pause=0.02
+    )
     assert list(summary["lost"]) == [f"worker {victim}"] and summary["joined"] == restarts
     there = [rank for rank in range(3) if rank != victim]
     assert all((tmp_path / f"{rank} 0.pt").exists() for rank in there)
@@ -133,7 +135,7 @@ def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) 
         f'[[failures]]\nworkers = [1]\nat = "33 ms"\n{back}'
     )
     one, other = (
-        go("simulated", tmp_path / each, {}, f"nearest:locked={locked}", cluster=cluster)
+        run_nearest("simulated", tmp_path / each, {}, f"nearest:locked={locked}", cluster=cluster)
         for each in ("a", "b")
         if not (tmp_path / each).mkdir()
     )
@@ -158,7 +160,7 @@ def test_whoever_is_late_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", ["simulated", "real"])
 def test_what_a_listener_raises_ends_the_run(tmp_path: Path, world: str) -> None:
     with pytest.raises(PolyrhythmError, match="ValueError: heard too much"):
-        go(world, tmp_path, {}, "nearest:broken=yes")
+        run_nearest(world, tmp_path, {}, "nearest:broken=yes")
 
 
 def test_to_ask_one_that_is_gone_fails_where_it_is_waited_for() -> None:

@@ -24,7 +24,7 @@ SCRIPT = Script(size=240, epochs=3)
 W0, W1, W2, SERVER = Peer("worker", 0), Peer("worker", 1), Peer("worker", 2), Peer("server", 0)
 
 
-def simulate(folder: Path, failures: str, strategy: str = "async", **more: Any) -> dict[str, Any]:
+def simulate_failures(folder: Path, failures: str, strategy: str = "async", **more: Any) -> dict[str, Any]:
     (folder / "c.toml").write_text(failures)
     given = {"workers": 3, "cluster": folder / "c.toml", "runs": folder / "runs", "name": "run", **more}
     return pr.simulate(given.pop("program", SCRIPT), strategy=strategy, **given)
@@ -53,7 +53,7 @@ CASES = {
 
 @each_value(("strategy", ["async", "async:max_staleness=3"]), ("case", CASES))
 def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strategy: str) -> None:
-    one = simulate(tmp_path, CASES[case], strategy)
+    one = simulate_failures(tmp_path, CASES[case], strategy)
     assert one["samples"] >= SCRIPT.size * SCRIPT.epochs
     assert one["batches_undone"] == 0
     check_laws(one, at_once=strategy == "async")
@@ -61,20 +61,20 @@ def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strateg
     assert {(line["epoch"], line["first"] + at) for line in leased for at in range(line["count"])} == {
         (epoch, batch) for epoch in range(SCRIPT.epochs) for batch in range(SCRIPT.size // SCRIPT.batch)
     }
-    other = simulate(tmp_path, CASES[case], strategy)
+    other = simulate_failures(tmp_path, CASES[case], strategy)
     for summary in (one, other):
         del summary["folder"]
     assert one == other
 
 
 def test_the_summary_tells(tmp_path: Path) -> None:
-    calm = simulate(tmp_path, "")
-    summary = simulate(tmp_path, CASES["again and again"])
+    calm = simulate_failures(tmp_path, "")
+    summary = simulate_failures(tmp_path, CASES["again and again"])
     assert calm["joined"] == 0 and calm["lost"] == {} and calm["replaced"] == {}
     assert summary["joined"] == 2 and summary["replaced"] == {"worker 1": 2}
     assert summary["lost"] == {"worker 1": "crashed at 0.05 s; crashed at 0.11 s; crashed at 0.16 s"}
     assert summary["steps"] >= calm["steps"] and summary["bytes_sent"] > 0
-    late = simulate(tmp_path, CASES["later than the end"])
+    late = simulate_failures(tmp_path, CASES["later than the end"])
     assert late["lost"] == {} and late["wall_s"] == calm["wall_s"]
 
 
@@ -98,7 +98,7 @@ def test_a_joiner_counts_on_from_the_present_epoch(tmp_path: Path, epochs: bool)
 
     counted: list[tuple[int, int]] = []
     # An epoch takes 200 ms, and 300 ms without it: it dies in the first and comes back in the second.
-    summary = simulate(tmp_path, crash([1], "95 ms", "350 ms"), program=script)
+    summary = simulate_failures(tmp_path, crash([1], "95 ms", "350 ms"), program=script)
     assert summary["joined"] == 1
     assert [epoch for epoch, _ in counted] == [0, 1, 2]
     assert all((steps > 0) == (epoch > 0) for epoch, steps in counted)
@@ -121,7 +121,7 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
             if session.rank == 1:
                 raise RuntimeError("in the middle of a crash")
 
-    summary = simulate(tmp_path, crash([1], "95 ms"), program=script)
+    summary = simulate_failures(tmp_path, crash([1], "95 ms"), program=script)
     assert summary["samples"] >= SCRIPT.size and summary["batches_undone"] == 0
     assert set(summary["metrics"]) == {"worker 0 ended", "worker 2 ended"}
 
@@ -131,12 +131,12 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
 def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str) -> None:
     message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can go on without it (async can)"
     with pytest.raises(pr.PolyrhythmError, match=re.escape(message)):
-        simulate(tmp_path, crash([1], "95 ms", back), strategy)
+        simulate_failures(tmp_path, crash([1], "95 ms", back), strategy)
 
 
 def test_nobody_left_fails(tmp_path: Path) -> None:
     with pytest.raises(pr.PolyrhythmError, match="no worker is left to bring the parameters home"):
-        simulate(tmp_path, crash([0, 1, 2], "95 ms"))
+        simulate_failures(tmp_path, crash([0, 1, 2], "95 ms"))
 
 
 # The cluster file
