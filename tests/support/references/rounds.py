@@ -1,0 +1,167 @@
+"""Workers in step: means of gradients, means of parameters, outer optimizers; one level or two."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.references.descent import SIZE, Outcome, Run, mean
+
+
+class Exchange:
+    """Every `period` steps the units, workers or whole sites, become the mean of all, or what is made of it.
+
+    local: w <- mean_j w_j.  average: w <- sum n_j w_j / sum n_j.
+    slowmo: u <- beta u + (w_prev - mean) / lr, w <- w_prev - alpha lr u.
+    diloco: delta = theta - mean, m <- beta m + delta, theta <- theta - lr (delta + beta m).
+    """
+
+    def __init__(self, run: Run, rule: Any, units: list[list[int]]) -> None:
+        self.run, self.rule, self.units = run, rule, units
+        self.theta, self.m, self.since = run.begin, torch.zeros(SIZE).double(), 0
+
+    def due(self, step: int) -> bool:
+        period = self.rule.shortest if self.rule.period == "auto" else self.rule.period
+        return bool(step - self.since == period)
+
+    def before(self, step: int, x: list[Tensor]) -> None:
+        if step == self.since + 1:
+            self.theta = x[self.units[0][0]]
+
+    def __call__(self, step: int, x: list[Tensor], b: list[Tensor]) -> None:
+        rule, units = self.rule, self.units
+        counts = [self.run.trained_on(unit, self.since, step) for unit in units]
+        if rule.name != "average":
+            counts = [1.0] * len(units)
+
+        def mean(vectors: list[Tensor]) -> Tensor:
+            parts = [count * vectors[unit[0]] for count, unit in zip(counts, units, strict=True)]
+            return torch.stack(parts).sum(0) / sum(counts)
+
+        y = mean(x)
+        if rule.name == "slowmo":
+            lr = self.run.rate(step)
+            self.m = rule.beta * self.m + (self.theta - y) / lr
+            y = self.theta - rule.alpha * lr * self.m
+        elif rule.name == "diloco":
+            delta = self.theta - y
+            self.m = rule.beta * self.m + delta
+            y = self.theta - rule.lr * (delta + rule.beta * self.m)
+        policy = getattr(rule, "momentum", "keep")
+        momentum = mean(b) if policy == "average" else torch.zeros(SIZE).double()
+        for rank in itertools.chain(*units):
+            x[rank] = y
+            b[rank] = b[rank] if policy == "keep" else momentum
+        self.since = step
+
+    finish = __call__
+
+
+class Streaming(Exchange):
+    """DiLoCo by fragments: begun every H/P steps, joined `overlap` steps later, and then mixed in.
+
+    theta_p makes its outer step by the delta of when it was begun; w_p <- (1 - mix) theta_p + mix w_p.
+    """
+
+    def __init__(self, run: Run, rule: Any, units: list[list[int]]) -> None:
+        super().__init__(run, rule, units)
+        self.every, self.under_way = rule.period // rule.fragments, -1
+        self.delta = torch.zeros(SIZE).double()
+
+    def before(self, step: int, x: list[Tensor]) -> None:
+        pass
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def fragment(self, number: int) -> slice:
+        size = SIZE // self.rule.fragments
+        return slice(number * size, (number + 1) * size)
+
+    def outer(self, number: int) -> None:
+        part, rule = self.fragment(number), self.rule
+        theta, m, delta = self.theta.clone(), self.m.clone(), self.delta[part]
+        m[part] = rule.beta * m[part] + delta
+        theta[part] -= rule.lr * (delta + rule.beta * m[part])
+        self.theta, self.m = theta, m
+
+    def __call__(self, step: int, x: list[Tensor], b: list[Tensor]) -> None:
+        if step % self.every == 0:
+            self.under_way = (step // self.every - 1) % self.rule.fragments
+            self.delta = self.way(x)
+        if self.under_way >= 0 and step % self.every == self.rule.overlap:
+            self.join(x)
+
+    def way(self, x: list[Tensor]) -> Tensor:
+        return self.theta - mean([x[unit[0]] for unit in self.units])
+
+    def join(self, x: list[Tensor]) -> None:
+        part, mix = self.fragment(self.under_way), self.rule.mix
+        self.outer(self.under_way)
+        for rank in itertools.chain(*self.units):
+            x[rank] = x[rank].clone()
+            x[rank][part] = (1 - mix) * self.theta[part] + mix * x[rank][part]
+        self.under_way = -1
+
+    def finish(self, step: int, x: list[Tensor], b: list[Tensor]) -> None:
+        """What is under way is joined, and all that was not just exchanged makes one more outer step."""
+        if self.under_way >= 0:
+            self.join(x)
+        self.delta = self.way(x)
+        latest = (step // self.every - 1) % self.rule.fragments if step % self.every == 0 else -1
+        for number in range(self.rule.fragments):
+            if number != latest:
+                self.outer(number)
+        for rank in itertools.chain(*self.units):
+            x[rank] = self.theta
+
+
+def rounds(run: Run) -> Outcome:
+    """Workers in step: inside a site they average gradients or parameters; sites exchange in rounds.
+
+    One level is the same with a single site (`allreduce`), or with a site for each worker.
+    """
+    everybody, alone = [list(run.ranks)], [[rank] for rank in run.ranks]
+    levels: list[Any] = list(run.strategy.levels)
+    inside, sites, last_together = alone, alone, 0
+    if len(levels) == 2:
+        inside = sites = run.sites
+    elif levels[0].name == "allreduce":
+        inside = everybody
+    elif levels[0].name == "postlocal":
+        rates = [run.descent.rate(step) for step in range(1, run.count + 1)]
+        falls = [step for step in range(2, run.count + 1) if rates[step - 1] < rates[step - 2]]
+        last_together = levels[0].after or min(falls, default=run.count)
+    steps: list[Exchange] = []
+    for place, level in enumerate(levels):
+        if level.name == "allreduce":
+            continue
+        kind = Streaming if level.name == "streaming-diloco" else Exchange
+        if place < len(levels) - 1:
+            steps += [kind(run, level, [[rank] for rank in site]) for site in sites]
+        else:
+            steps.append(kind(run, level, sites))
+    means = inside if levels[0].name == "allreduce" else alone
+
+    x, b = [run.begin] * run.workers, [torch.zeros(SIZE).double()] * run.workers
+    seen = [[run.begin] for _ in run.ranks]
+    for step in range(1, run.count + 1):
+        for each in steps:
+            each.since = max(each.since, min(step - 1, last_together))
+            each.before(step, x)
+        for group in everybody if step <= last_together else means:
+            g = mean([run.gradient(rank, step) for rank in group])
+            for rank in group:
+                x[rank], b[rank] = run.sgd(x[rank], b[rank], g, step)
+        for each in steps:
+            if each.due(step) and step > last_together:
+                each(step, x, b)
+        for rank in run.ranks:
+            seen[rank].append(x[rank])
+    for each in steps:
+        if each.since < run.count and last_together < run.count:
+            each.finish(run.count, x, b)
+    return Outcome(x[0], seen)

@@ -1,0 +1,390 @@
+"""Laws that a wrong update rule breaks: of every strategy, with every row of its fields.
+
+Conformance (`tests/test_conformance.py`) shows that a strategy trains, ends and leaves nothing behind. One
+that takes the maximum in place of the mean does all that too. Here workers go down planes: their gradients
+depend on the rank and the step, and not on the parameters.
+
+Every row, also that of a new strategy, joins three laws by itself:
+
+- superposition: the displacement is linear in the gradients; a maximum, a median, a sign or a clip is not
+- symmetry: it does not matter which worker has which gradients; it does if one worker counts more
+- scale: workers with equal gradients move as far as one alone, or N times as far where each step counts by
+  itself; they do not if a sum stands where a mean belongs
+
+A row that breaks one of them by design is in `EXCEPTIONS`, with the reason. These laws cannot tell a momentum
+of 0.9 from one of 0.8, so every strategy also has an entry in `LAWS`: its rule, written down a second time in
+`tests/support/references`, must give the parameters of every worker after every step, to rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.node import Node
+from polyrhythm.replica import Replica
+from polyrhythm.strategies.averaging import LocalSGD
+from polyrhythm.strategies.outer import DiLoCo
+from polyrhythm.strategy import Strategy, describe
+from tests.support.references.descent import SIZE, Descent, Reference, Run
+from tests.support.references.peers import averaged, met, mixed, pulsed, pushed, shared
+from tests.support.references.rounds import rounds
+from tests.support.references.server import served
+from tests.support.rows import ROWS as ALL
+from tests.support.rows import Row
+
+# What pins the update rule of each strategy: a reference, or, as a text, a test that does so in another way,
+# as "tests/test_outer_laws.py::test_diloco_by_hand" would.
+LAWS: dict[str, Reference | str] = {
+    "adpsgd": averaged,
+    "allreduce": rounds,
+    "async": served,
+    "average": rounds,
+    "backup": served,
+    "broadcast": pulsed,
+    "choco": mixed,
+    "dana-slim": served,
+    "dana-zero": served,
+    "dc-asgd": served,
+    "delayed-nesterov": served,
+    "diloco": rounds,
+    "easgd": served,
+    "gap-aware": served,
+    "gossip": mixed,
+    "hogwild": shared,
+    "local": rounds,
+    "noloco": met,
+    "ormo": served,
+    "postlocal": rounds,
+    "push": pushed,
+    "slowmo": rounds,
+    "softsync": served,
+    "ssp": served,
+    "streaming-diloco": rounds,
+    "sync": served,
+}
+ROWS = [row for row in ALL if "+" not in row.strategy]
+# Fields that conformance does not set: here they are cheap.
+MORE = [
+    Row("diloco:4,lr=0.5,beta=0.8"),
+    Row("slowmo:4,beta=0.7,momentum=reset"),
+    Row("streaming-diloco:8,fragments=2,overlap=3,mix=0.1"),
+    Row("streaming-diloco:4,fragments=4,overlap=0,mix=0"),
+    Row("choco:0.5,topology=complete"),
+    Row("noloco:3,lr=0.5,mu=0.3"),
+    Row("async:weight=exp,damping=0.3,clip=2"),
+    Row("softsync:2,weight=1/tau,reduce=sum"),
+    Row("ssp:1,weight=1/tau,discard=3", 2),
+    Row("dc-asgd:0.5,weight=exp", 3),
+    Row("gap-aware:max_staleness=2", 2),
+    Row("dana-slim:max_staleness=1,prefetch=yes", 2),
+    Row("ormo:max_staleness=2,weight=exp", 2),
+    Row("easgd:2,alpha=0.3,max_staleness=1", 3),
+    Row("delayed-nesterov:2,lr=0.5,beta=0.6,weight=1/tau"),
+    Row("broadcast:0.05,reduce=mean"),
+    Row("slowmo:2,momentum=average / slowmo:4"),
+    Row("gossip:complete"),
+    Row("push:1,fanout=2", least=3),
+]
+
+LOOSE = '[[hosts]]\nstep_time = { exponential = "10 ms" }\n'  # workers of different speeds
+DELAYED = LOOSE + 'latency = "2 ms"\n'
+
+
+def noise(seed: int, workers: int, steps: int) -> Tensor:
+    return torch.randn(workers, steps, SIZE, generator=torch.Generator().manual_seed(seed)).double()
+
+
+class Runs:
+    """Simulates rows; with the same gradients once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.way = cache(self._way)
+
+    def run(self, row: Row, descent: Descent) -> Run:
+        strategy, workers = pr.parse(row.strategy), len(descent.gradients)
+        cluster = row.cluster
+        if not strategy.lockstep:
+            cluster = self.folder / "cluster.toml"
+            cluster.write_text(LOOSE if strategy.one_host else DELAYED)
+        summary = pr.simulate(
+            descent, workers=workers, strategy=row.strategy, servers=row.servers, cluster=cluster,
+            runs=self.folder, threads=1,
+        )  # fmt: skip
+        sites = [[0], list(range(1, workers))] if row.cluster else [list(range(workers))]
+        return Run(strategy, descent, summary, sites)
+
+    def _way(self, row: Row, kind: str) -> Tensor:
+        """The displacement of a run of three workers, or of as few as there can be, with these gradients."""
+        g, h = noise(1, 3, 7), noise(2, 3, 7)
+        gradients = {
+            "g": g, "h": h, "2g - 3h": 2 * g - 3 * h,
+            "exchanged": g[[0, 2, 1] if row.cluster else [2, 1, 0]],  # inside a site, if there are sites
+            "equal": g[:1].expand(3, -1, -1), "equal, few": g[:1].expand(fewest(row), -1, -1),
+        }  # fmt: skip
+        # Momentum on a server depends on the order in which gradients arrive.
+        momentum = 0.8 if pr.parse(row.strategy).lockstep else 0.0
+        run = self.run(row, Descent(gradients[kind], momentum=momentum))
+        return run.result - run.begin
+
+
+def fewest(row: Row) -> int:
+    """How few workers a row can have."""
+    strategy = pr.parse(row.strategy)
+    return max(
+        1, getattr(strategy, "wait_for", 0), getattr(strategy, "spare", 0) + 1, 2 if row.cluster else 0
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("laws"))
+
+
+def check_same(found: Tensor, law: Tensor, what: str) -> None:
+    off = float((found - law).abs().max() / law.abs().max())
+    assert off <= 1e-9, f"{what}: off by {off:.2g} of the largest number"
+
+
+# --- three laws that every row joins ----------------------------------------------------------------------
+
+
+def superposition(runs: Runs, row: Row) -> None:
+    law = 2 * runs.way(row, "g") - 3 * runs.way(row, "h")
+    check_same(runs.way(row, "2g - 3h"), law, "superposition: 2g - 3h does not lead to 2 way(g) - 3 way(h)")
+
+
+def symmetry(runs: Runs, row: Row) -> None:
+    check_same(runs.way(row, "exchanged"), runs.way(row, "g"), "symmetry: workers were exchanged")
+
+
+def scale(runs: Runs, row: Row) -> None:
+    found, few, times = runs.way(row, "equal"), runs.way(row, "equal, few"), 1.0
+    if not pr.parse(row.strategy).lockstep and found.norm() > 1.2 * few.norm():  # each step counts by itself
+        times = 3 / fewest(row)
+    check_same(found, times * few, f"scale: 3 equal workers, and {times:g} times the way of {fewest(row)}")
+
+
+Law = Callable[[Runs, Row], None]
+PACE = "what a gradient counts depends on its staleness, and workers have different speeds"
+ANY_PACE = {
+    "dc-asgd": PACE,
+    "gap-aware": PACE,
+    "weight=": PACE,
+    "discard=": PACE,
+    "^backup(?!:0)": "the gradients of slow workers are dropped",
+    "softsync": "when workers leave, groups are smaller, and a gradient in them counts more",
+    "easgd(?!:max_staleness=0)": "the centre moves more often towards fast workers",
+    "delayed-nesterov:": "an early push is in the momentum of more rounds than a late one",
+}
+EXCEPTIONS: dict[Law, dict[str, str]] = {
+    superposition: {
+        "dc-asgd": "the correction has the square of the gradient",
+        "gap-aware": "the gradient is divided by the distance that parameters have moved",
+        "broadcast": "only whole pulses are sent",
+        "clip=": "long gradients are shortened",
+    },
+    symmetry: ANY_PACE,
+    scale: ANY_PACE
+    | {"broadcast.*reduce=mean": "only whole pulses are sent, and those of a third of a step"},
+}
+
+
+def excepted(law: Law, row: Row) -> bool:
+    return any(re.search(pattern, str(row)) for pattern in EXCEPTIONS[law])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_on_a_plane(runs: Runs, row: Row) -> None:
+    """A row obeys each law, or the table of exceptions says why not; then it does break it."""
+    for law in EXCEPTIONS:
+        if not excepted(law, row):
+            law(runs, row)
+        else:
+            with pytest.raises(AssertionError, match=f"^{law.__name__}: "):
+                law(runs, row)
+
+
+# --- the rule itself --------------------------------------------------------------------------------------
+
+
+def reference(row: Row) -> Reference | None:
+    """The reference that says where workers are under this row, if all of its levels have the same one."""
+    found = {LAWS.get(level.name) for level in pr.parse(row.strategy).levels}
+    law = found.pop()
+    return None if found or law is None or isinstance(law, str) else law
+
+
+def check_rule(runs: Runs, row: Row, workers: int, law: Reference) -> None:
+    steps = 11
+    sizes = torch.randint(1, 4, (workers, steps), generator=torch.Generator().manual_seed(3))
+    descent = Descent(
+        noise(4, workers, steps), lambda step: 0.1 if step < 7 else 0.05, momentum=0.8, decay=0.05,
+        examples=sizes if pr.parse(row.strategy).lockstep else None,
+    )  # fmt: skip
+    run = runs.run(row, descent)
+    expected = law(run)
+    for step, rank in itertools.product(range(steps + 1), range(workers)):
+        found = run.descent.seen[rank][step]
+        check_same(found, expected.seen[rank][step], f"worker {rank} after step {step}")
+    check_same(run.result, expected.result, "the result")
+
+
+# A ring of three is complete, and of an odd number one has no partner: graphs are for both.
+SIZES = [
+    (row, workers)
+    for row in [*ROWS, *MORE]
+    if (law := reference(row))
+    for workers in ([3, 4] if law in (averaged, met, mixed, pushed) else [4])
+]
+
+
+@pytest.mark.parametrize(("row", "workers"), SIZES, ids=str)
+def test_every_step_is_by_the_rule(runs: Runs, row: Row, workers: int) -> None:
+    """With momentum, decay, two parameter groups, a falling rate and batches of unequal size."""
+    law = reference(row)
+    assert law is not None
+    check_rule(runs, row, workers, law)
+
+
+# --- there is a law for everything, and it has teeth ------------------------------------------------------
+
+
+def test_every_strategy_has_a_law() -> None:
+    """A new strategy needs an entry in `LAWS`."""
+    missing = sorted({each.name for each in describe()} - LAWS.keys())
+    assert not missing, (
+        f"tests/test_strategy_laws.py: LAWS has no entry for {', '.join(missing)}. Write the update rule "
+        "down a second time, as a function in tests/support/references that takes a Run and returns an "
+        "Outcome, and enter it; or enter the name of a test that a wrong rule breaks, as in tests/test_file.py::test_name"
+    )
+    assert not LAWS.keys() - {each.name for each in describe()}
+    for law in LAWS.values():
+        if isinstance(law, str):
+            file, _, name = law.partition("::")
+            assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(), law
+
+
+def test_exceptions_have_a_reference() -> None:
+    """A row that breaks a law by design is pinned by its rule."""
+    for law, row in itertools.product(EXCEPTIONS, ROWS):
+        assert not excepted(law, row) or reference(row), f"{row} is excepted from {law.__name__}"
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies that a test defines are gone after it."""
+    monkeypatch.setattr(Strategy, "registry", dict(Strategy.registry))
+
+
+def by_max() -> str:
+    @dataclass(frozen=True)
+    class ByMax(LocalSGD):
+        name: ClassVar[str] = "by-max"
+
+        def mean(
+            self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
+        ) -> None:
+            node.all_reduce(*vectors, op="max")
+
+    return "by-max:3"
+
+
+def by_sum() -> str:
+    @dataclass(frozen=True)
+    class BySum(Strategy):
+        name: ClassVar[str] = "by-sum"
+
+        def step(self, node: Node, replica: Replica) -> None:
+            node.all_reduce(*replica.gradient, op="sum")
+            replica.apply()
+
+    return "by-sum"
+
+
+def by_sign() -> str:
+    @dataclass(frozen=True)
+    class BySign(Strategy):
+        name: ClassVar[str] = "by-sign"
+
+        def step(self, node: Node, replica: Replica) -> None:
+            node.all_reduce(*replica.gradient, op="mean")
+            for part in replica.gradient:
+                part.sign_()
+            replica.apply()
+
+    return "by-sign"
+
+
+def by_the_first() -> str:
+    @dataclass(frozen=True)
+    class ByTheFirst(LocalSGD):
+        name: ClassVar[str] = "by-the-first"
+
+        def mean(
+            self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
+        ) -> None:
+            node.broadcast(*vectors)
+
+    return "by-the-first:2"
+
+
+def alone() -> str:
+    @dataclass(frozen=True)
+    class Alone(Strategy):
+        name: ClassVar[str] = "alone"
+
+        def step(self, node: Node, replica: Replica) -> None:
+            replica.apply()
+
+    return "alone"
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize(
+    ("wrong", "caught"),
+    [(by_max, superposition), (by_sum, scale), (by_sign, superposition), (by_the_first, symmetry),
+     (alone, symmetry)],
+)  # fmt: skip
+def test_a_wrong_strategy_breaks_a_law(runs: Runs, wrong: Callable[[], str], caught: Law) -> None:
+    """Each of these trains, and would pass conformance."""
+    row = Row(wrong())
+    for law in EXCEPTIONS:
+        if law is caught:
+            with pytest.raises(AssertionError, match=f"^{law.__name__}: "):
+                law(runs, row)
+            return
+        law(runs, row)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_wrong_momentum_breaks_the_rule(runs: Runs) -> None:
+    """Heavy ball in place of Nesterov's momentum obeys the three laws; only the reference tells."""
+    del Strategy.registry["diloco"]
+
+    @dataclass(frozen=True)
+    class HeavyBall(DiLoCo):
+        name: ClassVar[str] = "diloco"
+
+        def _move(self, theta: Any, m: Any, delta: Any, into: Any) -> Any:
+            for start, momentum, change, place in zip(theta, m, delta, into, strict=True):
+                momentum.mul_(self.beta).add_(change)
+                place.copy_(start).sub_(momentum, alpha=self.lr)
+            return into
+
+    row = Row("diloco:2")
+    for law in EXCEPTIONS:
+        law(runs, row)
+    with pytest.raises(AssertionError, match=r"^worker 0 after step 2: "):
+        check_rule(runs, row, 4, rounds)
