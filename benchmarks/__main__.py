@@ -22,8 +22,8 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "churn", "codec_accuracy", "codecs", "collectives", "communication", "growth", "hogwild",
-    "last_executor", "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup",
-    "straggler", "wire_bytes",
+    "last_executor", "memory", "server", "simulator", "sites", "slow_link", "slow_network", "staleness",
+    "startup", "straggler", "wire_bytes",
 )  # fmt: skip
 
 
