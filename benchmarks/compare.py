@@ -12,6 +12,9 @@ A figure is worse (or better) if every round after the change is worse (better) 
 the medians differ by more than the noise and by more than 2 %. Chance alone does the first to 1 figure in 20
 with 3 rounds and to 1 in 252 with 5; so measure again (--only, --rounds) what is marked.
 
+Beside each figure stands the CPU time that went elsewhere while it was measured: steal to other machines,
+others to other processes on this one. If that is much, the figures mean little.
+
 REV is checked out into a temporary git work tree, which is removed again, also after Ctrl-C; what has been
 measured until then is printed. A revision that has no benchmarks/key.py yet is measured with the present
 benchmarks. The command fails (status 1) if something could not be measured, never because of a figure.
@@ -41,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("before", "after")
 LEAST = 0.02  # a smaller change of the median is called the same, however little noise there is
 WITHIN = "within noise"
-HEAD = ("what", *SIDES, "after/before", "wanted", "noise", "verdict", "steal")
+HEAD = ("what", *SIDES, "after/before", "wanted", "noise", "verdict", "steal", "others")
 ROUNDS, QUICK_ROUNDS = 5, 3
 NAMES = tuple(MEASURES)
 
@@ -100,14 +103,17 @@ class Comparison:
         self.figures: dict[tuple[str, str], Figure] = {}
         self.errors: dict[tuple[str, str], str] = {}  # by name and side
         self.measured: set[tuple[str, str]] = set()
+        # Shares of the CPU time that others took, by name and round.
         self.steal: dict[str, list[float]] = {name: [] for name in names}
+        self.others: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, name: str, side: str, number: int, measured: revisions.Measured) -> None:
         self.measured.add((name, side))
         if measured.error is not None:
             self.errors[name, side] = measured.error
-        if measured.steal is not None:
-            self.steal[name].append(measured.steal)
+        for shares, share in ((self.steal, measured.steal), (self.others, measured.others)):
+            if share is not None:
+                shares[name].append(share)
         for entry in measured.figures:
             what = entry["what"]
             figure = self.figures.setdefault((name, what), Figure(name, what, entry["unit"], entry["better"]))
@@ -124,16 +130,18 @@ class Comparison:
     def show(self) -> str:
         rows = []
         for name in self.names:
-            stolen = self.steal[name]
-            steal = f"{statistics.mean(stolen):.1%}" if stolen else "–"
+            shares = [
+                f"{statistics.mean(share[name]):.1%}" if share[name] else "–"
+                for share in (self.steal, self.others)
+            ]
             if not self.of(name):
-                rows.append([name, *["–"] * (len(HEAD) - 2), steal])
+                rows.append([name, *["–"] * (len(HEAD) - 3), *shares])
             for figure in self.of(name):
                 change, noise = figure.ratio, figure.noise
                 rows.append([
                     figure.what, *(_value(getattr(figure, side), figure.unit) for side in SIDES),
                     "–" if change is None else f"{change:.3f}", figure.better,
-                    "–" if noise is None else f"{noise:.0%}", figure.verdict or "–", steal,
+                    "–" if noise is None else f"{noise:.0%}", figure.verdict or "–", *shares,
                 ])  # fmt: skip
         return table(HEAD, rows)
 
@@ -258,6 +266,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
     return {
         "figures": [figure.plain() for figure in comparison.figures.values()],
         "steal": comparison.steal,
+        "others": comparison.others,
         "errors": [
             {"name": name, "side": side, "error": why} for (name, side), why in comparison.errors.items()
         ],

@@ -48,9 +48,12 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     for strategy, ours in multiples.items():
         held = {HELD: f"{ours.held:.2f} ×"}
         rows += [
-            Row(f"{strategy}: while training", ours.training, "×", plain.training, more=held),
-            Row(f"{strategy}: to its end", ours.end, "×", plain.end),
-        ]
+            Row(
+                f"{strategy}: while training", ours.training, "×", plain.training,
+                ratio=ours.training / plain.training, more=held,
+            ),
+            Row(f"{strategy}: to its end", ours.end, "×", plain.end, ratio=ours.end / plain.end),
+        ]  # fmt: skip
     return rows, [
         f"multiples of {megabytes(width)} of parameters; {WORKERS} workers, {STEPS} steps; theirs is plain "
         "PyTorch in one process"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.report import Steal
+from benchmarks.report import Steal, ticks
 
 LIMIT = 300.0  # seconds for one measurement, which should take 5 to 30
 GRACE = 5.0  # seconds for a measurement that is told to stop
@@ -39,7 +40,8 @@ class Measured:
     figures: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0
-    steal: float | None = None
+    steal: float | None = None  # shares of all cores: of other machines,
+    others: float | None = None  # and of other processes on this one
 
 
 def resolve(root: Path, revision: str) -> str:
@@ -98,7 +100,7 @@ def measure(tree: Path, name: str, quick: bool) -> Measured:
     """Runs one key measurement with the code of a tree. Raises only if that is not the code that was run."""
     command = [sys.executable, "-m", "benchmarks.key", name, *(["--quick"] if quick else [])]
     result = Measured()
-    began = time.monotonic()
+    began, busy, mine = time.monotonic(), _busy(), _mine()
     with tempfile.TemporaryDirectory(prefix="polyrhythm-compare-") as folder, Steal() as steal:
         lines, log = Path(folder) / "lines", Path(folder) / "log"
         with log.open("w") as output:
@@ -117,7 +119,22 @@ def measure(tree: Path, name: str, quick: bool) -> Measured:
             reason = _last_line(log.read_text(errors="replace"))
             result.error = reason or f"ended with status {process.returncode} and measured nothing"
     result.seconds, result.steal = time.monotonic() - began, steal.share
+    if busy is not None and (now := _busy()) is not None:
+        others = (now - busy) - (_mine() - mine)
+        result.others = max(0.0, others) / (result.seconds * (os.cpu_count() or 1))
     return result
+
+
+def _busy() -> float | None:
+    """CPU seconds of all processes on this machine so far."""
+    counted = ticks()
+    return sum(counted[:3] + counted[5:7]) / os.sysconf("SC_CLK_TCK") if counted else None
+
+
+def _mine() -> float:
+    """CPU seconds of the measurements so far, with all processes that they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _read(lines: Path, tree: Path, result: Measured) -> None:
