@@ -216,7 +216,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"times each is measured; {ROUNDS}, {QUICK_ROUNDS} with --quick",
     )
-    parser.add_argument("--quick", action="store_true", help="smaller and less exact: about 2 minutes, not 8")
+    parser.add_argument("--quick", action="store_true", help="smaller and less exact: 2 to 3 minutes, not 9")
     parser.add_argument(
         "--json", type=Path, default=Path("runs/compare.json"), metavar="FILE", help="%(default)s"
     )
