@@ -1,7 +1,11 @@
 """python -m benchmarks [NAME ...] [--quick] [--json FILE]
+python -m benchmarks compare REV [--only NAME ...] [--rounds N] [--quick] [--json FILE]
 
 Runs the benchmarks (all of them, or those named), prints a table for each and writes all figures as JSON.
 It never fails because of a figure: machines are shared, so read the ratios and the CPU steal beside them.
+
+`compare` measures the key figures (all-reduce, DDP, server round trip, simulator, start-up, memory) of
+revision REV and of the work tree, in turn, and prints both columns: `python -m benchmarks compare --help`.
 """
 
 from __future__ import annotations
@@ -22,14 +26,21 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "churn", "codec_accuracy", "codecs", "collectives", "communication", "growth", "hogwild",
-    "last_executor", "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup",
-    "straggler", "wire_bytes",
+    "last_executor", "memory", "server", "simulator", "sites", "slow_link", "slow_network", "staleness",
+    "startup", "straggler", "wire_bytes",
 )  # fmt: skip
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["compare"]:
+        from benchmarks import compare
+
+        return compare.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks",
+        usage="%(prog)s [-h] [--quick] [--json FILE] [NAME ...]\n       %(prog)s compare REV ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given"

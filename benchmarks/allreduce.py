@@ -26,33 +26,41 @@ if TYPE_CHECKING:
     from torch import nn
 
 WORKERS, BATCH = 2, 50
+NETWORK = "Fashion-MNIST network"
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     notes: list[str] = []
-    for name, steps in (("Fashion-MNIST network", 10), ("MLP of 25M", 4)):
-        with tempfile.TemporaryDirectory() as folder:
-            apart(_launch, folder, name, 5 if quick else 25, steps)
-            times = json.loads((Path(folder) / "times.json").read_text())
-        speed = {each: [steps * BATCH * WORKERS / seconds for seconds in times[each]] for each in times}
-        middle = {each: statistics.median(values) for each, values in speed.items()}
-        rows += [
-            Row(
-                f"{name}: samples/s against DDP", middle["ours"], "/s", middle["ddp"],
-                ratio=ratio(speed["ours"], speed["ddp"]), bar=1.1,
-            ),
-            Row(
-                f"{name}: against no exchange", middle["ours"], "/s", middle["alone"],
-                ratio=ratio(speed["ours"], speed["alone"]),
-            ),
-        ]  # fmt: skip
-        beyond = {each: 1 - ratio(times["alone"], times[each]) for each in ("ours", "ddp")}
-        notes.append(
-            f"{name}: of a step of ours {beyond['ours']:.0%} is beyond one without exchange, of DDP's "
-            f"{beyond['ddp']:.0%}"
-        )
+    for name, steps in ((NETWORK, 10), ("MLP of 25M", 4)):
+        more, note = against_ddp(name, 5 if quick else 25, steps)
+        rows += more
+        notes.append(note)
     return rows, notes
+
+
+def against_ddp(name: str, rounds: int, steps: int) -> tuple[list[Row], str]:
+    """Samples per second of one model, in `rounds` blocks of `steps` steps of each system."""
+    with tempfile.TemporaryDirectory() as folder:
+        apart(_launch, folder, name, rounds, steps)
+        times = json.loads((Path(folder) / "times.json").read_text())
+    speed = {each: [steps * BATCH * WORKERS / seconds for seconds in times[each]] for each in times}
+    middle = {each: statistics.median(values) for each, values in speed.items()}
+    rows = [
+        Row(
+            f"{name}: samples/s against DDP", middle["ours"], "/s", middle["ddp"],
+            ratio=ratio(speed["ours"], speed["ddp"]), bar=1.1,
+        ),
+        Row(
+            f"{name}: against no exchange", middle["ours"], "/s", middle["alone"],
+            ratio=ratio(speed["ours"], speed["alone"]),
+        ),
+    ]  # fmt: skip
+    beyond = {each: 1 - ratio(times["alone"], times[each]) for each in ("ours", "ddp")}
+    return rows, (
+        f"{name}: of a step of ours {beyond['ours']:.0%} is beyond one without exchange, of DDP's "
+        f"{beyond['ddp']:.0%}"
+    )
 
 
 def _launch(folder: str, name: str, rounds: int, steps: int) -> None:

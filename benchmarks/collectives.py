@@ -21,24 +21,29 @@ SIZES = (1 << 16, 1 << 20, 16 << 20, 100 << 20)
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
-    from polyrhythm.wire.arena import Arenas
-
     rounds = 5 if quick else 15
-    rows: list[Row] = []
-    for count in (2, 4):
-        arenas = Arenas(count, 1 << 32)  # before forking, so that all have them
-        times = together(count, _rank, arenas, SIZES[:3] if quick else SIZES, rounds)[0]
-        arenas.close()
-        for size in dict.fromkeys(size for size, _ in times):
-            theirs = times[size, "gloo"]
-            for system, bar in (("shared memory", 8.0 if size <= 1 << 20 else 3.0), ("ring", None)):
-                ours = times[size, system]
-                rows.append(Row(
-                    f"{system}, one host, {count} ranks, {_size(size)}", 1e3 * statistics.median(ours), "ms",
-                    1e3 * statistics.median(theirs), ratio=ratio(theirs, ours), bar=bar,
-                ))  # fmt: skip
+    rows = [row for count in (2, 4) for row in one_host(count, SIZES[:3] if quick else SIZES, rounds)]
     more, notes = between_hosts.measure(quick)
     return [*rows, *more], [f"medians of {rounds} rounds in turn", *notes]
+
+
+def one_host(count: int, sizes: tuple[int, ...], rounds: int) -> list[Row]:
+    """Shared memory and the ring against Gloo, for each number of bytes."""
+    from polyrhythm.wire.arena import Arenas
+
+    arenas = Arenas(count, 1 << 32)  # before forking, so that all have them
+    times = together(count, _rank, arenas, sizes, rounds)[0]
+    arenas.close()
+    rows = []
+    for size in sizes:
+        theirs = times[size, "gloo"]
+        for system, bar in (("shared memory", 8.0 if size <= 1 << 20 else 3.0), ("ring", None)):
+            ours = times[size, system]
+            rows.append(Row(
+                f"{system}, one host, {count} ranks, {_size(size)}", 1e3 * statistics.median(ours), "ms",
+                1e3 * statistics.median(theirs), ratio=ratio(theirs, ours), bar=bar,
+            ))  # fmt: skip
+    return rows
 
 
 def _size(nbytes: int) -> str:

@@ -75,12 +75,12 @@ class Steal:
     """The share of this machine's CPU time that went to other machines, while it is open (None: unknown)."""
 
     def __enter__(self) -> Steal:
-        self._before = _ticks()
+        self._before = ticks()
         self.share: float | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        now = _ticks()
+        now = ticks()
         if now and self._before and (total := sum(now) - sum(self._before)):
             self.share = (now[7] - self._before[7]) / total
 
@@ -88,7 +88,7 @@ class Steal:
         return "CPU steal unknown" if self.share is None else f"CPU steal {self.share:.1%}"
 
 
-def _ticks() -> list[int]:
+def ticks() -> list[int]:
     """user, nice, system, idle, iowait, irq, softirq, steal of all cores."""
     try:
         return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -38,10 +38,14 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     sizes = (1, 16) if quick else (1, 16, 100)
     rows: list[Row] = [_apply_row(*apart(_apply, count, 9 if quick else 31), count) for count in (1, 1000)]
     for servers in (1, 2):
-        times = apart(_stage, servers, sizes, rounds, work)
-        for size in sizes:
-            rows += _rows(servers, size, times)
+        rows += round_trips(servers, sizes, rounds, work)
     return rows, [f"ms per round trip, medians of {rounds} rounds in turn; the ratio is theirs / ours"]
+
+
+def round_trips(servers: int, sizes: Sequence[int], rounds: int, work: int) -> list[Row]:
+    """A push and a pull of so many MiB; `work` MiB are moved by each system in a round."""
+    times = apart(_stage, servers, sizes, rounds, work)
+    return [row for size in sizes for row in _rows(servers, size, times)]
 
 
 def _apply(tensors: int, rounds: int) -> tuple[list[float], list[float]]:

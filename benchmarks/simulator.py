@@ -75,6 +75,21 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     return rows, [f"events/s: the best of {repeats} was {max(pair + crowd):,.0f}"]
 
 
+def event_rates(pings: int, repeats: int) -> dict[str, float]:
+    """Events per second of the event loop, medians, all in one process and in turn."""
+    rates: dict[str, float] = apart(_rates, pings, repeats)
+    return rates
+
+
+def _rates(pings: int, repeats: int) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        found.setdefault("1 worker pings a server", []).append(_ping(1, pings))
+        found.setdefault("64 workers ping a server", []).append(_ping(64, pings // 32))
+        found.setdefault("16 workers, async steps without computing", []).append(_steps(16, pings // 40))
+    return {what: statistics.median(values) for what, values in found.items()}
+
+
 def _world(program: Callable[[], None], workers: int, strategy: str) -> Any:
     """Builds a simulated world; torch has one thread."""
     import torch

@@ -37,25 +37,34 @@ if __name__ == "__main__":
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     repeats = 3 if quick else 7
-    helps = [_seconds("-m", "polyrhythm", "--help") for _ in range(repeats + 1)][1:]
     bare = [_seconds("-c", "pass") for _ in range(repeats)]
+    rows = [help_text(repeats), *first_steps(("allreduce", "async", "broadcast"), repeats)]
+    torch = "imports torch, which it should not" if _imports_torch() else "does not import torch"
+    return rows, [f"--help {torch}; bare Python takes {statistics.median(bare):.3f} s"]
+
+
+def help_text(repeats: int) -> Row:
+    """The time of `polyrhythm --help`."""
+    seconds = [_seconds("-m", "polyrhythm", "--help") for _ in range(repeats + 1)][1:]
+    return Row("polyrhythm --help", statistics.median(seconds), "s", bar=0.3, wanted="below")
+
+
+def first_steps(strategies: Sequence[str], repeats: int) -> list[Row]:
+    """The time to the first step under each strategy, against `import torch`."""
     imports: list[float] = []
-    runs: dict[str, list[float]] = {"allreduce": [], "async": [], "broadcast": []}
+    runs: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for _ in range(repeats):
         imports.append(_seconds("-c", "import torch"))
         for strategy, seconds in runs.items():
             seconds.append(_first_step(strategy))
-    rows = [Row("polyrhythm --help", statistics.median(helps), "s", bar=0.3, wanted="below")]
-    for strategy, seconds in runs.items():
-        rows.append(
-            Row(
-                f"polyrhythm run -s {strategy} to the first step of {WORKERS} workers / import torch",
-                statistics.median(seconds), "s", statistics.median(imports),
-                ratio=ratio(seconds, imports), bar=2.5, wanted="below",
-            )
-        )  # fmt: skip
-    torch = "imports torch, which it should not" if _imports_torch() else "does not import torch"
-    return rows, [f"--help {torch}; bare Python takes {statistics.median(bare):.3f} s"]
+    return [
+        Row(
+            f"polyrhythm run -s {strategy} to the first step of {WORKERS} workers / import torch",
+            statistics.median(seconds), "s", statistics.median(imports),
+            ratio=ratio(seconds, imports), bar=2.5, wanted="below",
+        )
+        for strategy, seconds in runs.items()
+    ]  # fmt: skip
 
 
 def _python(*arguments: str) -> list[str]:

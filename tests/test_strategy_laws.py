@@ -267,7 +267,8 @@ def test_every_strategy_has_a_law() -> None:
     assert not missing, (
         f"tests/test_strategy_laws.py: LAWS has no entry for {', '.join(missing)}. Write the update rule "
         "down a second time, as a function in tests/support/references that takes a Run and returns an "
-        "Outcome, and enter it; or enter the name of a test that a wrong rule breaks, as in tests/test_file.py::test_name"
+        "Outcome, and enter it; or enter the name of a test that a wrong rule breaks, as in "
+        "tests/test_file.py::test_name"
     )
     assert not LAWS.keys() - {each.name for each in describe()}
     for law in LAWS.values():
