@@ -451,7 +451,8 @@ class Transport:
         message = Incoming(channel.peer, kind, header.sequence, header.asked, header.fields, buffers)
         message._into, message._memory = header.into, memory
         if kind in self.handlers and not header.asked:
-            self.handlers[kind](message)
+            if self._inbox.first(line, header.sequence):
+                self.handlers[kind](message)
             return True
         return self._inbox.put(line, message)
 

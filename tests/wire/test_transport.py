@@ -503,6 +503,41 @@ def test_asks_survive_many_cuts_and_each_is_counted_once():
         proxy.close()
 
 
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("handled", [False, True], ids=["received", "handled"])
+@pytest.mark.parametrize("buffers", [[], [floats(3)]], ids=["header", "bytes"])
+def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers, monkeypatch):
+    """Repeated because the connection broke when all of it was there, and before its sender knew."""
+    heard, sent, send = [], [], Channel.send
+
+    def arrived():
+        assert server.receive(["another"], timeout=0.05) is None  # reads what is there
+        return server.arrived or heard
+
+    def breaks(channel, header, views=()):
+        send(channel, header, views)
+        if header.kind == "x":
+            sent.append(header.sequence)
+            if len(sent) == 1:
+                while not arrived():
+                    pass
+                channel.close()
+                raise ConnectionError
+
+    with nodes(address) as (server, worker):
+        if handled:
+            server.handlers["x"] = heard.append
+        monkeypatch.setattr(Channel, "send", breaks)
+        worker.send(SERVER, "x", buffers)
+        worker.send(SERVER, "last")
+        if not handled:
+            heard.append(server.receive(timeout=5))
+        assert server.receive(timeout=5).kind == "last"
+        assert [message.sequence for message in heard] == [1] and sent == [1, 1]
+        assert [values(buffer) for buffer in heard[0].buffers] == [values(buffer) for buffer in buffers]
+        assert not heard[0].duplicate and worker.bytes_sent == 4 * len(buffers)
+
+
 def test_a_restarted_peer_is_not_taken_for_its_own_repetition():
     with nodes() as (server, worker):
         worker.send(SERVER, "x")
