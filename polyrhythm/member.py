@@ -159,6 +159,8 @@ class Member(Session):
             self.strategy.finish(node, replica)
             if self._norms is not None:
                 self._norms.finish()
+            if self.strategy.stays:
+                self._seat.request("done")  # until all are, others ask, and the answers count
             self._totals()
             self._seat.flush()
             if self._seat.request("bye")["last"]:

@@ -630,7 +630,7 @@ def test_one_stopped_with_the_lock_is_named(rows: bool, tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 from polyrhythm.wire import Arenas
 from polyrhythm.wire.common import Common
 arenas = Arenas(1, 1 << 30)
@@ -642,10 +642,20 @@ os.waitpid(holder, os.WUNTRACED)
 import torch, polyrhythm as pr
 from polyrhythm.rows import Counts
 optimizer = pr.RowSGD([torch.zeros(4, 1)], lr=0.1)
+batch = torch.tensor([[1, 2]]), None, torch.ones(1)
+optimizer.share(0, Counts(), Common(arenas).lock("free"))
+optimizer.learn(*batch)  # compiled by now
+optimizer.param_groups[0]["params"][0].zero_()
 optimizer.share(0, Counts(), Common(arenas).lock("x"))
+
+def interrupt(main):  # once the innermost Python function is the one that calls the compiled loop
+    while sys._current_frames()[main].f_code.co_name != "_learn_locked":
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
 try:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    optimizer.learn(torch.tensor([[1, 2]]), None, torch.ones(1))
+    threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
+    optimizer.learn(*batch)
 except KeyboardInterrupt:
     print("interrupted", optimizer.param_groups[0]["params"][0].any().item())
 finally:

@@ -121,6 +121,20 @@ class Inbox:
                     self._flows[channel.peer] = flow
             return Line(channel, flow)
 
+    def first(self, line: Line, sequence: int) -> bool:
+        """Whether a one-way message that does not wait to be received has come for the first time."""
+        with self._lock:
+            if sequence in line.flow.seen:
+                return False
+            self._see(line.flow, sequence)
+            return True
+
+    @staticmethod
+    def _see(flow: Flow, sequence: int) -> None:
+        flow.seen[sequence] = None
+        if len(flow.seen) > REMEMBERED:
+            del flow.seen[next(iter(flow.seen))]
+
     def put(self, line: Line, message: Incoming) -> bool:
         """Takes a message in. False says that the connection must rest until `take` says otherwise."""
         flow, sequence = line.flow, message.sequence
@@ -143,9 +157,7 @@ class Inbox:
                     self._repeat(line.channel, flow.answers[sequence])
                     return True
                 message.duplicate = True
-            flow.seen[sequence] = None
-            if len(flow.seen) > REMEMBERED:
-                del flow.seen[next(iter(flow.seen))]
+            self._see(flow, sequence)
             message._line = line
             if message.asked:
                 flow.unanswered[sequence] = message

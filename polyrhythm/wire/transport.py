@@ -118,8 +118,8 @@ class Transport:
         parts = parts_of(buffers)
         header = Header(_checked(kind), next(self._sequence), 0, False, self.layout, fields or {}, parts)
         views = [buffer.view for buffer in buffers]
-        self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
-        self._count(to, buffers)
+        with self._counting(to, buffers):
+            self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
 
     def ask(
         self,
@@ -133,11 +133,11 @@ class Transport:
         header = Header(_checked(kind), next(self._sequence), 0, True, self.layout, fields or {})
         pending = self._asks.add(to, header, buffers, into)
         try:
-            self._request(pending)
+            with self._counting(to, buffers):
+                self._request(pending)
         except BaseException:
             self._asks.forget(pending)
             raise
-        self._count(to, buffers)
         return pending
 
     def answer(
@@ -151,8 +151,8 @@ class Transport:
                     continue  # answered in place
                 copy(self._arenas.view(place.arena)[place.offset : place.offset + place.nbytes], view)
             parts, views = to._into, []
-        self._reply(to, to.kind, fields or {}, parts, views)
-        self._count(to.sender, buffers)
+        with self._counting(to.sender, buffers):
+            self._reply(to, to.kind, fields or {}, parts, views)
 
     def expect(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> Callable[[], None]:
         """Lets the bytes of the next ask of this kind be received straight into `buffers`, if they fit.
@@ -451,7 +451,8 @@ class Transport:
         message = Incoming(channel.peer, kind, header.sequence, header.asked, header.fields, buffers)
         message._into, message._memory = header.into, memory
         if kind in self.handlers and not header.asked:
-            self.handlers[kind](message)
+            if self._inbox.first(line, header.sequence):
+                self.handlers[kind](message)
             return True
         return self._inbox.put(line, message)
 
@@ -487,10 +488,24 @@ class Transport:
             self.bytes_sent += nbytes
             self.bytes_between += between
 
-    def _count(self, to: Peer, buffers: Sequence[Buffer]) -> None:
-        if buffers:
-            nbytes = sum(buffer.view.nbytes for buffer in buffers)
-            self.count(nbytes, nbytes if self.far and to in self.far else 0)
+    @contextlib.contextmanager
+    def _counting(self, to: Peer, buffers: Sequence[Buffer]) -> Iterator[None]:
+        """Counts a message, and takes that back if it cannot be sent.
+
+        Before it is sent: whoever gets it may be the last that the run waits for, and another thread may then
+        read the total before this one goes on.
+        """
+        if not buffers:
+            yield
+            return
+        nbytes = sum(buffer.view.nbytes for buffer in buffers)
+        between = nbytes if self.far and to in self.far else 0
+        self.count(nbytes, between)
+        try:
+            yield
+        except BaseException:
+            self.count(-nbytes, -between)
+            raise
 
 
 def _checked(kind: str) -> str:

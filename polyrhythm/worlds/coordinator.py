@@ -117,11 +117,14 @@ class Coordinator:
         self._sites = sites or {}  # which workers are at each
         self._site_of = {rank: name for name, ranks in self._sites.items() for rank in ranks}
         self._servers_at = servers_at  # at which; "" if at none of them, None if each is beside a worker
-        self._joining, self._preparing = _Gate(), _Gate()
+        self._joining, self._preparing, self._settling = _Gate(), _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
         self._holders: dict[tuple[Peer, int], set[Peer]] = {}  # who may still use a dead worker's memory
-        self._leaving: dict[Peer, Respond] = {}  # who is done, and stays until the result is home
+        self._done: set[Peer] = (
+            set()
+        )  # workers that take no more steps, if they stay until the result is home
+        self._leaving: dict[Peer, Respond] = {}  # those of them that wait for that
         self._bringer: Peer | None = None  # who brings it
         self._deals = Deals(workers)
         if strategy is not None:
@@ -267,6 +270,16 @@ class Coordinator:
         self.epoch = max(self.epoch, (fields["epoch"] + 1, fields["count"]))
         respond({})
 
+    def _on_done(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
+        """A worker has taken its last step, and has the answers to all that it asked others.
+
+        Answered when that is true of all: from then on what each has sent in training is final. Until then
+        a worker that is done still answers the others.
+        """
+        self._done.add(peer)
+        self._settling.add(peer, respond)
+        self._part()
+
     def _on_bye(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """A node is done. One worker is asked to bring the final parameters before it goes.
 
@@ -274,6 +287,7 @@ class Coordinator:
         and so the buffers are always of the same worker.
         """
         if self._stays and peer.role == "worker":
+            self._done.add(peer)
             self._leaving[peer] = respond
             self._part()
             return
@@ -293,7 +307,10 @@ class Coordinator:
         """Once all workers are done, one of them brings the result, while the others still answer it."""
         workers = [each for each in sorted(self.members) if each.role == "worker"]
         self._deal()
-        if self._bringer is None and not self.expected and workers and not {*workers} - {*self._leaving}:
+        if self.expected or not workers or {*workers} - self._done:
+            return
+        self._settling.open(lambda peer: {})
+        if self._bringer is None and not {*workers} - {*self._leaving}:
             self._bringer = workers[0]
             self._leaving.pop(workers[0])({"last": True})
 
@@ -309,13 +326,12 @@ class Coordinator:
 
     def _on_late(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """Who has others wait: for an epoch to begin, or at the end."""
-        waiting = {self._bringer, *self._leaving, *self._deals.waiting}
+        waiting = {*self._done, *self._deals.waiting}
         respond({"workers": [str(each) for each in sorted(self.members) if each not in waiting]})
 
     def _deal(self) -> None:
         """Answers those who wait to begin an epoch, if all are there."""
-        done = {self._bringer, *self._leaving}
-        workers = (each for each in self.members if each.role == "worker" and each not in done)
+        workers = (each for each in self.members if each.role == "worker" and each not in self._done)
         self._deals.answer({each: self.lives[each] for each in workers})
 
     def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
@@ -374,7 +390,10 @@ class Coordinator:
         life, joined = self.lives[peer], peer in self.members
         self._fallen.append((peer, life))
         self.expected.discard(peer)
-        done = self._leaving.pop(peer, None) is not None or peer == self._bringer
+        done = peer in self._done
+        self._done.discard(peer)
+        self._settling.waiting.pop(peer, None)
+        self._leaving.pop(peer, None)
         if peer == self._bringer:
             self._bringer = None
         again = not done and self._replace(peer)

@@ -478,7 +478,7 @@ class ProcessSeat(Seat):
         try:
             answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
         except WaitError as error:
-            if kind not in ("bye", "deal") or isinstance(error, PeerLost):
+            if kind not in ("done", "bye", "deal") or isinstance(error, PeerLost):
                 raise
             late = ", ".join(self.request("late")["workers"])  # it is not the coordinator that was waited for
             raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None

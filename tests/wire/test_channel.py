@@ -154,6 +154,32 @@ def test_records_cannot_be_changed_dropped_or_repeated():
         right.release()
 
 
+def test_each_direction_has_a_key_of_its_own():
+    """Both count their records from 0: under one key two messages would share a nonce."""
+    a, b = sockets("tcp:127.0.0.1")
+    (_, dialed), (_, accepted) = both(
+        lambda: handshake.shake(a, WORKER, KEY, dialed=True, encrypt=True, where="B"),
+        lambda: handshake.shake(b, SERVER, KEY, dialed=False, encrypt=True, where="A"),
+    )
+    assert dialed.sending == accepted.receiving and dialed.receiving == accepted.sending
+    assert dialed.sending != dialed.receiving
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize("mirrored", [0, 1], ids=["dialed", "accepted"])
+def test_a_node_refuses_its_own_records(mirrored):
+    """Sent back to it, a message is not one of its peer's, though both have the same number."""
+    ends = pair("tcp:127.0.0.1")
+    node, mirror = ends[mirrored], ends[1 - mirrored]
+    node.send(Header("x", 1))
+    mirror._sock.sendall(mirror._sock.recv(1 << 16))
+    with pytest.raises(WireError, match="were changed on the way"):
+        node.receive_header()
+    for end in ends:
+        end.release()
+
+
 def test_ciphers_without_encrypt_into_speak_the_same():
     left, right = pair("tcp:127.0.0.1")
     left._seal._into = right._in._into = None

@@ -13,7 +13,7 @@ import pytest
 from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.node import Peer
 from polyrhythm.wire import Arenas, Buffer, Transport
-from polyrhythm.wire.channel import dial, hang_up, listen, open_channel
+from polyrhythm.wire.channel import Channel, dial, hang_up, listen, open_channel
 from polyrhythm.wire.frame import Header, Part, encode
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.links import LINGER
@@ -174,6 +174,28 @@ def test_lent_tensors_do_not_travel():
         proxy.close()
     del big, message, pending
     arenas.close()
+
+
+def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
+    """Else one who is told that all has arrived could read a total without it. What cannot be sent is not."""
+    counted, send = [], Channel.send
+
+    def look(channel, header, views=()):
+        send(channel, header, views)
+        counted.append((header.kind, header.reply_to > 0, worker.bytes_sent, server.bytes_sent))
+
+    with nodes() as (server, worker):
+        monkeypatch.setattr(Channel, "send", look)
+        worker.send(SERVER, "told", [floats(1)])
+        pending = worker.ask(SERVER, "asked", [floats(1, 2)])
+        server.receive(["told"], timeout=5)
+        server.answer(server.receive(["asked"], timeout=5), [floats(1, 2, 3)])
+        pending.wait(5)
+        assert counted == [("told", False, 4, 0), ("asked", False, 12, 0), ("asked", True, 12, 12)]
+        server.close()
+        with pytest.raises(PeerLost):
+            worker.send(SERVER, "lost", [floats(1)], retry=False)
+        assert worker.bytes_sent == 12
 
 
 def test_between_hosts_arenas_are_not_named():
@@ -479,6 +501,41 @@ def test_asks_survive_many_cuts_and_each_is_counted_once():
                 thread.join()
         assert taken == list(range(60))
         proxy.close()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("handled", [False, True], ids=["received", "handled"])
+@pytest.mark.parametrize("buffers", [[], [floats(3)]], ids=["header", "bytes"])
+def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers, monkeypatch):
+    """Repeated because the connection broke when all of it was there, and before its sender knew."""
+    heard, sent, send = [], [], Channel.send
+
+    def arrived():
+        assert server.receive(["another"], timeout=0.05) is None  # reads what is there
+        return server.arrived or heard
+
+    def breaks(channel, header, views=()):
+        send(channel, header, views)
+        if header.kind == "x":
+            sent.append(header.sequence)
+            if len(sent) == 1:
+                while not arrived():
+                    pass
+                channel.close()
+                raise ConnectionError
+
+    with nodes(address) as (server, worker):
+        if handled:
+            server.handlers["x"] = heard.append
+        monkeypatch.setattr(Channel, "send", breaks)
+        worker.send(SERVER, "x", buffers)
+        worker.send(SERVER, "last")
+        if not handled:
+            heard.append(server.receive(timeout=5))
+        assert server.receive(timeout=5).kind == "last"
+        assert [message.sequence for message in heard] == [1] and sent == [1, 1]
+        assert [values(buffer) for buffer in heard[0].buffers] == [values(buffer) for buffer in buffers]
+        assert not heard[0].duplicate and worker.bytes_sent == 4 * len(buffers)
 
 
 def test_a_restarted_peer_is_not_taken_for_its_own_repetition():

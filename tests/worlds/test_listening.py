@@ -153,8 +153,36 @@ def test_whoever_is_late_is_named(tmp_path: Path) -> None:
         if session.get().rank == 1:
             time.sleep(8)
 
-    with pytest.raises(PolyrhythmError, match="'bye'; worker 1 did not come so far"):
+    with pytest.raises(PolyrhythmError, match="'done'; worker 1 did not come so far"):
         pr.run(main, workers=3, threads=1, strategy="nearest", timeout=2.0)
+
+
+def test_answers_count_that_a_worker_gives_after_its_last_step(tmp_path: Path) -> None:
+    """Worker 0 takes its steps while worker 1, which it asks, only waits for the others to be done."""
+    steps, waits = 5, tmp_path / "worker 1 waits"
+
+    def main() -> None:
+        here = pr.init()
+        model = mlp()
+        _, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        if here.rank == 1:
+            request = here._seat.request
+
+            def told(kind: str, **fields: Any) -> dict[str, Any]:
+                if kind in ("done", "bye"):
+                    waits.touch()
+                return request(kind, **fields)
+
+            here._seat.request = told
+        elif here.rank == 0:
+            while not waits.exists():
+                time.sleep(0.01)
+            for _ in range(steps):
+                optimizer.step()
+
+    summary = pr.run(main, workers=3, threads=1, strategy="nearest", runs=None)
+    vector = sum(parameter.nbytes for parameter in mlp().parameters())
+    assert summary["bytes_sent"] == (2 + steps) * vector  # two to begin with
 
 
 @pytest.mark.parametrize("world", ["simulated", "real"])

@@ -172,21 +172,23 @@ def test_failures_are_read(tmp_path: Path) -> None:
 
 @dataclass
 class Told:
-    """A coordinator that is running with two workers and a server, and what it told and wanted."""
+    """A coordinator that is running with two workers, and a server if any, and what it told and wanted."""
 
     restarts: int = 0
+    strategy: str = "async"
 
     def __post_init__(self) -> None:
         self.notices: list[tuple[Any, ...]] = []
         self.released: list[tuple[Peer, int]] = []
         self.here = Coordinator(
-            workers=2, servers=1, strategy=pr.parse("async"), seed=0, clock=lambda: 0.0,
+            workers=2, servers=0, strategy=pr.parse(self.strategy), seed=0, clock=lambda: 0.0,
             start_servers=lambda count: None, tell=self.tell, replace=self.replace,
             released=lambda peer, life: self.released.append((peer, life)),
         )  # fmt: skip
-        for peer in (W0, W1, SERVER):
+        nodes = (W0, W1, SERVER)[: 2 + self.here.servers]
+        for peer in nodes:
             self.say(peer, "join")
-        for peer in (W0, W1, SERVER):
+        for peer in nodes:
             self.say(peer, "prepared", layout="x")
         assert self.here.running
 
@@ -272,6 +274,45 @@ def test_the_dead_are_not_listened_to() -> None:
     told.say(W1, "prepared", life=1, layout="x")
     assert told.say(W1, "bye", life=0) == {} and W1 in told.here.members
     assert told.say(W1, "lease", life=1, **lease) == first
+
+
+@pytest.mark.parametrize("dies", ["nobody", "before it is done", "when it is done"])
+def test_totals_are_final_when_all_are_done(dies: str) -> None:
+    """A worker that is done waits for the others, which may still ask it, also for one in place of another.
+
+    One that dies when it is done has no successor: there is nothing left to do.
+    """
+    told, answers = Told(restarts=1, strategy="gossip"), list[Any]()
+    if dies == "before it is done":
+        told.here.died(W1, "fell")
+    told.here.handle(W0, "done", {}, answers.append)
+    assert answers == [] and told.say(W0, "late") == {"workers": [] if told.here.expected else ["worker 1"]}
+    if dies == "before it is done":
+        told.say(W1, "join", life=1)
+        told.say(W1, "prepared", life=1, layout="x")
+        assert answers == []
+    life = told.here.lives[W1]
+    if dies == "when it is done":
+        told.here.handle(W1, "done", {}, lambda _: None)
+        assert answers == [{}]
+        told.here.died(W1, "fell")
+        assert not told.here.expected
+    else:
+        assert told.say(W1, "done", life=life) == {} and answers == [{}]
+        told.here.handle(W1, "bye", {}, answers.append, life)
+    assert answers == [{}] and told.say(W0, "bye") == {"last": True}
+    told.here.result(W0, "digest", b"")
+    assert told.here.finished and answers[1:] == [{"last": False}] * (dies != "when it is done")
+
+
+def test_one_that_dies_while_it_waits_for_the_others_has_no_successor() -> None:
+    told, answers = Told(restarts=1, strategy="gossip"), list[Any]()
+    told.here.handle(W1, "done", {}, answers.append)
+    told.here.died(W1, "fell")
+    assert not told.here.expected and told.here.lost == {"worker 1": "fell"}
+    told.here.handle(W0, "done", {}, answers.append)
+    assert answers == [{}]  # of worker 0: nobody answers the dead
+    assert told.say(W0, "bye") == {"last": True}
 
 
 def test_totals_of_all_lives_count() -> None:

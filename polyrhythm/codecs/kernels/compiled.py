@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from polyrhythm.codecs.kernels.interrupts import held
 
 insert: Any = cgutils.get_or_insert_function
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,10 +21,12 @@ def compiled(function: Function) -> Function:
     """Compiled on its first call, kept on disk for the next process, and run without Python's lock.
 
     Without `fastmath`: sums and products round as in torch, so both roads give the same bits.
+    Ctrl-C waits for the end of the compilation, where it would otherwise be lost.
     """
 
     def made(cache: bool) -> Function:
-        return cast(Function, njit(cache=cache, nogil=True, error_model="numpy")(function))
+        dispatcher = njit(cache=cache, nogil=True, error_model="numpy")(function)
+        return cast(Function, _interruptible(dispatcher))
 
     try:
         return made(cache=True)
@@ -32,6 +37,19 @@ def compiled(function: Function) -> Function:
 def part(function: Function) -> Function:
     """Compiled as a part of each loop that calls it, where a call would cost more than what it does."""
     return cast(Function, njit(nogil=True, error_model="numpy", forceinline=True)(function))
+
+
+def _interruptible(dispatcher: Any) -> Any:
+    """Holds signals while this dispatcher compiles, or loads what it has kept on disk."""
+    compile = dispatcher.compile
+
+    @wraps(compile)
+    def compile_held(signature: Any) -> Any:
+        with held():
+            return compile(signature)
+
+    dispatcher.compile = compile_held
+    return dispatcher
 
 
 def _trailing_zeros(context: Any, number: Any) -> Any:
