@@ -22,6 +22,29 @@ for text in ("int8", "topk:0.5"):
     codec.decode(codec.send(torch.tensor([0.0, 0.0, 127.0, -1.0]), Memory.alone(4)), into)
     print(text, into.tolist())
 """
+PREPARE = """
+import sys, torch
+from numba.core.dispatcher import Dispatcher
+from polyrhythm.memory import Memory
+from polyrhythm.strategy import describe, parse_codec
+
+def compiled():
+    modules = [each for name, each in sorted(sys.modules.items()) if name.startswith("polyrhythm")]
+    loops = {loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)}
+    return {(loop.__name__, signature) for loop in loops for signature in loop.signatures}
+
+codecs = [parse_codec(row.name) for row in describe("codec")]
+for dtype in (torch.float32, torch.float64):
+    for codec in codecs:
+        codec.prepare(dtype)
+    before = compiled()
+    for codec in codecs:
+        if not codec.shared:
+            values = torch.randn(2000, dtype=dtype)
+            code = codec.send(values, Memory.alone(2000, feedback=codec.feedback, dtype=dtype))
+            codec.decode(code, torch.zeros_like(values))
+    print(len(before) > 0, sorted(compiled() - before))
+"""
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,3 +80,10 @@ def test_a_numba_that_cannot_be_imported_is_shown(tmp_path: Path) -> None:
     dense = run_python(WORK.replace(', "topk:0.5"', ', "int4"'), PYTHONPATH=places)
     assert dense.returncode == 0, dense.stderr
     assert dense.stderr.count(f"quantizers are about five times slower on a CPU without {why}") == 1
+
+
+def test_prepare_compiles_every_loop_that_a_codec_calls() -> None:
+    """So that no step waits for a compiler, and no worker compiles what its siblings compile too."""
+    done = run_python(PREPARE, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True []"] * 2

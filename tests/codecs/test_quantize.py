@@ -361,12 +361,6 @@ def test_a_vector_that_wants_gradients_can_be_added_to() -> None:
     assert into.any()
 
 
-@every(ALL)
-@widths
-def test_preparing_needs_no_values(text: str, dtype: torch.dtype) -> None:
-    parse_codec(text).prepare(dtype)
-
-
 # --- bytes nobody can trust -------------------------------------------------------------------------
 
 
