@@ -13,7 +13,7 @@ the medians differ by more than the noise and by more than 2 %. Chance alone doe
 with 3 rounds and to 1 in 252 with 5; so measure again (--only, --rounds) what is marked.
 
 Beside each figure stands the CPU time that went elsewhere while it was measured: steal to other machines,
-others to other processes on this one. If that is much, the figures mean little.
+others to other processes on this one. Above 15 % the command says that the machine was busy.
 
 REV is checked out into a temporary git work tree, which is removed again, also after Ctrl-C; what has been
 measured until then is printed. A revision that has no benchmarks/key.py yet is measured with the present
@@ -43,6 +43,7 @@ from polyrhythm.launch.screen import table
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("before", "after")
 LEAST = 0.02  # a smaller change of the median is called the same, however little noise there is
+BUSY = 0.15  # a machine of which others have more measures them too
 WITHIN = "within noise"
 HEAD = ("what", *SIDES, "after/before", "wanted", "noise", "verdict", "steal", "others")
 ROUNDS, QUICK_ROUNDS = 5, 3
@@ -131,8 +132,7 @@ class Comparison:
         rows = []
         for name in self.names:
             shares = [
-                f"{statistics.mean(share[name]):.1%}" if share[name] else "–"
-                for share in (self.steal, self.others)
+                f"{_mean(share[name]):.1%}" if share[name] else "–" for share in (self.steal, self.others)
             ]
             if not self.of(name):
                 rows.append([name, *["–"] * (len(HEAD) - 3), *shares])
@@ -156,11 +156,21 @@ class Comparison:
                 + ("; ".join(what for what in verdicts if verdicts[what] == verdict) or "nothing")
                 for verdict in ("worse", "better")
             ]
+        lost = [share for shares in (self.steal, self.others) for share in map(_mean, shares.values())]
+        if max(lost, default=0.0) > BUSY:
+            notes.append(
+                f"the machine was busy: others took up to {max(lost):.0%} of its CPU time; measure again "
+                "before you believe a verdict"
+            )
         notes += [f"– {side}, {name}: {why}" for (name, side), why in self.errors.items()]
         for name, side in sorted(self.measured - set(self.errors)):
             if lacking := [figure.what for figure in self.of(name) if not getattr(figure, side)]:
                 notes.append(f"– {side}, {name}: this revision does not measure {'; '.join(lacking)}")
         return notes
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return statistics.mean(shares) if shares else 0.0
 
 
 def _value(values: dict[int, float], unit: str) -> str:

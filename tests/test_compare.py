@@ -116,6 +116,17 @@ def test_the_ratio_is_taken_of_rounds_that_have_both() -> None:
     assert compare.Figure("x", "what", "×", "higher", {0: 1.0}, {1: 2.0}).ratio is None
 
 
+@pytest.mark.parametrize(("steal", "others", "busy"), [(0.0, 0.1, False), (0.0, 0.4, True), (0.3, 0.0, True)])
+def test_a_busy_machine_is_told(steal: float, others: float, busy: bool) -> None:
+    comparison = compare.Comparison(["ddp"])
+    for number in range(2):
+        for side in compare.SIDES:
+            figure = {"what": "speed", "value": 1.0, "unit": "×", "better": "higher"}
+            comparison.add("ddp", side, number, revisions.Measured([figure], steal=steal, others=others))
+    assert any("the machine was busy" in note for note in comparison.notes()) == busy
+    assert comparison.show().splitlines()[-1].split()[-2:] == [f"{steal:.1%}", f"{others:.1%}"]
+
+
 def test_two_layouts_in_turn(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each revision runs its own code, and what one of them cannot measure costs nothing else."""
     (repository / "benchmarks" / "memory.py").write_text(
