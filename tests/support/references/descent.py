@@ -151,3 +151,7 @@ Reference = Callable[[Run], Outcome]
 
 def mean(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(vectors)).mean(0)
+
+
+def zero() -> Tensor:
+    return torch.zeros(SIZE, dtype=torch.float64)

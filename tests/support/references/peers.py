@@ -10,75 +10,78 @@ import torch
 from torch import Tensor
 
 from polyrhythm.topology import pairs
-from tests.support.references.descent import SIZE, Outcome, Run, mean
+from tests.support.references.descent import Outcome, Run, mean, zero
 
 
-def distances(topology: str, workers: int, turn: int) -> list[int]:
-    """How far away the neighbours are on a circle of all workers."""
+def edges(topology: str, workers: int, turn: int) -> list[tuple[int, int]]:
+    """Who is whose neighbour: as listed, or at these distances on a circle of all workers."""
+    if topology[0].isdigit():
+        return [(int(one), int(other)) for one, other in (each.split("-") for each in topology.split("/"))]
     powers = [1 << power for power in range((workers - 1).bit_length())]
-    return {
-        "ring": [1], "complete": list(range(1, workers)), "exponential-all": powers,
+    distances = {
+        "ring": [1], "complete": range(1, workers), "exponential-all": powers,
         "exponential": [powers[turn % len(powers)]],
     }[topology]  # fmt: skip
+    return [(rank, (rank + far) % workers) for rank in range(workers) for far in distances]
 
 
 def weights(topology: str, workers: int, turn: int) -> Tensor:
     """W_ij = 1 / (1 + max(d_i, d_j)) between neighbours, the rest of each row on the diagonal."""
     near = torch.zeros(workers, workers).double()
-    for rank, far in itertools.product(range(workers), distances(topology, workers, turn)):
-        near[rank, (rank + far) % workers] = near[(rank + far) % workers, rank] = 1
+    for one, other in edges(topology, workers, turn):
+        near[one, other] = near[other, one] = 1
     degrees = near.sum(1)
     w = near / (1 + torch.maximum(degrees[:, None], degrees[None, :]))
     return w + torch.diag(1 - w.sum(1))
 
 
-def mixed(run: Run) -> Outcome:
-    """gossip: x_i <- sum_j W_ij x_j - lr b_i, or the mean of (x_j - lr b_j) if the step comes first.
+def gossip(run: Run) -> Outcome:
+    """D-PSGD: x_i <- sum_j W_ij x_j - lr b_i; with order=step-then-mix, x_i <- sum_j W_ij (x_j - lr b_j).
 
-    choco, without a codec: y_i = x_i - lr b_i, x_i <- y_i + gamma sum_j W_ij (y_j - y_i).
+    CHOCO-SGD without a codec: y_i = x_i - lr b_i, x_i <- y_i + gamma sum_j W_ij (y_j - y_i).
     """
     strategy: Any = run.strategy
-    gamma = (1.0 if strategy.gamma == "auto" else strategy.gamma) if strategy.name == "choco" else 1.0
-    first = strategy.name == "gossip" and strategy.order == "mix-while-computing"
-    x, b = torch.stack([run.begin] * run.workers), torch.zeros(run.workers, SIZE).double()
+    gamma = 1.0 if strategy.name == "gossip" or strategy.gamma == "auto" else strategy.gamma
+    mixes_first = strategy.name == "gossip" and strategy.order == "mix-while-computing"
+    x, b = torch.stack([run.begin] * run.workers), torch.stack([zero()] * run.workers)
     seen = [[run.begin] for _ in run.ranks]
     for step in range(1, run.count + 1):
-        if first and step > 1:
+        if mixes_first and step > 1:  # at first all are equal
             x = weights(strategy.topology, run.workers, step - 2) @ x
         stepped = [run.sgd(x[rank], b[rank], run.gradient(rank, step), step) for rank in run.ranks]
         x, b = torch.stack([each for each, _ in stepped]), torch.stack([each for _, each in stepped])
-        if not first:
+        if not mixes_first:
             x = x + gamma * (weights(strategy.topology, run.workers, step - 1) @ x - x)
         for rank in run.ranks:
             seen[rank].append(x[rank])
     return Outcome(x.mean(0), seen)
 
 
-def pushed(run: Run) -> Outcome:
-    """x_i <- x_i - lr b_i with the gradient at z_i = x_i / omega_i; 1 / (F + 1) of both goes to each of F
-    receivers, and arrives `ahead` rounds later."""
+def gradient_push(run: Run) -> Outcome:
+    """x_i <- x_i - lr b_i with the gradient at z_i = x_i / omega_i. In round t a share of 1 / (F + 1) of x_i
+    and omega_i goes to each of F receivers, 1, 2, 4, ... places further in turn, and arrives `ahead` rounds
+    later."""
     strategy: Any = run.strategy
-    x, omega, b = [run.begin] * run.workers, [1.0] * run.workers, [torch.zeros(SIZE).double()] * run.workers
+    x, omega, b = [run.begin] * run.workers, [1.0] * run.workers, [zero()] * run.workers
     seen = [[run.begin] for _ in run.ranks]
-    under_way: list[list[tuple[int, Tensor, float]]] = []
+    powers = (run.workers - 1).bit_length()
+    fanout = min(strategy.fanout, powers)
+    under_way: list[list[tuple[int, Tensor, float]]] = []  # by round: to whom, and what
 
     def arrive() -> None:
         for to, given, weight in under_way.pop(0):
             x[to], omega[to] = x[to] + given, omega[to] + weight
 
-    powers = (run.workers - 1).bit_length()
     for step in range(1, run.count + 1):
+        under_way.append([])
         for rank in run.ranks:
             z = x[rank] / omega[rank]
-            new, b[rank] = run.sgd(z, b[rank], run.gradient(rank, step), step)
-            x[rank] = x[rank] + new - z
-        fanout, given = min(strategy.fanout, powers), []
-        for rank, number in itertools.product(run.ranks, range(fanout)):
-            to = (rank + (1 << ((step - 1) * fanout + number) % powers)) % run.workers
-            given.append((to, x[rank] / (fanout + 1), omega[rank] / (fanout + 1)))
-        under_way.append(given)
-        for rank in run.ranks:
-            x[rank], omega[rank] = x[rank] / (fanout + 1), omega[rank] / (fanout + 1)
+            moved, b[rank] = run.sgd(z, b[rank], run.gradient(rank, step), step)
+            x[rank] = (x[rank] + moved - z) / (fanout + 1)
+            omega[rank] = omega[rank] / (fanout + 1)
+            for number in range(fanout):
+                distance = 1 << ((step - 1) * fanout + number) % powers
+                under_way[-1].append(((rank + distance) % run.workers, x[rank], omega[rank]))
         if len(under_way) > strategy.ahead:
             arrive()
         for rank in run.ranks:
@@ -88,56 +91,57 @@ def pushed(run: Run) -> Outcome:
     return Outcome(mean([x[rank] / omega[rank] for rank in run.ranks]), seen)
 
 
-def met(run: Run) -> Outcome:
-    """m_i <- mu m_i + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m_i, over pairs."""
+def noloco(run: Run) -> Outcome:
+    """m_i <- mu m_i + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m_i, theta_i <- phi_i,
+    with means over the two of a pair. Who meets whom is drawn by the package."""
     strategy: Any = run.strategy
     theta, phi = [run.begin] * run.workers, [run.begin] * run.workers
-    m = b = [torch.zeros(SIZE).double()] * run.workers
-    b, m, seen = list(b), list(m), [[run.begin] for _ in run.ranks]
+    m, b = [zero()] * run.workers, [zero()] * run.workers
+    seen = [[run.begin] for _ in run.ranks]
     for step in range(1, run.count + 1):
         for rank in run.ranks:
             theta[rank], b[rank] = run.sgd(theta[rank], b[rank], run.gradient(rank, step), step)
-        turn, over = divmod(step, strategy.period)
-        if not over:
-            together = [list(pair) for pair in pairs(run.workers, 0, turn - 1)]
-            together += [[rank] for rank in run.ranks if rank not in itertools.chain(*together)]
-            for group in together:
-                way, middle = mean([theta[i] - phi[i] for i in group]), mean([phi[i] for i in group])
+        if step % strategy.period == 0:
+            groups = [list(pair) for pair in pairs(run.workers, 0, step // strategy.period - 1)]
+            groups += [[rank] for rank in run.ranks if rank not in itertools.chain(*groups)]
+            for group in groups:
+                delta, middle = mean([theta[i] - phi[i] for i in group]), mean([phi[i] for i in group])
                 for i in group:
-                    m[i] = strategy.mu * m[i] + strategy.lr * way + strategy.lr * (middle - phi[i])
-            theta = phi = [phi[rank] + m[rank] for rank in run.ranks]
-            theta = list(theta)
+                    m[i] = strategy.mu * m[i] + strategy.lr * delta + strategy.lr * (middle - phi[i])
+            phi = [phi[rank] + m[rank] for rank in run.ranks]
+            theta = list(phi)
         for rank in run.ranks:
             seen[rank].append(theta[rank])
     return Outcome(mean(theta), seen)
 
 
-def averaged(run: Run) -> Outcome:
-    """AD-PSGD: whoever is asked computes d = (x_i - x_j) / 2 and adds it to its own; the other subtracts it,
-    when its next gradient is there, and then both take their steps. Averages come in the order of the log."""
-    zero = torch.zeros(SIZE).double()
-    x, b, drift = [run.begin] * run.workers, [zero] * run.workers, [zero] * run.workers
+def ad_psgd(run: Run) -> Outcome:
+    """The worker that is asked computes d = (x_i - x_j) / 2 and gains it, the one that asks loses it.
+
+    A model does not change while its gradient is computed: what it gained or lost meanwhile is added before
+    its step. The log says in which order averages and steps came.
+    """
+    x, b, drift = [run.begin] * run.workers, [zero()] * run.workers, [zero()] * run.workers
+    asked = [run.begin] * run.workers  # the parameters that each has sent to another
     seen = [[run.begin] for _ in run.ranks]
-    shown, owed = [run.begin] * run.workers, [zero] * run.workers
     for line in run.log:
         if line.get("kind") == "average":
-            rank, other = int(line["node"].split()[1]), int(line["sender"].split()[1])
-            owed[other] = (shown[other] - x[rank] - drift[rank]) / 2
-            drift[rank] = drift[rank] + owed[other]
+            i, j = int(line["sender"].split()[1]), int(line["node"].split()[1])
+            d = (asked[i] - (x[j] + drift[j])) / 2
+            drift[j] = drift[j] + d
+            drift[i] = drift[i] - d
         elif line["event"] == "apply":
-            rank = int(line["node"].split()[1])
-            step = len(seen[rank])
-            there = x[rank] - owed[rank] + drift[rank]
-            x[rank], b[rank] = run.sgd(there, b[rank], run.gradient(rank, step), step)
-            owed[rank] = drift[rank] = zero
-            shown[rank] = x[rank]
-            seen[rank].append(x[rank])
-    return Outcome(mean([x[i] - owed[i] + drift[i] for i in run.ranks]), seen)
+            i = int(line["node"].split()[1])
+            step = len(seen[i])
+            x[i], b[i] = run.sgd(x[i] + drift[i], b[i], run.gradient(i, step), step)
+            drift[i], asked[i] = zero(), x[i]
+            seen[i].append(x[i])
+    return Outcome(mean([x[rank] + drift[rank] for rank in run.ranks]), seen)
 
 
-def shared(run: Run) -> Outcome:
-    """HogWild!: one w for all, each worker with a momentum of its own; steps in the order of the log."""
-    w, b = run.begin, [torch.zeros(SIZE).double()] * run.workers
+def hogwild(run: Run) -> Outcome:
+    """One w for all, and a momentum for each worker. The log says in which order steps came."""
+    w, b = run.begin, [zero()] * run.workers
     seen = [[run.begin] for _ in run.ranks]
     for line in run.log:
         if line["event"] == "step":
@@ -147,16 +151,19 @@ def shared(run: Run) -> Outcome:
     return Outcome(w, seen)
 
 
-def pulsed(run: Run) -> Outcome:
+def threshold_broadcast(run: Run) -> Outcome:
     """r <- r + u; where |r| >= tau a worker sends pulses of +-tau and takes them out of r; w = w0 + tau times
-    the pulses of all. Of each of the others a worker has seen the first so many, and more with each step."""
+    the pulses of all.
+
+    How much a worker has heard of the others is not logged. But it must be the pulses of the first so many
+    steps of each, no fewer than before.
+    """
     strategy: Any = run.strategy
     tau = 2.0 ** round(math.log2(strategy.tau))
     count = run.workers if strategy.reduce == "mean" else 1
     pulses = []
     for rank in run.ranks:
-        r = b = torch.zeros(SIZE).double()
-        sent = [torch.zeros(SIZE).double()]
+        r, b, sent = zero(), zero(), [zero()]
         for step in range(1, run.count + 1):
             before = run.descent.seen[rank][step - 1]
             after, b = run.sgd(before, b, run.gradient(rank, step), step)
@@ -165,21 +172,18 @@ def pulsed(run: Run) -> Outcome:
             due = due if strategy.pulses == "many" else due.sign()
             r = r - tau * due
             sent.append(sent[-1] + due)
-        pulses.append(sent)
-    seen: list[list[Tensor]] = []
+        pulses.append(torch.stack(sent))
+    seen: list[list[Tensor]] = [[] for _ in run.ranks]
     for rank in run.ranks:
-        others = [torch.stack(pulses[other]) for other in run.ranks if other != rank]
-        heard = [0] * len(others)
-        seen.append([])
+        others = [pulses[other] for other in run.ranks if other != rank]
         for step, found in enumerate(run.descent.seen[rank]):
+            sums = zero()
+            for each in others:
+                sums = sums[..., None, :] + each
             theirs = (found - run.begin) / tau - pulses[rank][step]
-            choices = itertools.product(*(range(least, run.count + 1) for least in heard))
-            fitting = (
-                heard
-                for heard in choices
-                if torch.equal(sum(each[n] for each, n in zip(others, heard, strict=True)), theirs.round())
-            )
-            heard = list(next(fitting, heard))
-            known = sum(each[number] for each, number in zip(others, heard, strict=True))
-            seen[-1].append(run.begin + tau * (pulses[rank][step] + known))
+            fitting = (sums - theirs).abs().amax(-1).lt(1e-6).nonzero()
+            heard = fitting[0].tolist() if len(fitting) else [0] * len(others)
+            others = [each[least:] for each, least in zip(others, heard, strict=True)]
+            known = torch.stack([each[0] for each in others]).sum(0)
+            seen[rank].append(run.begin + tau * (pulses[rank][step] + known))
     return Outcome(run.begin + tau * sum(sent[-1] for sent in pulses), seen)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.references.descent import SIZE, Outcome, Run, mean
+from tests.support.references.descent import SIZE, Outcome, Run, mean, zero
 
 
 class Exchange:
@@ -21,7 +21,7 @@ class Exchange:
 
     def __init__(self, run: Run, rule: Any, units: list[list[int]]) -> None:
         self.run, self.rule, self.units = run, rule, units
-        self.theta, self.m, self.since = run.begin, torch.zeros(SIZE).double(), 0
+        self.theta, self.m, self.since = run.begin, zero(), 0
 
     def due(self, step: int) -> bool:
         period = self.rule.shortest if self.rule.period == "auto" else self.rule.period
@@ -51,7 +51,7 @@ class Exchange:
             self.m = rule.beta * self.m + delta
             y = self.theta - rule.lr * (delta + rule.beta * self.m)
         policy = getattr(rule, "momentum", "keep")
-        momentum = mean(b) if policy == "average" else torch.zeros(SIZE).double()
+        momentum = mean(b) if policy == "average" else zero()
         for rank in itertools.chain(*units):
             x[rank] = y
             b[rank] = b[rank] if policy == "keep" else momentum
@@ -69,7 +69,7 @@ class Streaming(Exchange):
     def __init__(self, run: Run, rule: Any, units: list[list[int]]) -> None:
         super().__init__(run, rule, units)
         self.every, self.under_way = rule.period // rule.fragments, -1
-        self.delta = torch.zeros(SIZE).double()
+        self.delta = zero()
 
     def before(self, step: int, x: list[Tensor]) -> None:
         pass
@@ -91,11 +91,11 @@ class Streaming(Exchange):
     def __call__(self, step: int, x: list[Tensor], b: list[Tensor]) -> None:
         if step % self.every == 0:
             self.under_way = (step // self.every - 1) % self.rule.fragments
-            self.delta = self.way(x)
+            self.delta = self.measure(x)
         if self.under_way >= 0 and step % self.every == self.rule.overlap:
             self.join(x)
 
-    def way(self, x: list[Tensor]) -> Tensor:
+    def measure(self, x: list[Tensor]) -> Tensor:
         return self.theta - mean([x[unit[0]] for unit in self.units])
 
     def join(self, x: list[Tensor]) -> None:
@@ -110,7 +110,7 @@ class Streaming(Exchange):
         """What is under way is joined, and all that was not just exchanged makes one more outer step."""
         if self.under_way >= 0:
             self.join(x)
-        self.delta = self.way(x)
+        self.delta = self.measure(x)
         latest = (step // self.every - 1) % self.rule.fragments if step % self.every == 0 else -1
         for number in range(self.rule.fragments):
             if number != latest:
@@ -119,49 +119,52 @@ class Streaming(Exchange):
             x[rank] = self.theta
 
 
-def rounds(run: Run) -> Outcome:
-    """Workers in step: inside a site they average gradients or parameters; sites exchange in rounds.
+def synchronous_rounds(run: Run) -> Outcome:
+    """Workers in step: inside a site they average gradients or parameters, and sites exchange in rounds.
 
-    One level is the same with a single site (`allreduce`), or with a site for each worker.
+    A single level is the same with one site for all (`allreduce`), or with a site for each worker.
     """
     everybody, alone = [list(run.ranks)], [[rank] for rank in run.ranks]
-    levels: list[Any] = list(run.strategy.levels)
-    inside, sites, last_together = alone, alone, 0
-    if len(levels) == 2:
-        inside = sites = run.sites
-    elif levels[0].name == "allreduce":
-        inside = everybody
-    elif levels[0].name == "postlocal":
-        rates = [run.descent.rate(step) for step in range(1, run.count + 1)]
-        falls = [step for step in range(2, run.count + 1) if rates[step - 1] < rates[step - 2]]
-        last_together = levels[0].after or min(falls, default=run.count)
-    steps: list[Exchange] = []
-    for place, level in enumerate(levels):
-        if level.name == "allreduce":
-            continue
-        kind = Streaming if level.name == "streaming-diloco" else Exchange
-        if place < len(levels) - 1:
-            steps += [kind(run, level, [[rank] for rank in site]) for site in sites]
-        else:
-            steps.append(kind(run, level, sites))
-    means = inside if levels[0].name == "allreduce" else alone
+    inside: Any
+    between: Any
+    *above, between = run.strategy.levels
+    inside, sites = (above[0], run.sites) if above else (None, alone)
+    if between.name == "allreduce":
+        inside, between, sites = between, None, everybody
+    averages_gradients = inside is not None and inside.name == "allreduce"
+    exchanges: list[Exchange] = []
+    if inside is not None and not averages_gradients:
+        exchanges += [Exchange(run, inside, [[rank] for rank in site]) for site in sites]
+    if between is not None:
+        kind = Streaming if between.name == "streaming-diloco" else Exchange
+        exchanges.append(kind(run, between, sites))
+    last_together = _last_together(run) if run.strategy.levels[0].name == "postlocal" else 0
 
-    x, b = [run.begin] * run.workers, [torch.zeros(SIZE).double()] * run.workers
+    x, b = [run.begin] * run.workers, [zero()] * run.workers
     seen = [[run.begin] for _ in run.ranks]
     for step in range(1, run.count + 1):
-        for each in steps:
-            each.since = max(each.since, min(step - 1, last_together))
-            each.before(step, x)
-        for group in everybody if step <= last_together else means:
+        for exchange in exchanges:
+            exchange.since = max(exchange.since, min(step - 1, last_together))
+            exchange.before(step, x)
+        together = sites if averages_gradients else alone
+        for group in everybody if step <= last_together else together:
             g = mean([run.gradient(rank, step) for rank in group])
             for rank in group:
                 x[rank], b[rank] = run.sgd(x[rank], b[rank], g, step)
-        for each in steps:
-            if each.due(step) and step > last_together:
-                each(step, x, b)
+        for exchange in exchanges:
+            if step > last_together and exchange.due(step):
+                exchange(step, x, b)
         for rank in run.ranks:
             seen[rank].append(x[rank])
-    for each in steps:
-        if each.since < run.count and last_together < run.count:
-            each.finish(run.count, x, b)
+    for exchange in exchanges:
+        if exchange.since < run.count:
+            exchange.finish(run.count, x, b)
     return Outcome(x[0], seen)
+
+
+def _last_together(run: Run) -> int:
+    """postlocal averages gradients for `after` steps, or through the first step with a lower rate."""
+    strategy: Any = run.strategy
+    rates = [run.descent.rate(step) for step in range(1, run.count + 1)]
+    falls = [step for step, (one, two) in enumerate(itertools.pairwise(rates), 2) if two < one]
+    return strategy.after or min(falls, default=run.count)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.references.descent import SIZE, Outcome, Run, mean
+from tests.support.references.descent import SIZE, Outcome, Run, mean, zero
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Rule:
     def __init__(self, run: Run) -> None:
         self.run, self.strategy, self.w, self.version = run, run.strategy, run.begin, 0
         self.mu, self.decay = run.descent.momentum, run.descent.decay
-        self.b = self.zero = torch.zeros(SIZE).double()
+        self.b = self.zero = zero()
 
     def worker(self, rank: int, seen: list[Tensor]) -> Worker:
         x, version = yield Ask(rank)
@@ -359,7 +359,7 @@ RULES: dict[str, type[Rule]] = {
 }  # fmt: skip
 
 
-def served(run: Run) -> Outcome:
+def parameter_server(run: Run) -> Outcome:
     """Each server holds an equal range, and hears of asks in its own order; the rule is element-wise."""
     result, seen = run.begin.clone(), [[run.begin.clone() for _ in range(run.count + 1)] for _ in run.ranks]
     count = run.summary["servers"]
