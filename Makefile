@@ -4,10 +4,10 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install -qq -c constr
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench docs format clean
+.PHONY: help setup check test golden golden-renew demo bench docs format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with the exact versions of constraints.txt
 
@@ -30,6 +30,12 @@ check: $(READY) ## formatting, lint and types
 
 test: $(READY) ## all tests
 	.venv/bin/pytest -q
+
+golden: $(READY) ## check that all strategies and codecs still compute the same bits
+	.venv/bin/python -m tests.golden check
+
+golden-renew: $(READY) ## accept new digests; CHANGELOG.md names the fix that changed them
+	.venv/bin/python -m tests.golden renew
 
 demo: $(READY) ## see the strategies side by side
 	.venv/bin/python -m polyrhythm.lab.demo
