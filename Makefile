@@ -7,7 +7,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 RUN_TESTS := .venv/bin/pytest -q -n $(JOBS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-slow demo bench docs format clean
+.PHONY: help setup check test test-slow golden golden-renew mutants demo bench docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,12 @@ test: $(READY) ## the tests, but for the slow ones; PYTEST="-k gossip" chooses
 
 test-slow: $(READY) ## the slow tests
 	$(RUN_TESTS) -m slow $(PYTEST)
+
+golden: $(READY) ## check that all strategies and codecs still compute the same bits
+	.venv/bin/python -m tests.golden check
+
+golden-renew: $(READY) ## accept new digests; CHANGELOG.md names the fix that changed them
+	.venv/bin/python -m tests.golden renew
 
 demo: $(READY) ## see the strategies side by side
 	.venv/bin/python -m polyrhythm.lab.demo
