@@ -11,7 +11,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from polyrhythm.codecs.kernels.interrupts import held
+from polyrhythm.interrupts import held
 
 insert: Any = cgutils.get_or_insert_function
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -19,9 +19,9 @@ import pytest
 pytest.importorskip("numba")
 
 from polyrhythm.codecs.kernels.compiled import compiled
-from polyrhythm.codecs.kernels.interrupts import SIGNALS, held
+from polyrhythm.interrupts import SIGNALS, held
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # Python code that LLVM calls through ctypes, when it has compiled a module and when it looks for a kept one.
 CALLBACKS = ("_raw_object_cache_notify", "_raw_object_cache_getbuffer")
 
