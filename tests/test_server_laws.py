@@ -311,6 +311,18 @@ def test_prefetch_costs_a_step_of_staleness(simulate: Any) -> None:
         assert plain[-1] == workers - 1 and ahead[-1] == 2 * workers - 1
 
 
+def test_prefetch_computes_on_the_answer_before_last(simulate: Any) -> None:
+    """Alone: w(t+1) = w(t) - lr g(w(t-1)), for while the answer to a push comes the next batch is computed."""
+    walk = Walk(8, lr=0.25)
+    summary = simulate(walk, "async:prefetch=yes", 1)
+    seen = [x.item() for _, x in walk.seen]
+    law = [1.0, 1.0]
+    while len(law) < 9:
+        law.append(law[-1] - 0.25 * law[-2])
+    assert seen[:8] == law[:8]
+    assert trained(summary)["x"].item() == law[8] - 0.25 * law[7]
+
+
 def test_prefetch_hides_the_round_trip(simulate: Any) -> None:
     """A round trip of 8 ms beside steps of 10 ms costs nothing, but for the last one."""
     cluster = '[[hosts]]\nstep_time = "10 ms"\nlatency = "4 ms"'
