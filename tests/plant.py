@@ -2,12 +2,12 @@
 
     .venv/bin/python tests/plant.py [--only PATTERN] [--jobs N]          (`make mutants`)
 
-The faults are listed in `tests/mutants/*.toml`. Each replaces a text that occurs exactly once in its file, and
-names the tests that must fail because of it. All these tests first run without a fault and must pass.
+The faults are listed in `tests/mutants/*.toml`. Each replaces a text that occurs exactly once in its file,
+and names the tests that must fail because of it. All these tests first run without a fault and must pass.
 
-Nothing is changed in the tree itself: each job works in a copy of its own. Importing PyTorch takes longer than
-most of these tests, so this process imports it once and forks for every fault. It must therefore never import
-polyrhythm or a test module itself.
+Nothing is changed in the tree itself: each job works in a copy of its own. Importing PyTorch takes longer
+than most of these tests, so this process imports it once and forks for every fault. It must therefore never
+import polyrhythm or a test module itself.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Fault:
     rule: str = ""  # the strategy or codec whose update rule is made wrong
 
     def mutated(self, text: str) -> str:
-        """The text of the file with the fault in it; ValueError if it cannot be planted."""
+        """The text of the file with the fault in it; ValueError or SyntaxError if it cannot be planted."""
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"the old text occurs {count} times in {self.file}, not once")
         if self.new == self.old:
             raise ValueError("the new text is the old one")
         result = text.replace(self.old, self.new)
-        compile(result, self.file, "exec")  # a SyntaxError is a ValueError to nobody, but says enough
+        compile(result, self.file, "exec")
         return result
 
 
@@ -189,6 +189,7 @@ def start(copy: Copy, tests: Sequence[str], *, fresh: bool, limit: float) -> Run
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         import pytest
 
+        _no_shrinking()
         given = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-o", "addopts="]
         plugins = [f"--timeout={limit:g}", "--hypothesis-seed=0"]
         code = int(pytest.main([*given, *plugins, f"--rootdir={copy.root}", *tests]))
@@ -197,6 +198,15 @@ def start(copy: Copy, tests: Sequence[str], *, fresh: bool, limit: float) -> Run
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _no_shrinking() -> None:
+    """A counterexample will do: nobody reads how short it could be."""
+    hypothesis = sys.modules.get("hypothesis")
+    if hypothesis is not None:
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("planted", phases=phases, database=None)
+        hypothesis.settings.load_profile("planted")
 
 
 def _copies(root: Path, count: int, parent: Path) -> list[Copy]:

@@ -312,7 +312,7 @@ def test_prefetch_costs_a_step_of_staleness(simulate: Any) -> None:
 
 
 def test_prefetch_computes_on_the_answer_before_last(simulate: Any) -> None:
-    """Alone: w(t+1) = w(t) - lr g(w(t-1)), for while the answer to a push comes the next batch is computed."""
+    """Alone: w(t+1) = w(t) - lr g(w(t-1)): the next batch is computed before the answer is there."""
     walk = Walk(8, lr=0.25)
     summary = simulate(walk, "async:prefetch=yes", 1)
     seen = [x.item() for _, x in walk.seen]
