@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Heavy modules that the tests need. `torch._dynamo` is imported by the first optimizer.
 PRELOADED = ("torch", "torch._dynamo", "numba", "hypothesis", "pytest", "safetensors.torch")
 IGNORED = (".*", "runs", "build", "dist", "*.egg-info")
-LIMIT = 60.0  # seconds per test; one that takes longer hangs
-GRACE = 30.0  # seconds after which a process that did not stop by itself is killed
+LIMIT = 60.0  # seconds per test: one that takes longer hangs, and so notices the fault
+LONGEST = 240.0  # seconds for all tests of a fault, which says nothing: they are killed
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,21 @@ def load(folder: Path) -> list[Fault]:
     return found
 
 
+def unplantable(root: Path, faults: Iterable[Fault]) -> list[str]:
+    """What is wrong with faults that cannot be planted in this tree."""
+    wrong = []
+    for fault in faults:
+        try:
+            fault.mutated((root / fault.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError) as error:
+            wrong.append(f"{fault.name}: {error}")
+    return wrong
+
+
 class Verdict(NamedTuple):
     """What the tests said to a fault, and which of them."""
 
-    word: Literal["noticed", "hung", "crashed", "SURVIVED", "BROKEN"]
+    word: Literal["noticed", "hung", "crashed", "SURVIVED", "TOO LONG", "BROKEN"]
     by: str
 
     @property
@@ -81,13 +92,15 @@ class Verdict(NamedTuple):
 def judge(code: int, output: str) -> Verdict:
     """Reads the exit code of pytest (below 0: the signal that ended it) and what it printed.
 
-    Only a failed test notices a fault. A selection that matches nothing, or a module that cannot be imported,
+    Only a failed test notices a fault. A selection that matches nothing, takes minutes, or cannot be imported
     says nothing about the tests: the list is wrong.
     """
     found = re.search(r"^(?:FAILED|ERROR) ([^\n]*?)(?: - |$)", output, re.MULTILINE)
     by = found[1] if found else "a test"
+    if code == -signal.SIGKILL:
+        return Verdict("TOO LONG", f"killed after {LONGEST:g} s")
     if code < 0:
-        return Verdict("hung" if -code == signal.SIGKILL else "crashed", f"signal {-code}")
+        return Verdict("crashed", f"signal {-code}")
     if code == 1:
         return Verdict("hung" if re.search(r"Timeout \(?>", output) else "noticed", by)
     return Verdict("SURVIVED", "") if code == 0 else Verdict("BROKEN", f"pytest exit code {code}")
@@ -169,7 +182,7 @@ def start(copy: Copy, tests: Sequence[str], *, fresh: bool, limit: float) -> Run
         with suppress(OSError):
             os.setpgid(pid, pid)
         now = time.monotonic()
-        return Running(pid, output, now, now + (1e9 if fresh else limit + GRACE))
+        return Running(pid, output, now, now + (1e9 if fresh else LONGEST))
     code = 70
     try:
         os.setpgid(0, 0)
@@ -286,6 +299,9 @@ class Field:
 def run(root: Path, faults: Sequence[Fault], jobs: int, trust: bool, limit: float) -> int:
     """Plants all faults; 1 if the tests fail without one or do not notice one."""
     began, verdicts = time.monotonic(), list[tuple[Fault, Verdict]]()
+    if wrong := unplantable(root, faults):
+        print("\n".join(wrong))
+        return 1
 
     def tell(fault: Fault, verdict: Verdict, seconds: float) -> None:
         verdicts.append((fault, verdict))

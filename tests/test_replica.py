@@ -452,6 +452,18 @@ def test_the_mean_is_the_mean(seed: int, workers: int, count: int) -> None:
         assert torch.allclose(each, law, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_the_mean_of_short_floats_is_rounded_once(kind: torch.dtype) -> None:
+    """Added up in 32 bits: nothing overflows, and digits are lost in the result only."""
+    inputs = draws(2, 5, BLOCK + 5, kind)
+    law = (sum(each.float() for each in inputs) / 5).to(kind)
+    most = torch.full((3,), torch.finfo(kind).max, dtype=kind)
+    for given, expected in ((inputs, law), ([most] * 5, most)):
+        found = torch.empty_like(given[0])
+        reduce(given, "mean", [found])
+        assert torch.equal(found, expected)
+
+
 def test_reduction_is_in_rank_order() -> None:
     """(a + b) + c, beyond one block too; one input is itself; max and min are max and min."""
     inputs = draws(1, 3, BLOCK + 5, torch.float32)
