@@ -4,7 +4,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install -qq -c constr
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench docs format clean
+.PHONY: help setup check test mutants demo bench docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ check: $(READY) ## formatting, lint and types
 
 test: $(READY) ## all tests
 	.venv/bin/pytest -q
+
+mutants: $(READY) ## plant faults in a copy of the code; the tests must notice each (ONLY=pattern, JOBS=2)
+	.venv/bin/python tests/plant.py $(if $(ONLY),--only '$(ONLY)') $(if $(JOBS),--jobs $(JOBS))
 
 demo: $(READY) ## see the strategies side by side
 	.venv/bin/python -m polyrhythm.lab.demo

@@ -328,7 +328,8 @@ def run(root: Path, faults: Sequence[Fault], jobs: int, trust: bool, limit: floa
     noticed = len(verdicts) - len(bad)
     print(f"{noticed} of {len(faults)} faults were noticed{more}, in {time.monotonic() - began:.0f} s")
     for fault, verdict in bad:
-        print(f"  {verdict.word} {verdict.by}: {fault.name} ({fault.file}; {' '.join(fault.tests)})")
+        why = f" ({verdict.by})" if verdict.by else ""
+        print(f"  {verdict.word}{why}: {fault.name} ({fault.file}; {' '.join(fault.tests)})")
     return 1 if bad else 0
 
 

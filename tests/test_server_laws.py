@@ -103,6 +103,7 @@ def test_nothing_too_stale_is_applied(simulate: Any, cut: int, servers: int) -> 
     """With discard=R every staleness applied is below R, every one dropped is not, and nothing gets lost."""
     steps = Steps(60, size=4)
     summary = simulate(steps, f"async:discard={cut}", 6, servers, SPEEDS["heterogeneous"])
+    assert summary["staleness"]["max"] < cut
     for server in range(servers):
         lines = pushes(summary, server)
         used = [line["staleness"] for line in lines if line["event"] == "apply"]
