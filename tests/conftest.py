@@ -18,22 +18,7 @@ from tests.support.runs import run_in
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["pytester", "tests.support.leaks"]
-
-LONGEST = ("test_conformance.py",)  # the files that take longest, longest first
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: one that began last would leave the other processes of pytest-xdist idle."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.support.scheduling import SharedRuns
-
-    return SharedRuns(config, log)
+pytest_plugins = ["pytester", "tests.support.leaks", "tests.support.scheduling"]
 
 
 @pytest.fixture

@@ -128,16 +128,17 @@ def test_local_steps_have_a_biased_fixed_point(simulate: Any, strategy: str) -> 
 
 @dataclass
 class Uneven:
-    """One epoch in batches of one; each gradient is the number of the worker."""
+    """Epochs in batches of one; each gradient is the number of the worker."""
 
     size: int
+    epochs: int = 1
 
     def __call__(self) -> None:
         here = pr.init()
         numbers = Numbers(torch.tensor([5.0, 0.1], dtype=torch.float64))
         loader = DataLoader(Examples(self.size), batch_size=1)
         numbers, optimizer, loader = here.prepare(numbers, SGD(numbers.parameters(), lr=1.0), loader)
-        for _ in loader:
+        for _ in (batch for _ in range(self.epochs) for batch in loader):
             optimizer.zero_grad()
             (numbers.x[0] * (1.0 + here.rank)).backward()
             optimizer.step()
@@ -157,6 +158,22 @@ def test_averages_are_weighted_by_examples(simulate: Any) -> None:
     x = trained(summary)["x"]
     assert x[0].item() == pytest.approx(law, rel=1e-15)
     assert x[1].item() == 0.1  # nobody has moved it
+
+
+def test_each_average_has_weights_of_its_own(simulate: Any) -> None:
+    """The weights of a round are the examples of that round, whatever was trained on before."""
+    period = 3
+    summary = simulate(Uneven(5, epochs=5), f"average:{period}", 3)
+    samples: list[dict[int, int]] = [{} for _ in range(10)]  # two steps per epoch
+    for line in events(summary, "step"):
+        samples[line["step"] - 1][int(line["node"].split()[1])] = line["samples"]
+    law, weights = 5.0, []
+    for first in range(0, 10, period):
+        counts = [sum(step[rank] for step in samples[first : first + period]) for rank in range(3)]
+        law -= sum(n * (1 + rank) * n for rank, n in enumerate(counts)) / sum(counts)
+        weights.append([n / sum(counts) for n in counts])
+    assert weights[0] != weights[1]
+    assert trained(summary)["x"][0].item() == pytest.approx(law, rel=1e-14)
 
 
 def test_a_worker_may_have_its_fair_share_where_others_do_not(simulate: Any) -> None:

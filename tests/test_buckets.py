@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +32,7 @@ def test_the_trap() -> None:
     assert parcel([4, 4, 2], 6, 6) == [[0], [1, 2]]
 
 
+@example([1, 7, 1, 1], 2, 9)  # the last is cut in two, and both parts of the second count
 @given(st.lists(st.integers(0, 50)), st.integers(0, 40), st.integers(0, 40))
 def test_everything_is_packed_exactly_once(sizes: list[int], first: int, later: int) -> None:
     packed = parcel(sizes, first, later)

@@ -20,6 +20,7 @@ from tests.support.programs import (
     Walk,
     alone,
     distance,
+    events,
     pushes,
     same,
     trained,
@@ -96,6 +97,41 @@ def test_dana_of_one_worker_is_nesterov(simulate: Any) -> None:
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 
 
+DEPARTURES = {
+    "leaves": "[[hosts]]\ncount = 1\n[[hosts]]\nspeed = 3.0",
+    "dies": '[[failures]]\nworkers = [1]\nat = "35 ms"',
+    "comes back": '[[failures]]\nworkers = [1]\nat = "35 ms"\nback = "62 ms"',
+}
+
+
+@pytest.mark.parametrize("cluster", DEPARTURES.values(), ids=DEPARTURES)
+def test_who_leaves_takes_its_momentum_out_of_the_sum(simulate: Any, cluster: str) -> None:
+    """A worker gets w - lr mu sum_j v_j over those that are there now; one that comes back has v = 0.
+
+    Replays the log of the server, in numbers that floats hold exactly.
+    """
+    walk = Walk(10, lr=0.5, momentum=0.5, slope=lambda rank, x: torch.full_like(x, float(1 << rank)))
+    summary = simulate(walk, "dana-zero", 3, cluster=cluster)
+    w, momenta = 1.0, dict[int, float]()
+    views: dict[int, list[float]] = {rank: [] for rank in range(3)}
+    left = later = 0  # workers, and updates after the first of them
+    for line in events(summary, "pull", "apply", "left"):
+        if line["node"] != "server 0":
+            continue
+        if line["event"] == "left":
+            left += momenta.pop(int(line["peer"].split()[1]), 0.0) > 0
+            continue
+        worker = line["worker"]
+        if line["event"] == "apply":
+            momenta[worker] = 0.5 * momenta.get(worker, 0.0) + (1 << worker)
+            w -= 0.5 * momenta[worker]
+            later += left > 0
+        views[worker].append(w - 0.25 * sum(momenta.values()))
+    seen = {rank: [x.item() for who, x in walk.seen if who == rank] for rank in range(3)}
+    assert seen[0] == views[0] and seen[2] == views[2]
+    assert seen[1] == views[1] and later > 5
+
+
 @pytest.mark.parametrize("speeds", SPEEDS)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_ordered_momentum_has_no_order(simulate: Any, speeds: str, workers: int) -> None:
@@ -142,6 +178,15 @@ def test_elastic_exchanges_conserve_the_sum(simulate: Any, bound: str, speeds: s
     summary = simulate(walk, f"easgd:1,alpha=0.25{bound}", workers, cluster=SPEEDS[speeds])
     total = trained(summary)["x"].item() + sum(point.x.item() for point in walk.points.values())
     assert total == workers + 1 - count * sum(1 << rank for rank in range(workers))  # all are dyadic: exact
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_elasticity_is_shared_by_the_workers(simulate: Any, workers: int) -> None:
+    """alpha is 0.9 / N if not given: c <- c + 0.9 mean_i (x_i - c) when all exchange together."""
+    slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
+    summary = simulate(Walk(2, lr=1.0, slope=slope), "easgd:1,max_staleness=0", workers)
+    mean = statistics.mean(range(1, workers + 1))
+    assert trained(summary)["x"].item() == pytest.approx(1 - 0.9 * mean, rel=1e-14)
 
 
 def test_without_elasticity_workers_are_alone(simulate: Any) -> None:
@@ -223,12 +268,21 @@ def test_a_warm_up_from_zero_stays_finite(simulate: Any, strategy: str, dtype: t
 
 
 def test_gap_aware_measures_by_the_momentum(simulate: Any) -> None:
-    """The usual step is lr times the root mean square of the momentum that the server's SGD keeps."""
-    slope = lambda rank, x: torch.ones_like(x)  # noqa: E731
-    summary = simulate(Walk(1, lr=0.5, momentum=0.5, slope=slope), "gap-aware", 3)
-    # The first two: 1 -> 0.5, then P = 1 + 0.5 / 0.5 = 2, b = 0.5 + 0.5, 0.5 -> 0. The third: the squares of
-    # the momentum so far are 1, 1 and 1, so P = 1 + 1 / 0.5 = 3, b = 0.5 + 1/3, 0 -> -0.5 (0.5 + 1/3).
-    assert trained(summary)["x"].item() == pytest.approx(-0.5 * (0.5 + 1 / 3), rel=1e-6)
+    """The usual step is lr times the root mean square of the momentum that the server's SGD had before."""
+    walk = Walk(6, lr=0.5, momentum=0.5, slope=lambda rank, x: torch.full_like(x, float(1 + rank)))
+    summary = simulate(walk, "gap-aware", 3, cluster=SPEEDS["heterogeneous"])
+    w, b, square = 1.0, 0.0, 0.0
+    pulled = dict.fromkeys(range(3), w)
+    for count, line in enumerate(pushes(summary), 1):
+        worker = line["worker"]
+        g = 1.0 + worker
+        square = 0.999 * square + 0.001 * (b if count > 1 else g) ** 2
+        if line["staleness"]:
+            usual = 0.5 * (square / (1 - 0.999**count)) ** 0.5
+            g /= 1 + abs(w - pulled[worker]) / usual
+        b = 0.5 * b + g
+        w = pulled[worker] = w - 0.5 * b
+    assert trained(summary)["x"].item() == pytest.approx(w, rel=1e-6)
 
 
 def test_ordered_momentum_moves_who_has_no_gradient_now(simulate: Any) -> None:

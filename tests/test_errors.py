@@ -163,6 +163,7 @@ def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert code == 2
         assert wrong in error
         assert "HOST:PORT" in error
+    assert list(tmp_path.iterdir()) == []  # no folder of a run that never began
 
 
 def test_cluster_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -210,6 +210,18 @@ def test_few_rounds_are_kept(simulate: Any, topology: str, most: int) -> None:
 # --- choco ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("topology", "workers"), [("ring", 5), ("0-1/0-2/0-3/3-4", 5)])
+def test_choco_is_the_paper(simulate: Any, topology: str, workers: int) -> None:
+    """y = x - lr g, x <- y + gamma (W - 1) y, for without a codec everybody knows every y."""
+    plane, gamma = Plane(7), 0.3
+    simulate(plane, f"choco:{gamma},topology={topology}", workers)
+    x, g = rows(plane), gradients(plane, workers)
+    weights = turning(topology, workers, 0)
+    for step in range(1, plane.count):
+        y = x[step - 1] - LR * g[step]
+        assert np.abs(x[step] - (y + gamma * (weights @ y - y))).max() < 1e-12
+
+
 @pytest.mark.parametrize("topology", ["ring", "complete", "0-1/0-2/0-3/3-4"])
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 def test_choco_without_a_codec_is_gossip(simulate: Any, topology: str, optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from polyrhythm.errors import UsageError
 from polyrhythm.replica import Replica
 from polyrhythm.strategies.adpsgd import ADPSGD, asked
 from polyrhythm.strategies.handing import gifts_of
+from polyrhythm.strategies.noloco import partners
 from polyrhythm.strategies.push import ONE
 from polyrhythm.topology import parse_topology, regraph
 from polyrhythm.worlds.simulated.fibers import Loop
@@ -113,6 +114,33 @@ def test_two_end_at_their_average(simulate: Any) -> None:
     assert (first - second).abs().max() > 0.1
     for rank in range(2):
         assert (flat(plane.x[rank][-1]) - (first + second) / 2).abs().max() < 1e-15
+
+
+SLOW_TO_STEP = "[[hosts]]\ncount = 1\n[[hosts]]\ncount = 1\nspeed = 0.15\n[[hosts]]\nspeed = 0.7\n"
+
+
+@pytest.mark.parametrize("topology", ["0-1/1-2", "complete"])
+def test_each_average_counts_with_those_before_it(simulate: Any, topology: str) -> None:
+    """Two become half of their sum, also while the one that is asked computes: it may be asked several times.
+
+    Replays the log: all step once, and from then on only average.
+    """
+    plane = Plane(12, rate=lambda step: 0.5 if step == 1 else 0.0)
+    summary = simulate(plane, f"adpsgd:{topology}", 3, cluster=SLOW_TO_STEP)
+    x, stepped, asked_of = list(began(plane, 3)), set[int](), list[int]()
+    for line in events(summary, "deliver", "apply"):
+        rank = int(line["node"].split()[1])
+        if line["event"] == "apply":
+            if rank not in stepped:
+                x[rank] = x[rank] - down(plane, rank, 1)
+            stepped.add(rank)
+        elif line["kind"] == "average":
+            other = int(line["sender"].split()[1])
+            x[rank] = x[other] = (x[rank] + x[other]) / 2
+            asked_of.append(rank)
+    assert len(asked_of) > 20 and set(asked_of) == {1}
+    for rank in range(3):
+        assert (flat(plane.replicas[rank].model.parameters()) - x[rank]).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -415,18 +443,28 @@ def test_the_mean_goes_by_heavy_ball(simulate: Any, workers: int) -> None:
         assert (x[0, -1] - x[1, -1]).abs().max() > 1e-3
 
 
-def test_a_pair_meets_by_the_rule(simulate: Any) -> None:
-    """m <- mu m + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m, for two workers."""
-    plane = Plane(6)
-    simulate(plane, "noloco:2,mu=0.4,lr=0.6", 2)
-    phi, m = list(began(plane, 2)), [torch.zeros_like(began(plane, 1)[0])] * 2
-    for turn in range(3):
-        ways = [down(plane, rank, 2 * turn) - down(plane, rank, 2 * turn + 2) for rank in range(2)]
-        mean_way, mean_phi = (ways[0] + ways[1]) / 2, (phi[0] + phi[1]) / 2
-        m = [0.4 * m[rank] + 0.6 * mean_way + 0.6 * (mean_phi - phi[rank]) for rank in range(2)]
-        phi = [phi[rank] + m[rank] for rank in range(2)]
-        for rank in range(2):
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_pairs_meet_by_the_rule(simulate: Any, workers: int) -> None:
+    """m <- mu m + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m, over the two of a pair.
+
+    One that has no partner in a round is a pair by itself.
+    """
+    plane, ranks = Plane(8), range(workers)
+    simulate(plane, "noloco:2,mu=0.4,lr=0.6", workers)
+    phi, m = list(began(plane, workers)), [torch.zeros_like(began(plane, 1)[0])] * workers
+    for turn in range(4):
+        met = partners(workers, 0, turn)
+        pairs = [(rank, met.get(rank, rank)) for rank in ranks]
+        assert {other for _, other in pairs} == set(ranks) and (len(met) + 1) // 2 == workers // 2
+        ways = [down(plane, rank, 2 * turn) - down(plane, rank, 2 * turn + 2) for rank in ranks]
+        m = [
+            0.4 * m[i] + 0.6 * (ways[i] + ways[j]) / 2 + 0.6 * ((phi[i] + phi[j]) / 2 - phi[i])
+            for i, j in pairs
+        ]
+        phi = [phi[rank] + m[rank] for rank in ranks]
+        for rank in ranks:
             assert (flat(plane.x[rank][2 * turn + 1]) - phi[rank]).abs().max() < 1e-13
+    assert workers == 2 or (phi[0] - phi[1]).abs().max() > 1e-3
 
 
 def test_nothing_but_pairs(simulate: Any) -> None:

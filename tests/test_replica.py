@@ -465,6 +465,19 @@ def test_the_mean_is_the_mean(seed: int, workers: int, count: int) -> None:
         assert torch.allclose(each, law, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_the_mean_of_short_floats_is_rounded_once(kind: torch.dtype) -> None:
+    """Added up in 32 bits, in which five of the largest fit: digits are lost in the result only."""
+    inputs = [
+        each.where(each.abs() > 0.01, torch.finfo(torch.float16).max) for each in draws(2, 5, BLOCK + 5)
+    ]
+    short = [each.to(kind) for each in inputs]
+    found = torch.empty_like(short[0])
+    reduce(short, "mean", [found])
+    assert torch.equal(found, (sum(each.float() for each in short) / 5).to(kind))
+    assert bool(found.isfinite().all())
+
+
 def test_reduction_is_in_rank_order() -> None:
     """(a + b) + c, beyond one block too; one input is itself; max and min are max and min."""
     inputs = draws(1, 3, BLOCK + 5, torch.float32)

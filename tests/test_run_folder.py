@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 import polyrhythm as pr
+from polyrhythm.record import RunFolder, spread
 from tests.scripts.train import EXAMPLES, network, train
 
 Lines = list[dict[str, Any]]
@@ -145,6 +146,33 @@ def test_same_name(tmp_path: Path) -> None:
     """A second run of the same name does not touch the first."""
     folders = [pr.simulate(train, strategy="allreduce", runs=tmp_path, name="it")["folder"] for _ in range(3)]
     assert folders == [str(tmp_path / name) for name in ("it", "it-2", "it-3")]
+
+
+def test_the_final_model_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stops a run while it writes, a file of that name can be loaded."""
+    written = RunFolder(tmp_path, "it")
+
+    def half(path: Path, blob: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(blob[: len(blob) // 2])
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", half)
+        with pytest.raises(OSError, match="no space"):
+            written.consensus(b"all of it")
+    assert not (written.path / "consensus.safetensors").exists()
+    written.consensus(b"all of it")
+    assert (written.path / "consensus.safetensors").read_bytes() == b"all of it"
+    written.close()
+
+
+def test_spread() -> None:
+    """The 95th percentile is the least number that 95 of 100 do not exceed."""
+    assert spread(Counter({0: 94, 3: 5, 9: 1})) == {"mean": 0.24, "p95": 3.0, "max": 9.0}
+    assert spread(Counter({0: 95, 3: 4, 9: 1})) == {"mean": 0.21, "p95": 0.0, "max": 9.0}
+    assert spread(Counter({7: 1})) == {"mean": 7.0, "p95": 7.0, "max": 7.0}
+    assert spread(Counter()) == {"mean": 0.0, "p95": 0.0, "max": 0.0}
 
 
 def test_no_pickle() -> None:

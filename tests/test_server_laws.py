@@ -110,6 +110,7 @@ def test_nothing_too_stale_is_applied(simulate: Any, cut: int, servers: int) -> 
     """With discard=R every staleness applied is below R, every one dropped is not, and nothing gets lost."""
     steps = Steps(60, size=4)
     summary = simulate(steps, f"async:discard={cut}", 6, servers, SPEEDS["heterogeneous"])
+    assert summary["staleness"]["max"] < cut
     for server in range(servers):
         lines = pushes(summary, server)
         used = [line["staleness"] for line in lines if line["event"] == "apply"]
@@ -317,6 +318,18 @@ def test_prefetch_costs_a_step_of_staleness(simulate: Any) -> None:
             for strategy in ("async", "async:prefetch=yes")
         )
         assert plain[-1] == workers - 1 and ahead[-1] == 2 * workers - 1
+
+
+def test_prefetch_computes_on_the_answer_before_last(simulate: Any) -> None:
+    """Alone: w(t+1) = w(t) - lr g(w(t-1)): the next batch is computed before the answer is there."""
+    walk = Walk(8, lr=0.25)
+    summary = simulate(walk, "async:prefetch=yes", 1)
+    seen = [x.item() for _, x in walk.seen]
+    law = [1.0, 1.0]
+    while len(law) < 9:
+        law.append(law[-1] - 0.25 * law[-2])
+    assert seen[:8] == law[:8]
+    assert trained(summary)["x"].item() == law[8] - 0.25 * law[7]
 
 
 def test_prefetch_hides_the_round_trip(simulate: Any) -> None:

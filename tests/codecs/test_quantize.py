@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyrhythm.codecs import dense
 from polyrhythm.codecs.dense import plain
+from polyrhythm.codecs.quantize import HEADER
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.memory import Memory
 from polyrhythm.strategy import Codec, parse_codec
@@ -121,6 +122,16 @@ def test_nearest_is_off_by_half_a_unit(text: str, scale: float, dtype: torch.dty
     codec, values = parse_codec(text), drawn(3001, dtype, scale=scale)
     error = (decoded(codec, codec.encode(values, alone(codec, values)), values) - values).abs()
     assert bool((error <= units(codec, values) * (0.5 + 128 * torch.finfo(dtype).eps)).all())
+
+
+@every(["int8", "int4"])
+def test_all_levels_are_used(text: str) -> None:
+    """2^b - 1 whole numbers in b bits each: with a unit of 1 all of them arrive as they are."""
+    codec, top = parse_codec(text), {"int8": 127, "int4": 7}[text]
+    values = torch.arange(-top, top + 1, dtype=torch.float32)
+    code = codec.encode(values, alone(codec, values))
+    assert torch.equal(decoded(codec, code, values), values)
+    assert len(code) == HEADER + 4 + {"int8": 255, "int4": 8}[text]
 
 
 @widths

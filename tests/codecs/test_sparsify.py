@@ -281,3 +281,8 @@ def test_those_out_of_step_are_told():
                  torch.zeros(10, dtype=torch.uint8)):  # fmt: skip
         with pytest.raises(WireError):
             RandomK(0.1).decode(code, torch.zeros(50))
+    for place in range(10):  # a byte of the seed, or of its checksum
+        damaged = codes[0].clone()
+        damaged[place] = (damaged[place] + 1) % 256
+        with pytest.raises(WireError, match="damaged"):
+            RandomK(0.1).decode(damaged, torch.zeros(50))

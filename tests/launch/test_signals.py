@@ -122,6 +122,17 @@ def test_killed(start: Callable[..., Run], victim: str) -> None:
         assert error.splitlines()[-1].startswith("polyrhythm: the process that forks the nodes is gone")
 
 
+def test_both_killed_while_a_worker_is_stuck(start: Callable[..., Run]) -> None:
+    """Launcher and zygote cannot end a worker in which no thread runs any more: then the kernel does."""
+    run = start("-s", "sync", "--", "--do", "stuck")
+    wait_until(run.trains)
+    zygote = run.zygote()
+    zygote.suspend()  # it shall not see the launcher go
+    run.launcher.kill()
+    zygote.kill()
+    run.check_gone(within=4.0)
+
+
 def test_killed_while_starting(start: Callable[..., Run]) -> None:
     """A launcher that is killed before there are nodes leaves nothing either."""
     run = start("-s", "async", "--")

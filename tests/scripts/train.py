@@ -1,6 +1,7 @@
 """A small model on made-up data that can be told to misbehave: `train.py --do kill --rank 1 --step 3`."""
 
 import argparse
+import ctypes
 import math
 import os
 import signal
@@ -56,6 +57,8 @@ def misbehave(what: str, folder: Path | None) -> None:
             sys.exit(3)
         case "hang":
             time.sleep(600)
+        case "stuck":
+            ctypes.PyDLL(None).sleep(600)  # it keeps the interpreter's lock: no other thread runs either
 
 
 def train(

@@ -9,7 +9,7 @@ import pytest
 from polyrhythm.errors import UsageError, WireError
 from polyrhythm.node import Peer
 from polyrhythm.wire import handshake
-from polyrhythm.wire.channel import dial, listen, open_channel, split
+from polyrhythm.wire.channel import RECORD, dial, listen, open_channel, split
 from polyrhythm.wire.frame import Header, Part
 from polyrhythm.wire.handshake import Identity
 
@@ -135,6 +135,30 @@ def test_a_stranger_gets_no_further_than_the_hello(data):
         open_channel(b, SERVER, KEY, dialed=False, where="a stranger", timeout=0.1)
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize(
+    ("magic", "version"), [(b"PRHX", handshake.VERSION), (b"PRHS", handshake.VERSION + 1)]
+)
+def test_another_greeting_is_refused_before_anything_is_proved(magic, version):
+    a, b = sockets("unix:")
+    a.sendall((magic + bytes([version])).ljust(handshake._HELLO.size, b"\0"))
+    with pytest.raises(WireError, match="a stranger did not greet as a polyrhythm node of version 1"):
+        open_channel(b, SERVER, KEY, dialed=False, where="a stranger", timeout=0.5)
+    assert len(a.recv(1000)) == handshake._HELLO.size  # and no proof behind it
+    a.close()
+    b.close()
+
+
+def test_a_record_is_no_longer_than_it_may_be():
+    """Nor empty: what it says of its length is looked at before anything is read or kept."""
+    for size in (0, RECORD + 1, (1 << 32) - 1):
+        left, right = pair("tcp:127.0.0.1")
+        left._sock.sendall(size.to_bytes(4, "big"))
+        left.release()
+        with pytest.raises(WireError, match=f"worker 1 sent a record of {size} bytes"):
+            right.receive_into(memoryview(bytearray(1)))
+        right.release()
 
 
 def test_records_cannot_be_changed_dropped_or_repeated():

@@ -297,6 +297,24 @@ def test_an_answer_of_another_shape_is_an_error():
         assert values(pending.wait(5).buffers[0]) == [1, 2]
 
 
+def test_only_who_was_asked_can_answer():
+    """Another peer that names the number of an ask is not believed."""
+    with nodes() as (server, worker):
+        other = Transport(Peer("server", 1), KEY)
+        other.introduce(WORKER, worker.address)
+        other.send(WORKER, "before")
+        worker.receive(["before"], timeout=5)
+        pending = worker.ask(SERVER, "x")
+        forged = Header("x", 99, pending.header.sequence, fields={"forged": True})
+        other._links[WORKER].channel.send(forged)
+        other.send(WORKER, "after")
+        worker.receive(["after"], timeout=5)
+        assert not pending.done
+        server.answer(server.receive(timeout=5), fields={"forged": False})
+        assert pending.wait(5).fields == {"forged": False}
+        other.close()
+
+
 def test_many_threads_ask_at_once():
     with nodes(queue=4) as (server, worker):
         serving = threading.Thread(target=double, args=(server, 400))
@@ -627,6 +645,15 @@ def test_lost_ends_waits_and_names_all():
         worker.introduce(SERVER, server.address)
         worker.send(SERVER, "back")
         assert server.receive(["back"], timeout=5)
+
+
+def test_the_loss_of_one_ends_no_wait_for_another():
+    with nodes() as (server, worker):
+        pending = worker.ask(SERVER, "push")
+        worker.lost(Peer("server", 1), "it never came")
+        assert not pending.done
+        server.answer(server.receive(timeout=5), fields={"applied": True})
+        assert pending.wait(5).fields == {"applied": True}
 
 
 def test_lost_ends_a_send_that_is_blocked():

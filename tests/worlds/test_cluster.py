@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import arrivals
 
 from polyrhythm.errors import UsageError
 from polyrhythm.worlds.cluster import Cluster
@@ -115,64 +117,54 @@ def test_servers_take_time_only_when_the_file_says_so(tmp_path: Path) -> None:
 # Links
 
 
-def deliver(costs: Costs, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> float:
-    """When a message arrives that nothing overtakes on its way."""
-    return costs.land(target, nbytes, *costs.depart(source, target, nbytes, now))
-
-
 LINKS = (
     '[[hosts]]\nbandwidth = "1 MB/s"\nlatency = "0.1 s"\n[servers]\nbandwidth = "2 MB/s"\nlatency = "0.2 s"'
 )
 
 
 def test_a_message_takes_both_latencies_and_the_narrower_bandwidth(tmp_path: Path) -> None:
-    assert deliver(costs(tmp_path, LINKS), W0, S0, MB, 10.0) == pytest.approx(10 + 1 + 0.3)
-    assert deliver(costs(tmp_path, LINKS), S0, S1, MB, 10.0) == pytest.approx(10 + 0.5 + 0.4)
+    assert arrivals(costs(tmp_path, LINKS), (W0, S0, MB, 10.0)) == pytest.approx([10 + 1 + 0.3])
+    assert arrivals(costs(tmp_path, LINKS), (S0, S1, MB, 10.0)) == pytest.approx([10 + 0.5 + 0.4])
 
 
 @pytest.mark.parametrize(("first", "second"), [((W0, S0), (W0, S1)), ((W0, S0), (W0, S0))])
-def test_two_messages_on_one_link_take_twice_as_long(tmp_path: Path, first, second) -> None:
+def test_two_messages_on_one_link_take_twice_as_long(tmp_path: Path, first: Any, second: Any) -> None:
     these = costs(tmp_path, LINKS)
-    assert deliver(these, *first, MB, 0.0) == pytest.approx(1.3)
-    assert deliver(these, *second, MB, 0.0) == pytest.approx(2.3)
+    assert arrivals(these, (*first, MB, 0.0), (*second, MB, 0.0)) == pytest.approx([1.3, 2.3])
 
 
 def test_links_are_full_duplex_and_separate(tmp_path: Path) -> None:
-    these = costs(tmp_path, LINKS)
-    for source, target in ((W0, S0), (S0, W0), (W1, S1)):
-        assert deliver(these, source, target, MB, 0.0) == pytest.approx(1.3)
+    ways = ((W0, S0), (S0, W0), (W1, S1))
+    assert arrivals(costs(tmp_path, LINKS), *((*way, MB, 0.0) for way in ways)) == pytest.approx([1.3] * 3)
 
 
 def test_a_wide_link_takes_several_narrow_ones_at_once(tmp_path: Path) -> None:
     """Three workers at 1 MB/s share a server's 2 MB/s: two arrive undisturbed, the third does not."""
-    these = costs(tmp_path, LINKS)
-    assert [deliver(these, worker, S0, MB, 0.0) for worker in (W0, W1, W2)] == pytest.approx([1.3, 1.3, 1.8])
+    sent = ((worker, S0, MB, 0.0) for worker in (W0, W1, W2))
+    assert arrivals(costs(tmp_path, LINKS), *sent) == pytest.approx([1.3, 1.3, 1.8])
 
 
 def test_what_comes_first_is_taken_first(tmp_path: Path) -> None:
     """A message from afar does not hold up one that was sent later and is here earlier."""
     far = '[[hosts]]\ncount = 1\nlatency = "1 s"\n[[hosts]]\n[servers]\nbandwidth = "1 MB/s"'
-    these = costs(tmp_path, far)
-    late = these.depart(W0, S0, MB, 0.0)
-    assert these.land(S0, MB, *these.depart(W1, S0, MB, 0.0)) == pytest.approx(1.0)
-    assert these.land(S0, MB, *late) == pytest.approx(2.0)
+    sent = (W0, S0, MB, 0.0), (W1, S0, MB, 0.5)
+    assert arrivals(costs(tmp_path, far), *sent) == pytest.approx([2.5, 1.5])
 
 
 def test_a_link_is_free_again_afterwards(tmp_path: Path) -> None:
-    these = costs(tmp_path, LINKS)
-    deliver(these, W0, S0, MB, 0.0)
-    assert deliver(these, W0, S0, MB, 5.0) == pytest.approx(6.3)
+    sent = (W0, S0, MB, 0.0), (W0, S0, MB, 5.0)
+    assert arrivals(costs(tmp_path, LINKS), *sent) == pytest.approx([1.3, 6.3])
 
 
 def test_a_link_without_a_limit_is_never_busy(tmp_path: Path) -> None:
     these = costs(tmp_path, '[[hosts]]\nbandwidth = "1 MB/s"\n[servers]')
-    assert [deliver(these, W0, S0, MB, 0.0), deliver(these, W1, S0, MB, 0.0)] == [1, 1]
-    assert [deliver(these, S0, W0, MB, 0.0), deliver(these, S0, W1, MB, 0.0)] == [1, 1]
+    for sent in (((W0, S0), (W1, S0)), ((S0, W0), (S0, W1))):
+        assert arrivals(these, *((*way, MB, 0.0) for way in sent)) == [1, 1]
 
 
 def test_the_default_network_is_free() -> None:
     these = Cluster.uniform().place(3, 1, 0)
-    assert [deliver(these, W0, S0, 10**12, t) for t in (1.0, 1.0, 2.0)] == [1, 1, 2]
+    assert arrivals(these, *((W0, S0, 10**12, t) for t in (1.0, 1.0, 2.0))) == [1, 1, 2]
     assert these.all_reduce([0, 1, 2], 10**12) == 0
     assert these.step_time(2, 0.0) == 0.01
 
@@ -185,13 +177,13 @@ def test_the_default_network_is_free() -> None:
 def test_no_link_carries_more_than_its_bandwidth(
     messages: list[tuple[tuple[str, int], tuple[str, int], int]],
 ) -> None:
+    """Whatever crosses a link takes as long as all bytes together at 125 MB/s, up and down."""
     these = Cluster.load(EXAMPLES / "cluster.toml").place(3, 2, 0)
-    arrivals = [
-        (source, deliver(these, source, target, nbytes, 0.0), nbytes) for source, target, nbytes in messages
-    ]
-    for worker in (W0, W1, W2):
-        own = [(arrival, nbytes) for source, arrival, nbytes in arrivals if source == worker]
-        assert sum(nbytes for _, nbytes in own) / 125e6 <= max((a for a, _ in own), default=0.0) + 1e-9
+    times = arrivals(these, *((*message, 0.0) for message in messages))
+    for end in (0, 1):
+        for node in {message[end] for message in messages}:
+            own = [(t, each[2]) for t, each in zip(times, messages, strict=True) if each[end] == node]
+            assert max(t for t, _ in own) >= sum(nbytes for _, nbytes in own) / 125e6 - 1e-9
 
 
 def test_collectives_take_two_hops(tmp_path: Path) -> None:
@@ -364,39 +356,41 @@ def test_who_is_at_which_site(tmp_path: Path) -> None:
     assert cluster(tmp_path, "[[hosts]]\ncount = 3").places(3) == {}
 
 
-def through(these: Costs, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> float:
-    """When a message is in, if nothing else is under way at the links in between."""
-    head, span = these.depart(source, target, nbytes, now)
-    crossing = these.crossing(source, target)
-    if crossing is not None:
-        assert these.sites is not None
-        head += sum(these.sites.latency[site] for site in crossing)
-        for site, way in zip(crossing, ("up", "down"), strict=True):
-            head, span = these.sites.through(site, way, nbytes, head, span)
-    return these.land(target, nbytes, head, span)
+FAR = TWO + '[[sites]]\nname = "a"\nbandwidth = "2 MB/s"\nlatency = "300 ms"\n'
 
 
 def test_a_message_between_sites_passes_both_links(tmp_path: Path) -> None:
     """It is as late as all latencies together, and as slow as the narrowest link; inside there are none."""
-    these = costs(tmp_path, TWO, workers=4)
-    assert through(these, W0, W1, MB, 0.0) == pytest.approx(0.002 + 0.01)
-    assert through(these, W0, W2, MB, 1.0) == pytest.approx(1.0 + 0.022 + 1.0)
+    sent = (W0, W1, MB, 0.0), (W0, W2, MB, 1.0)
+    assert arrivals(costs(tmp_path, TWO, workers=4), *sent) == pytest.approx([0.002 + 0.01, 2.0 + 0.022])
+    for source, target in ((W0, W2), (W2, W0)):
+        these = costs(tmp_path, FAR, workers=4)
+        assert arrivals(these, (source, target, MB, 0.0)) == pytest.approx([0.002 + 0.300 + 0.020 + 1.0])
 
 
 def test_all_hosts_of_a_site_share_its_link(tmp_path: Path) -> None:
     """Two that send to two at the same time take twice as long; the other way is free meanwhile."""
-    these = costs(tmp_path, TWO, workers=4)
-    assert through(these, W0, W2, MB, 0.0) == pytest.approx(0.022 + 1.0)
-    assert through(these, W1, ("worker", 3), MB, 0.0) == pytest.approx(0.022 + 2.0)
-    assert through(these, W2, W0, MB, 0.0) == pytest.approx(0.022 + 1.0)
+    sent = (W0, W2, MB, 0.0), (W1, ("worker", 3), MB, 0.0), (W2, W0, MB, 0.0)
+    assert arrivals(costs(tmp_path, TWO, workers=4), *sent) == pytest.approx([1.022, 2.022, 1.022])
+    # Out of a at 2 MB/s, one after the other, and into b at 1 MB/s: the second waits there.
+    assert arrivals(costs(tmp_path, FAR, workers=4), *sent[:2]) == pytest.approx([1.322, 2.322])
+
+
+def test_a_site_takes_messages_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    """What is far away when it is sent does not hold the link of the other site for so long."""
+    third = FAR + '[[hosts]]\ncount = 1\nsite = "c"\nlatency = "1 ms"\nbandwidth = "100 MB/s"\n'
+    these = costs(tmp_path, third.replace('site = "b"', 'site = "b"\ncount = 2'), workers=5)
+    sent = (W0, W2, MB, 0.0), (("worker", 4), ("worker", 3), MB, 0.1)
+    # The one from c is at b at 0.122 s and through at 1.122 s; that from a is there at 0.322 s, and waits.
+    assert arrivals(these, *sent) == pytest.approx([2.122, 1.122])
 
 
 def test_a_server_at_no_site_is_beyond_the_links(tmp_path: Path) -> None:
     """And one at a site is on the same side of it as the workers there."""
-    assert through(costs(tmp_path, TWO), W2, S0, MB, 0.0) == pytest.approx(0.021 + 1.0)
-    near = costs(tmp_path, TWO + '[servers]\nsite = "b"\n')
-    assert through(near, W2, S0, MB, 0.0) == pytest.approx(0.001 + 0.01)
-    assert through(near, W0, S0, MB, 0.0) == pytest.approx(0.021 + 1.0)
+    assert arrivals(costs(tmp_path, TWO), (W2, S0, MB, 0.0)) == pytest.approx([0.021 + 1.0])
+    near = TWO + '[servers]\nsite = "b"\n'
+    assert arrivals(costs(tmp_path, near), (W2, S0, MB, 0.0)) == pytest.approx([0.001 + 0.01])
+    assert arrivals(costs(tmp_path, near), (W0, S0, MB, 0.0)) == pytest.approx([0.021 + 1.0])
 
 
 def test_collectives_pass_the_links_of_sites(tmp_path: Path) -> None:
@@ -452,4 +446,4 @@ def test_a_colocated_server_is_where_its_worker_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leave out their bandwidth and latency and site"):
         cluster(tmp_path, TWO + '[servers]\nsite = "b"').place(4, 4, 0, colocated=True)
     these = cluster(tmp_path, TWO).place(4, 4, 0, colocated=True)
-    assert through(these, W2, ("server", 3), MB, 0.0) == pytest.approx(0.002 + 0.01)
+    assert arrivals(these, (W2, ("server", 3), MB, 0.0)) == pytest.approx([0.002 + 0.01])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import arrivals
 
 import polyrhythm as pr
 from polyrhythm.worlds.cluster import Cluster
@@ -142,10 +143,11 @@ def test_a_host_has_one_link_for_both(tmp_path: Path) -> None:
     costs = place(tmp_path, slow)
     assert costs.together(("worker", 0), ("server", 0))
     assert not costs.together(("worker", 0), ("server", 1))
-    assert costs.depart(("worker", 0), ("server", 1), 10, 0.0) == (8.0, 10.0)
-    assert costs.depart(("server", 0), ("worker", 1), 10, 0.0) == (18.0, 10.0)  # after the worker's own
-    assert costs.land(("server", 0), 10, 0.0, 0.0) == 10.0
-    assert costs.land(("worker", 0), 10, 0.0, 0.0) == 20.0
+    (w0, s0), (w1, s1) = ((("worker", rank), ("server", rank)) for rank in range(2))
+    up, down = ((w0, s1), (s0, w1)), ((w1, s0), (s1, w0))
+    for ways in (up, down):  # 8 s of latency, and 10 s for each of the two
+        assert arrivals(costs, *((*way, 10, 0.0) for way in ways)) == [18.0, 28.0]
+    assert arrivals(costs, (w0, s0, 10, 100.0)) == [100.0]  # within a host
 
 
 def test_only_the_time_of_an_update_is_the_servers_own(simulate_sync: Callable[..., Any]) -> None:

@@ -1,0 +1,146 @@
+"""Who shares the epochs of a run where workers step together: a share is for one life of a worker only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import polyrhythm as pr
+from polyrhythm.node import Peer
+from polyrhythm.worlds.coordinator import Coordinator
+from polyrhythm.worlds.leases import Deals
+
+W0, W1, W2 = (Peer("worker", rank) for rank in range(3))
+WORKERS = (W0, W1, W2)
+
+
+@dataclass
+class Table:
+    """Three workers that share a run, and what each was answered last."""
+
+    deals: Deals = field(default_factory=lambda: Deals(3))
+    there: dict[Peer, int] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0))
+    answers: dict[tuple[Peer, int], dict[str, Any]] = field(default_factory=dict)
+
+    def ask(self, epoch: int, *workers: Peer, loader: int = 0) -> None:
+        for worker in workers:
+            life = self.there[worker]
+
+            def respond(answer: dict[str, Any], key: tuple[Peer, int] = (worker, life)) -> None:
+                self.answers[key] = answer
+
+            self.deals.ask(worker, life, loader, epoch, respond)
+            self.deals.answer(self.there)
+
+    def told(self) -> dict[tuple[Peer, int], dict[str, Any]]:
+        """What was answered since the last look."""
+        answers, self.answers = self.answers, {}
+        return answers
+
+    def die(self, worker: Peer) -> None:
+        life = self.there.pop(worker)
+        self.deals.answer(self.there)
+        self.there[worker] = life + 1  # and comes back at once
+
+
+def share(ranks: list[int], number: int, epoch: int) -> dict[str, Any]:
+    return {"ranks": ranks, "number": number, "epoch": epoch}
+
+
+def test_an_epoch_begins_when_all_are_there() -> None:
+    table = Table()
+    table.ask(0, W2, W0)
+    assert table.told() == {} and table.deals.waiting == {W0, W2}
+    table.ask(0, W1)
+    assert table.told() == dict.fromkeys(((worker, 0) for worker in WORKERS), share([0, 1, 2], 0, 0))
+    assert table.deals.waiting == set()
+
+
+def test_one_that_came_back_has_no_share_of_what_has_begun() -> None:
+    """The life before it was dealt a part of the first epoch. It died with it: for this one it is over."""
+    table = Table()
+    table.ask(0, *WORKERS)
+    table.told()
+    table.die(W1)
+    table.ask(0, W1)
+    assert table.told() == {(W1, 1): {"over": True}} and table.deals.waiting == set()
+
+
+def test_nobody_waits_for_one_that_came_back() -> None:
+    """It may still load its data, or be elsewhere in the script; it is in when it has asked in time."""
+    table = Table()
+    table.ask(0, *WORKERS)
+    table.told()
+    table.die(W1)
+    table.ask(1, W0, W2)
+    assert table.told() == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
+    table.ask(1, W1)
+    assert table.told() == {(W1, 1): {"over": True}}
+    table.ask(2, W1, W0)
+    assert table.told() == {}
+    table.ask(2, W2)
+    assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 2, 2))
+    table.ask(3, W0, W2)
+    assert table.told() == {}  # now it is one of those that are waited for
+    table.ask(3, W1)
+    assert {answer["number"] for answer in table.told().values()} == {2}
+
+
+def test_the_same_ranks_in_another_life_are_another_group() -> None:
+    """Who took its place has none of what the group has exchanged: they must begin anew with it."""
+    table = Table()
+    table.ask(0, *WORKERS)
+    table.told()
+    table.die(W1)
+    table.ask(1, W1, W0, W2)
+    assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 1, 1))
+
+
+def test_who_is_in_gets_the_next_epoch_of_a_second_loader() -> None:
+    """For those of a second loader one that came back never asked: it gets the one that all begin now."""
+    table = Table()
+    for epoch in (0, 1):
+        table.ask(epoch, *WORKERS, loader=1)
+    table.die(W1)
+    table.ask(0, W1, W0, W2)
+    table.told()
+    table.ask(0, W1, loader=1)
+    table.ask(2, W0, W2, loader=1)
+    assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 1, 2))
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_coordinator_gives_the_share_of_the_dead_to_nobody(again: bool) -> None:
+    """Neither who asked before its death nor the life after it is answered in its place."""
+    here = Coordinator(
+        workers=3, servers=0, strategy=pr.parse("gossip"), seed=0, clock=lambda: 0.0,
+        start_servers=lambda count: None, tell=lambda *_: None, replace=lambda peer: again,
+    )  # fmt: skip
+    answers: dict[tuple[Peer, int], dict[str, Any]] = {}
+
+    def say(peer: Peer, kind: str, life: int = 0, **fields: Any) -> None:
+        here.handle(peer, kind, fields, lambda answer: answers.update({(peer, life): answer}), life)
+
+    def ask(epoch: int, *lives: tuple[Peer, int]) -> dict[tuple[Peer, int], dict[str, Any]]:
+        answers.clear()
+        for peer, life in lives:
+            say(peer, "deal", life, loader=0, epoch=epoch)
+        return dict(answers)
+
+    for kind in ("join", "prepared"):
+        for peer in WORKERS:
+            say(peer, kind, layout="x")
+    assert len(ask(0, (W0, 0), (W1, 0), (W2, 0))) == 3
+    assert ask(1, (W0, 0), (W1, 0)) == {}
+    here.died(W1, "fell")
+    if again:
+        say(W1, "join", life=1)
+        say(W1, "prepared", life=1, layout="x")
+        assert ask(0, (W1, 1)) == {(W1, 1): {"over": True}}
+    assert ask(1, (W2, 0)) == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
+    if again:
+        assert ask(1, (W1, 1)) == {(W1, 1): {"over": True}}
+        found = ask(2, (W1, 1), (W0, 0), (W2, 0))
+        assert found == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 2, 2))
