@@ -176,7 +176,7 @@ def test_each_average_has_weights_of_its_own(simulate: Any) -> None:
     assert trained(summary)["x"][0].item() == pytest.approx(law, rel=1e-14)
 
 
-def test_a_worker_may_have_its_fair_share_where_others_do_not(simulate: Any) -> None:
+def test_average_is_weighted_though_one_worker_has_weight_one(simulate: Any) -> None:
     """Three, two and one examples: the weight of the second is 1, and yet it is a weighted mean for all."""
 
     def main() -> None:
@@ -237,7 +237,7 @@ def test_local_sgd_is_silent_between_averages(simulate: Any, period: int) -> Non
 
 
 @pytest.mark.parametrize("strategy", FAMILY)
-def test_looking_changes_nothing(simulate: Any, strategy: str) -> None:
+def test_consensus_does_not_change_averaging_strategies(simulate: Any, strategy: str) -> None:
     """The consensus shows what the run would bring home if it ended here, the same to all; and it goes on."""
     seen, law = Trace(11, optimizer=MOMENTUM, look=True), Trace(11, optimizer=MOMENTUM)
     assert simulate(seen, strategy, 3)["digest"] == simulate(law, strategy, 3)["digest"]
@@ -283,7 +283,7 @@ def chosen(summary: dict[str, Any]) -> list[tuple[int, float, float]]:
         ('[[hosts]]\nstep_time = "0 ms"', ",longest=9", 21, 0.0, 0.0, 9),
     ],
 )
-def test_the_period_is_as_long_as_it_must_be(
+def test_auto_period_follows_the_communication_overhead_formula(
     simulate: Any, cluster: str, more: str, size: int, communication: float, step: float, period: int
 ) -> None:
     """H = ceil(communication / (overhead * step)), between its bounds; it is told once if it stays."""
@@ -310,7 +310,7 @@ def test_the_period_follows_the_cluster(simulate: Any) -> None:
     assert share == pytest.approx(0.1, rel=0.05)  # it need not end with a round
 
 
-def test_latency_counts(simulate: Any) -> None:
+def test_auto_period_accounts_for_latency(simulate: Any) -> None:
     """Where latency is all, averaging takes what was asked for, and nothing is exchanged beside it."""
     summary = simulate(Trace(302), "local:auto", 4, cluster='[[hosts]]\nlatency = "25 ms"\n')
     assert [each[0] for each in chosen(summary)] == [100]
@@ -320,7 +320,7 @@ def test_latency_counts(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2, 7])
-def test_a_pause_between_steps_is_no_step(simulate: Any, first: int) -> None:
+def test_auto_period_ignores_pauses_between_steps(simulate: Any, first: int) -> None:
     """A worker that evaluates or saves now and then, or begins slowly, does not change the period."""
 
     def pause(rank: int, step: int, optimizer: torch.optim.Optimizer) -> None:
@@ -331,14 +331,14 @@ def test_a_pause_between_steps_is_no_step(simulate: Any, first: int) -> None:
     assert [each[0] for each in chosen(simulate(trace, "local:auto", 2, cluster=SLOW))] == [25]
 
 
-def test_one_odd_round_does_not_decide(simulate: Any) -> None:
+def test_auto_period_ignores_a_single_slow_round(simulate: Any) -> None:
     """All are slow in one of some rounds: that alone is no reason to change."""
     odd = '[[stragglers]]\nworkers = [0, 1]\nfrom = "2.2 s"\nto = "3.5 s"\nslowdown = 9.0'
     trace = Trace(300, begin=torch.ones(21, dtype=torch.float64))
     assert [each[0] for each in chosen(simulate(trace, "local:auto", 2, cluster=SLOW + odd))] == [25]
 
 
-def test_looking_is_no_part_of_a_step(simulate: Any) -> None:
+def test_auto_period_ignores_the_time_of_consensus(simulate: Any) -> None:
     """The consensus takes time on a slow network, and makes no difference to the period."""
     trace = Trace(60, begin=torch.ones(21, dtype=torch.float64), look=True)
     assert [each[0] for each in chosen(simulate(trace, "local:auto", 2, cluster=SLOW))] == [25]
@@ -389,7 +389,7 @@ def test_postlocal_trains_a_model_like_allreduce_before(simulate: Any, size: int
 
 
 @pytest.mark.parametrize("who", [{0: 5}, {2: 5}, {0: 5, 1: 5, 2: 5}, {0: 8, 1: 5}])
-def test_all_change_in_the_same_step(simulate: Any, who: dict[int, int]) -> None:
+def test_postlocal_workers_switch_in_the_same_step_on_a_lower_lr(simulate: Any, who: dict[int, int]) -> None:
     """One worker's schedule is enough: its next gradient tells all, and that step is the last together."""
 
     def lower(rank: int, step: int, optimizer: torch.optim.Optimizer) -> None:
@@ -401,7 +401,7 @@ def test_all_change_in_the_same_step(simulate: Any, who: dict[int, int]) -> None
     assert trace.sent_by_step() == [*4 * [each], 0, 0, 0, 2 * 2 * 96, 0, 0, 0]
 
 
-def test_a_step_is_taken_together_to_its_end(simulate: Any) -> None:
+def test_postlocal_averages_all_batches_of_the_switching_step(simulate: Any) -> None:
     """If all hear of the fall in the first of two batches of a step, the second is averaged too."""
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
 
@@ -456,7 +456,7 @@ def test_a_step_is_taken_together_to_its_end(simulate: Any) -> None:
         ("streaming-diloco:mix=1", "mix must be 0 or more, and below 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, error: str) -> None:
+def test_averaging_strategies_refuse_invalid_settings(text: str, error: str) -> None:
     """Before anything starts, and in words."""
     with pytest.raises(UsageError, match=error):
         pr.parse(text)

@@ -14,7 +14,7 @@ TINY = ["bench", "servers", "--size", "64KiB", "--workers", "1,2", "--servers", 
 DEFAULTS = {"size": "16MiB", "workers": "1,2,4", "servers": "1,2,4", "step_time": "50ms"}
 
 
-def test_json(capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_servers_json_reports_every_cell_and_knee(capfd: pytest.CaptureFixture[str]) -> None:
     """One object with every cell, the knees and what they come from; progress is on standard error."""
     assert main([*TINY, "--step-time", "5ms", "--json"]) == 0
     out, error = capfd.readouterr()
@@ -34,7 +34,9 @@ def test_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in error.splitlines()] == [f"{n} of 5" for n in range(1, 6)]
 
 
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_servers_prints_a_table_with_knee_and_formula(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A row for each number of workers with its knee and its P*, under the numbers of servers."""
     cells = [
         {"workers": n, "servers": p, "round_trips_per_s": 10.0 * n * p, "share": 0.5}
@@ -67,7 +69,9 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
         (1, 1, 1e12, 1.0, 1),
     ],
 )
-def test_the_formula(workers: int, nbytes: int, beta: float, step_time: float, servers: int) -> None:
+def test_server_count_formula_matches_hand_computed_values(
+    workers: int, nbytes: int, beta: float, step_time: float, servers: int
+) -> None:
     """P* = ceil(N |w| / (beta t)), and never none."""
     assert formula(workers, nbytes, beta, step_time) == servers
 
@@ -78,7 +82,7 @@ def test_the_knee_is_the_fewest_that_come_close() -> None:
     assert knee({3: 1.0}) == 3
 
 
-def test_what_is_asked_for() -> None:
+def test_bench_plan_parses_sizes_lists_and_times() -> None:
     """Sizes in both systems of units, numbers in any order and once each."""
     given = DEFAULTS | {"size": "4MB", "workers": "4,1, 2,4", "step_time": "0.5 s"}
     plan = Plan.parse(**given, seconds=1.0)
@@ -104,7 +108,9 @@ def test_what_is_asked_for() -> None:
         ("--seconds", "long", "--seconds: invalid float value: 'long'"),
     ],
 )
-def test_mistakes(option: str, value: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_servers_refuses_invalid_options_in_one_line(
+    option: str, value: str, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One line and exit code 2, before anything starts."""
     try:
         code = main([*TINY, option, value])

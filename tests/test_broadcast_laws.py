@@ -142,7 +142,9 @@ def digests(summary: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("pulses", ["one", "many"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_waits_and_what_is_sent_is_all(watch: Watch, tmp_path: Path, kind: str, pulses: str) -> None:
+def test_broadcast_sent_pulses_plus_residual_equal_the_updates(
+    watch: Watch, tmp_path: Path, kind: str, pulses: str
+) -> None:
     """r + u = r' + tau · sent, bit for bit in each step; and so, but for rounding, over all steps."""
     plane = Plane(12, model=MODELS[kind])
     strategy = pr.parse(f"broadcast:0.3,pulses={pulses}")
@@ -163,7 +165,9 @@ def test_what_waits_and_what_is_sent_is_all(watch: Watch, tmp_path: Path, kind: 
 
 @pytest.mark.parametrize("kind", MODELS)
 @every_shape
-def test_all_come_to_the_same(watch: Watch, tmp_path: Path, kind: str, shape: str) -> None:
+def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
+    watch: Watch, tmp_path: Path, kind: str, shape: str
+) -> None:
     """At the end every replica is w0 + tau · (all pulses of all), bit for bit, whatever came when."""
     plane = Plane(9, model=MODELS[kind])
     summary = run_in(
@@ -185,7 +189,7 @@ def test_all_come_to_the_same(watch: Watch, tmp_path: Path, kind: str, shape: st
         assert torch.equal(final[piece.name], first.layout.view(shown, piece))
 
 
-def test_one_worker_trains_alone(watch: Watch, tmp_path: Path) -> None:
+def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_path: Path) -> None:
     """With one worker w = w0 + all that its optimizer did, less what waits: to within tau of plain SGD."""
     walk = Walk(20, lr=0.3, slope=lambda rank, x: torch.full_like(x, 0.7))
     run_in("simulated", walk, strategy="broadcast:0.01", workers=1, runs=tmp_path)
@@ -209,7 +213,7 @@ def test_one_pulse_falls_behind_where_many_do_not(
         assert left == [0.25 * behind * number for number in range(1, 11)]
 
 
-def test_the_sum_of_all_steps_or_their_mean(tmp_path: Path) -> None:
+def test_broadcast_reduce_sum_moves_n_times_as_far_as_mean(tmp_path: Path) -> None:
     """`sum` goes N times as far as `mean`."""
     for reduce, far in (("sum", 4.0), ("mean", 1.0)):
         walk = Walk(8, lr=1.0, slope=lambda rank, x: torch.ones_like(x))
@@ -241,7 +245,7 @@ def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
     run_in("simulated", main, strategy="broadcast:0.001", workers=4, runs=tmp_path, cluster=RANDOM)
 
 
-def test_while_the_network_is_behind_all_waits(
+def test_broadcast_accumulates_updates_while_the_network_is_behind(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where too much is still to be sent nothing is added to it, and nothing is lost."""
@@ -256,7 +260,7 @@ def test_while_the_network_is_behind_all_waits(
 
 
 @every_shape
-def test_what_all_have_is_kept_no_longer(tmp_path: Path, shape: str) -> None:
+def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: str) -> None:
     """However long a run is, what is kept is what is on its way: a few messages of each."""
     plane = Plane(80)
     run_in(
@@ -306,7 +310,7 @@ def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("first", [1, 2])
 @every_shape
-def test_at_first_only_some_train(tmp_path: Path, shape: str, first: int) -> None:
+def test_broadcast_warmup_trains_only_the_first_workers(tmp_path: Path, shape: str, first: int) -> None:
     """The others take no step before worker 0 has taken `warmup`, and begin with what it has learned."""
     plane = Plane(10)
     summary = run_in(
@@ -325,7 +329,7 @@ def test_at_first_only_some_train(tmp_path: Path, shape: str, first: int) -> Non
     assert len(set(digests(summary).values())) == 1
 
 
-def test_the_first_may_be_done_before_the_warmup_is(tmp_path: Path) -> None:
+def test_broadcast_warmup_ends_if_the_first_worker_runs_out_of_data(tmp_path: Path) -> None:
     """With less data than that the others train on what is left: nobody waits for ever."""
     summary = run_in(
         "simulated",
@@ -351,7 +355,7 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
     assert summary["samples"] >= 3 * 96 and len(set(digests(summary).values())) == 1
 
 
-def test_one_that_comes_late_does_not_train_as_if_alone(watch: Watch, tmp_path: Path) -> None:
+def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, tmp_path: Path) -> None:
     """In place of the first, after the warm-up: the mean is over all, also in its own first steps."""
 
     def main() -> None:
@@ -417,7 +421,7 @@ class Wide(nn.Module):
         self.x = nn.Parameter(torch.zeros(100_000))
 
 
-def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
+def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: Path) -> None:
     """With steps of which one in a hundred parameters is due, messages have about a tenth of a bit each."""
 
     def main() -> None:
@@ -441,7 +445,7 @@ def test_far_fewer_bytes_than_the_gradients_have(tmp_path: Path) -> None:
 
 
 @few("shape", ["topology=tree,fanout=4", "topology=mesh"], quick=1)
-def test_on_a_free_network_nothing_is_held_back(
+def test_broadcast_sends_every_step_if_the_network_keeps_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
     """Also where only one trains, and the others have little to confirm."""
@@ -488,7 +492,9 @@ def troubled(seed: int) -> tuple[int, str, str]:
 
 
 @few("seed", range(30), quick=8)
-def test_all_come_to_the_same_whoever_comes_and_goes(watch: Watch, tmp_path: Path, seed: int) -> None:
+def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
+    watch: Watch, tmp_path: Path, seed: int
+) -> None:
     """Delays, stragglers, crashes and rejoins: those who are there at the end have the same messages, each
     once, and so the same bits."""
     workers, strategy, cluster = troubled(seed)
@@ -510,7 +516,7 @@ def test_all_come_to_the_same_whoever_comes_and_goes(watch: Watch, tmp_path: Pat
         )
 
 
-def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
+def test_broadcast_with_crashes_is_deterministic_for_a_seed(tmp_path: Path) -> None:
     workers, strategy, cluster = troubled(9)
     one, other = (
         run_in("simulated", Training(), strategy=strategy, workers=workers, runs=tmp_path, cluster=cluster)
@@ -521,7 +527,7 @@ def test_one_seed_one_result_whoever_comes_and_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["some", "the last"])
 @every_shape
-def test_what_is_lost_with_a_connection_comes_again(
+def test_broadcast_resends_messages_lost_with_a_connection(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, which: str
 ) -> None:
     """One message to each is lost, in the middle or the very last, and so is the first question after it."""
@@ -544,7 +550,7 @@ def test_what_is_lost_with_a_connection_comes_again(
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_all_come_to_the_same_on_real_processes(tmp_path: Path, shape: str) -> None:
+def test_broadcast_replicas_agree_on_real_processes(tmp_path: Path, shape: str) -> None:
     summary = pr.run(Training(epochs=6), workers=4, strategy=f"broadcast:{shape}", runs=tmp_path, threads=1)
     ends = digests(summary)
     assert len(ends) == 4 and len(set(ends.values())) == 1
@@ -554,7 +560,9 @@ def test_all_come_to_the_same_on_real_processes(tmp_path: Path, shape: str) -> N
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_one_of_four_is_killed(tmp_path: Path, shape: str, restarts: int, victim: int) -> None:
+def test_broadcast_continues_after_one_of_four_workers_is_killed(
+    tmp_path: Path, shape: str, restarts: int, victim: int
+) -> None:
     """With kill -9, with and without another in its place: the others train on and end equal."""
     summary = pr.run(
         Training(epochs=6, pause=0.01, dies={victim: 8}), workers=4, strategy=f"broadcast:{shape}",
@@ -645,7 +653,7 @@ def test_ledgers_agree_whatever_each_has_missed(data: st.DataObject) -> None:
         ("broadcast+topk:0.1", "broadcast takes no codec"),
     ],
 )
-def test_what_cannot_work_is_refused(text: str, why: str) -> None:
+def test_broadcast_refuses_invalid_settings(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         pr.parse(text)
 
@@ -658,13 +666,13 @@ def test_what_cannot_work_is_refused(text: str, why: str) -> None:
         ("broadcast:fanout=3", "fanout is for topology=tree; in a mesh each sends to all others"),
     ],
 )
-def test_what_three_workers_cannot_do_is_refused(text: str, why: str) -> None:
+def test_broadcast_refuses_settings_that_do_not_fit_three_workers(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"^{text.partition(':')[0]}:.*{why}$"):
         pr.parse(text).check(3, 1)
 
 
 @pytest.mark.parametrize("text", ["broadcast:first=3,warmup=5", "broadcast:topology=tree,fanout=9"])
-def test_what_three_workers_can_do_is_accepted(text: str) -> None:
+def test_broadcast_accepts_settings_that_fit_three_workers(text: str) -> None:
     strategy = pr.parse(text)
     strategy.check(3, 1)
     assert pr.parse(str(strategy)) == strategy
@@ -683,7 +691,7 @@ def test_tau_is_the_next_power_of_two() -> None:
         ({"number": 1}, (), "without an origin and a number"),
     ],
 )
-def test_bad_bytes_name_their_sender(
+def test_broadcast_error_for_a_malformed_message_names_the_sender(
     tmp_path: Path, fields: dict[str, Any], tensors: tuple[Tensor, ...], why: str
 ) -> None:
     def main() -> None:
@@ -706,7 +714,7 @@ def test_pulses_of_another_size_are_refused() -> None:
         selection.count(values, torch.zeros(40, dtype=torch.int32), 0.25)
 
 
-def test_what_is_loaded_too_late_is_refused(tmp_path: Path) -> None:
+def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None:
     def main() -> None:
         here = pr.init()
         model = mlp()
@@ -718,13 +726,13 @@ def test_what_is_loaded_too_late_is_refused(tmp_path: Path) -> None:
     run_in("simulated", main, strategy="broadcast", workers=2, runs=tmp_path)
 
 
-def test_a_tau_that_is_too_small_is_told(tmp_path: Path) -> None:
+def test_broadcast_raises_if_tau_is_too_small_for_32_bit_counts(tmp_path: Path) -> None:
     """Before a count leaves the whole numbers that 32 bits hold."""
     with pytest.raises(PolyrhythmError, match=r"pulses from where it began.* tau \(9\.09e-13\) is too small"):
         run_in("simulated", Steps(80), strategy=f"broadcast:{2.0**-40}", workers=2, runs=tmp_path)
 
 
-def test_updates_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+def test_broadcast_raises_if_parameters_become_nan(tmp_path: Path) -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             self.param_groups[0]["params"][0].data.fill_(float("nan"))

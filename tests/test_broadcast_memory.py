@@ -58,7 +58,7 @@ def is_right(ledger: Ledger, everything: dict[tuple[str, int], tuple[Tensor, ...
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_whatever_is_merged_each_message_counts_once(data: st.DataObject) -> None:
+def test_merged_ledgers_count_each_message_once(data: st.DataObject) -> None:
     """Three ledgers get messages, merge, and tell each other what they have, in any order. What each says it
     has it has, once; and if only one of two has merged anything, either gets all from the other."""
     origins = ("0.0", "1.0", "2.0")
@@ -121,7 +121,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @each_value(("shape", SHAPES), ("seed", range(4)))
-def test_what_is_kept_for_one_that_is_stopped_has_a_bound(
+def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
     watch: Watch, most: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, seed: int
 ) -> None:
     """Nothing comes through to some workers, nor from them, for as long as others take hundreds of steps:
@@ -200,7 +200,7 @@ def stopped(mark: Path) -> bool:
     return mark.exists() and psutil.Process(int(mark.read_text())).status() == psutil.STATUS_STOPPED
 
 
-def test_one_that_is_stopped_for_a_while(tmp_path: Path) -> None:
+def test_broadcast_with_a_sigstopped_worker_keeps_little_and_agrees(tmp_path: Path) -> None:
     """With SIGSTOP: the others train on, keep little for it, and all come to the same."""
     summary = pr.run(Stopped(tmp_path), workers=3, strategy="broadcast:1", runs=tmp_path, threads=1)
     assert len(digests(summary)) == 3 and len(set(digests(summary).values())) == 1

@@ -80,9 +80,7 @@ def sent(watch: Watch) -> Tensor:
 
 
 @every_shape
-def test_a_saved_run_goes_on_with_nothing_lost_and_nothing_twice(
-    watch: Watch, tmp_path: Path, shape: str
-) -> None:
+def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: Path, shape: str) -> None:
     """All save the same k, which is all that was sent; each goes on with what waited. In the end all have
     all that was sent before and after, to the last pulse."""
     text = f"broadcast:0.004,{shape}"
@@ -106,7 +104,9 @@ def test_a_saved_run_goes_on_with_nothing_lost_and_nothing_twice(
 
 
 @each_value(("shape", SHAPES), ("seed", range(4)))
-def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) -> None:
+def test_saving_broadcast_state_never_deadlocks_despite_crashes(
+    tmp_path: Path, shape: str, seed: int
+) -> None:
     """Whoever dies and comes while others save: the run ends, and all have the same."""
     at = 60 + 45 * seed
     deaths = "".join(
@@ -125,7 +125,7 @@ def test_saving_holds_up_nobody_for_good(tmp_path: Path, shape: str, seed: int) 
 
 
 @pytest.mark.parametrize("back", [150, 200, 210, 320])
-def test_one_that_comes_late_saves_where_the_others_do(tmp_path: Path, back: int) -> None:
+def test_broadcast_replacement_saves_the_same_state_as_the_others(tmp_path: Path, back: int) -> None:
     """Though nothing is left to train on in the epoch that it comes in: the next ones it shares with them."""
     dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
     script = Saving(tmp_path, 0, 4)
@@ -145,7 +145,7 @@ SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nban
 
 
 @each_value(("shape", [*SHAPES[:2], "warmup=8", "warmup=30"]), ("seed", range(6)))
-def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
+def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
     tmp_path: Path, shape: str, seed: int
 ) -> None:
     """Links are so slow that one rest takes as long as an epoch. Who comes then, or has waited for others to
@@ -167,7 +167,7 @@ def test_whoever_begins_in_the_midst_of_it_what_is_saved_is_the_same(
     assert len(found) == 4
 
 
-def test_who_goes_on_from_something_else_is_told(tmp_path: Path) -> None:
+def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) -> None:
     run_in("simulated", Saving(tmp_path, 0, 2), strategy="broadcast:0.004", workers=3, runs=tmp_path)
     with pytest.raises(UsageError, match="goes on from something else"):
         run_in(
@@ -207,7 +207,7 @@ def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES[::2])
-def test_a_saved_run_goes_on_on_real_processes(tmp_path: Path, shape: str) -> None:
+def test_saved_broadcast_run_resumes_on_real_processes(tmp_path: Path, shape: str) -> None:
     run = {"workers": 3, "strategy": f"broadcast:0.004,{shape}", "runs": tmp_path, "threads": 1}
     pr.run(Saving(tmp_path, 0, 2), **run)
     first, *others = kept(tmp_path, 3, 1)

@@ -27,7 +27,7 @@ from tests.support.programs import MOMENTUM, SGD, Examples, Script, distance, ev
 both_worlds = pytest.mark.parametrize("how", [pr.simulate, pr.run], ids=["simulated", "real"])
 
 
-def test_the_trap() -> None:
+def test_parcel_does_not_lose_the_last_tensor() -> None:
     """One that goes on by the capacity of a bucket, and not by what is packed, loses the last."""
     assert parcel([4, 4, 2], 6, 6) == [[0], [1, 2]]
 
@@ -68,7 +68,7 @@ def test_the_buckets_of_a_replica_cover_its_gradient(monkeypatch: pytest.MonkeyP
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "allreduce+bf16"])
-def test_the_same_bits_however_they_are_cut(
+def test_result_does_not_depend_on_the_bucket_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any, strategy: str
 ) -> None:
     """One bucket or one per tensor: the result does not depend on it, in both worlds, with uneven rounds."""
@@ -95,7 +95,9 @@ class Branches(nn.Module):
 
 
 @both_worlds
-def test_unused_parameters_need_nobodys_help(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+def test_unused_parameters_do_not_hang_or_change_bucketed_allreduce(
+    monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
     """Gradients that some workers do not have, or nobody, neither hang nor count."""
     results = set()
     for size in (1 << 20, 1):
@@ -152,7 +154,7 @@ class Checkpointed(nn.Module):
 @both_worlds
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_checkpointing(
+def test_activation_checkpointing_gives_the_same_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any, workers: int, size: int
 ) -> None:
     """Backward inside backward, which completes a gradient twice, gives what is right without it."""
@@ -257,7 +259,9 @@ def test_a_pass_that_fails_on_one_worker_only_is_an_error(
 
 
 @both_worlds
-def test_another_models_backward_hides_nothing(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+def test_nonfinite_gradient_is_found_after_backward_of_another_model(
+    monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
     """A gradient that is not finite is found though another model's pass comes before the step."""
     small(monkeypatch, 1)
     with pytest.raises(pr.PolyrhythmError, match=r"worker 1: .* not finite"):
@@ -314,7 +318,7 @@ class Accumulating:
 
 @both_worlds
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_accumulation_without_communication(tmp_path: Path, how: Any, clip: float) -> None:
+def test_accumulating_halves_the_bytes_and_keeps_the_result(tmp_path: Path, how: Any, clip: float) -> None:
     """The same result, clipping included, with half of the bytes."""
     runs = [
         how(Accumulating(quiet, clip), workers=2, strategy="allreduce", runs=tmp_path, threads=1)
@@ -327,7 +331,7 @@ def test_accumulation_without_communication(tmp_path: Path, how: Any, clip: floa
 
 
 @both_worlds
-def test_a_step_after_nothing_but_accumulation_still_agrees(tmp_path: Path, how: Any) -> None:
+def test_a_step_inside_accumulating_still_exchanges_gradients(tmp_path: Path, how: Any) -> None:
     """Who forgets to leave `accumulating()` gets the exchange in `step()`."""
     runs = [
         how(Accumulating(True, left_over=each), workers=2, strategy="allreduce", runs=tmp_path, threads=1)
@@ -337,7 +341,7 @@ def test_a_step_after_nothing_but_accumulation_still_agrees(tmp_path: Path, how:
     assert runs[0]["bytes_sent"] == runs[1]["bytes_sent"]
 
 
-def test_alone_accumulating_changes_nothing() -> None:
+def test_accumulating_without_a_run_is_plain_gradient_accumulation() -> None:
     """Gradients add up as they do without it."""
     model = mlp()
     x = torch.ones(2, 5, dtype=torch.float64)

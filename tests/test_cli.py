@@ -51,7 +51,7 @@ def polyrhythm(*arguments: object) -> Done:
     return python("-m", "polyrhythm", *map(str, arguments))
 
 
-def test_alone() -> None:
+def test_a_script_without_the_launcher_is_plain_pytorch() -> None:
     """Without polyrhythm's launcher a script is plain PyTorch."""
     done = python(str(DIGITS), "--epochs", "2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -59,7 +59,7 @@ def test_alone() -> None:
     assert "accuracy 0.9" in done.stdout
 
 
-def test_run(runs: str) -> None:
+def test_run_command_prints_a_table_and_prefixes_worker_output(runs: str) -> None:
     """A run trains, ends with a table and names its folder; what workers print has their name before it."""
     done = polyrhythm("run", TRAIN, "--workers", "4", "--strategy", "async", "--runs", runs)
     assert done.returncode == 0
@@ -71,7 +71,7 @@ def test_run(runs: str) -> None:
     assert Path(rest[-1].removeprefix("folder: "), "summary.json").is_file()
 
 
-def test_json(runs: str) -> None:
+def test_run_and_simulate_json_print_one_json_object(runs: str) -> None:
     """With --json standard output is one JSON object, whatever the script and its children print there."""
     script = Path(runs, "loud.py")
     script.write_text(
@@ -89,7 +89,7 @@ def test_json(runs: str) -> None:
         assert "[worker 1] worker 1 is done" in done.stderr
 
 
-def test_script_arguments_and_no_server(runs: str) -> None:
+def test_run_passes_arguments_after_double_dash_to_the_script(runs: str) -> None:
     """What follows -- is the script's; all-reduce has no server."""
     done = polyrhythm("run", DIGITS, "-s", "allreduce", "--runs", runs, "--json", "--", "--epochs", "2")
     summary = json.loads(done.stdout)
@@ -99,7 +99,7 @@ def test_script_arguments_and_no_server(runs: str) -> None:
     assert summary["metrics"]["accuracy"] > 0.85
 
 
-def test_strategy_of_the_script(runs: str) -> None:
+def test_the_strategy_option_overrides_the_strategy_in_the_script(runs: str) -> None:
     """The strategy in the script counts, servers included, unless the command line gives one."""
     asked = ("--runs", runs, "--json", "--", "--strategy", "async")
     summary = json.loads(polyrhythm("run", TRAIN, *asked).stdout)
@@ -109,7 +109,7 @@ def test_strategy_of_the_script(runs: str) -> None:
     assert (summary["strategy"], summary["servers"]) == ("local:4", 0)
 
 
-def test_simulate(runs: str) -> None:
+def test_simulate_command_with_64_workers_is_reproducible(runs: str) -> None:
     """Sixty-four virtual workers train on a described cluster, twice with the same bits."""
     cluster = ROOT / "examples" / "cluster.toml"
     command = ["simulate", DIGITS, "-n", 64, "-s", "async", "--cluster", cluster, "--json", "--runs", runs]
@@ -122,7 +122,7 @@ def test_simulate(runs: str) -> None:
     assert {**first, "folder": ""} == {**second, "folder": ""}
 
 
-def test_missing_data(runs: str) -> None:
+def test_example_with_missing_data_says_how_to_get_it(runs: str) -> None:
     """An example whose data is missing says how to get it, alone and in a run, and shows no traceback."""
     done = polyrhythm("run", FASHION, "--runs", runs, "--", "--data", "/nowhere")
     alone = python(str(FASHION), "--data", "/nowhere")
@@ -134,7 +134,7 @@ def test_missing_data(runs: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "kind"), [("strategies", "strategy"), ("codecs", "codec")])
-def test_listings(command: str, kind: str) -> None:
+def test_cli_lists_every_strategy_and_codec(command: str, kind: str) -> None:
     """Every strategy and codec is listed with its fields, their defaults and its paper."""
     done = polyrhythm(command)
     for row in describe(kind):
@@ -148,7 +148,9 @@ def test_listings(command: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "kind"), [("strategies", "strategy"), ("codecs", "codec")])
-def test_one_of_them(command: str, kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_describes_one_strategy_or_codec(
+    command: str, kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One by its name: all that it says of itself but the example, its fields and its paper."""
     for row in describe(kind):
         assert main([command, row.name]) == 0
@@ -176,7 +178,7 @@ def test_one_of_them(command: str, kind: Any, capsys: pytest.CaptureFixture[str]
         (["bench", "servers", "--size", "x"], "--size x"),
     ],
 )
-def test_no_torch(command: list[str], said: str) -> None:
+def test_cli_help_and_errors_do_not_import_torch(command: list[str], said: str) -> None:
     """Help and mistakes are answered without importing torch."""
     code = (
         "import sys; from polyrhythm.cli import main\n"

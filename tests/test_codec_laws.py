@@ -65,7 +65,7 @@ def noted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "int4"])
-def test_replicas_have_the_same_bits_on_processes_too(codec: str, tmp_path: Path) -> None:
+def test_allreduce_with_a_codec_has_the_simulated_bits_on_processes(codec: str, tmp_path: Path) -> None:
     """And they are those of the simulated ones."""
     found = []
     for how in (pr.run, pr.simulate):
@@ -76,7 +76,7 @@ def test_replicas_have_the_same_bits_on_processes_too(codec: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_one_worker_is_a_run_too(simulate: Any, codec: str) -> None:
+def test_allreduce_with_a_codec_works_with_one_worker(simulate: Any, codec: str) -> None:
     """Alone, a worker takes what its own code stands for: nothing else is special about it."""
     plane = Plane(6)
     summary = simulate(plane, f"allreduce+{codec}", 1)
@@ -94,7 +94,9 @@ def dense(simulate: Any, plane: Plane, strategy: str, workers: int = WORKERS) ->
 
 @pytest.mark.parametrize("codec", FEEDBACK)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_is_not_sent_is_kept(simulate: Any, codec: str, workers: int) -> None:
+def test_allreduce_parameters_minus_residuals_equal_plain_sgd(
+    simulate: Any, codec: str, workers: int
+) -> None:
     """w - lr * mean_i(residual_i) is where SGD would be without a codec, to rounding."""
     plane = Plane(11, groups=True)
     found = trained(simulate(plane, f"allreduce+{codec}", workers))
@@ -104,7 +106,7 @@ def test_what_is_not_sent_is_kept(simulate: Any, codec: str, workers: int) -> No
 
 
 @pytest.mark.parametrize("codec", [f"{name}:feedback=yes" for name in ("qsgd", "terngrad")])
-def test_unbiased_codecs_keep_it_if_they_are_told_to(simulate: Any, codec: str) -> None:
+def test_unbiased_codecs_with_feedback_keep_a_residual(simulate: Any, codec: str) -> None:
     """Feedback is not for the biased only."""
     plane = Plane(11)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
@@ -118,7 +120,7 @@ ROUND = [codec for codec in HOPS if parse_codec(codec).feedback]
     ("codec", [*ROUND, "qsgd:feedback=yes", *(f"{codec}:per=layer" for codec in ROUND)]),
     ("workers", [2, 3, 6]),
 )  # more than the shortest layer is long
-def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, workers: int) -> None:
+def test_ring_hops_keep_the_residual_on_the_encoding_worker(simulate: Any, codec: str, workers: int) -> None:
     """Each hop codes a partial sum: what that leaves out stays with the worker that made the code."""
     plane = Plane(11)
     found = trained(simulate(plane, f"allreduce+{codec}", workers, collective="ring"))
@@ -129,7 +131,7 @@ def test_round_a_ring_it_is_kept_by_whoever_codes(simulate: Any, codec: str, wor
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("fp16:feedback=yes", 11), ("bf16:feedback=yes", 8)])
-def test_a_sum_in_short_floats_rounds_once_more(simulate: Any, codec: str, bits: int) -> None:
+def test_summing_fp16_codes_rounds_the_mean_once_more(simulate: Any, codec: str, bits: int) -> None:
     """Where codes are summed on their way it is the mean that is rounded, to half of its last bit: nobody
     has that to keep. One worker alone loses nothing."""
     for workers in (1, WORKERS):
@@ -145,7 +147,9 @@ def test_a_sum_in_short_floats_rounds_once_more(simulate: Any, codec: str, bits:
     ("strategy", ["local:3", "average:3", "diloco:3,lr=1,beta=0", "slowmo:3,beta=0"]),
     ("steps", [11, 12]),
 )
-def test_ways_that_are_not_told_are_kept(simulate: Any, codec: str, strategy: str, steps: int) -> None:
+def test_averaging_with_a_codec_keeps_unsent_displacements(
+    simulate: Any, codec: str, strategy: str, steps: int
+) -> None:
     """Where rounds are exchanged the residual is a way: with it every worker is where it would be without.
 
     A last round that is not whole is exchanged as it is; what was left out before stays with its worker.
@@ -159,7 +163,7 @@ def test_ways_that_are_not_told_are_kept(simulate: Any, codec: str, strategy: st
 
 
 @each_value(("codec", ways(FEEDBACK)), ("fragments, mix", [(1, 0), (3, 0), (3, 0.5), (1, 0.9)]))
-def test_streaming_keeps_what_its_fragments_leave_out(
+def test_streaming_diloco_keeps_the_residual_of_each_fragment(
     simulate: Any, codec: str, fragments: int, mix: float
 ) -> None:
     """Also where each fragment has its turn by itself, and a worker keeps some of where it was."""
@@ -174,7 +178,7 @@ def falling(step: int) -> float:
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-def test_what_waits_is_worth_what_it_was(simulate: Any, codec: str) -> None:
+def test_residuals_keep_the_learning_rate_of_their_gradient(simulate: Any, codec: str) -> None:
     """A gradient that is sent later moves the model as far as it would have when it was computed."""
     plane = Plane(11, rate=falling, groups=True)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
@@ -183,7 +187,7 @@ def test_what_waits_is_worth_what_it_was(simulate: Any, codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-def test_a_rate_that_begins_at_zero(simulate: Any, codec: str) -> None:
+def test_residuals_from_a_zero_learning_rate_count_for_nothing(simulate: Any, codec: str) -> None:
     """What was computed when the rate was 0 is worth nothing, however long it waits."""
     plane = Plane(7, rate=lambda step: 0.1 * (step - 1))
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
@@ -202,7 +206,7 @@ def test_a_rate_that_begins_at_zero(simulate: Any, codec: str) -> None:
     ),
     ("steps", [11, 12]),
 )
-def test_postlocal_takes_over_what_waits(
+def test_postlocal_converts_residuals_at_the_switch(
     simulate: Any, codec: str, rate: Callable[[int], float] | None, steps: int
 ) -> None:
     """At the change a gradient that was not sent becomes a way that was not told, at the rate it had."""
@@ -213,7 +217,7 @@ def test_postlocal_takes_over_what_waits(
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-def test_several_batches_for_a_step(simulate: Any, codec: str) -> None:
+def test_gradient_accumulation_with_a_codec_counts_gradients_once(simulate: Any, codec: str) -> None:
     """A gradient that is exchanged, added to and exchanged again is counted once."""
     plane = Plane(7, batches=3)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
@@ -222,7 +226,7 @@ def test_several_batches_for_a_step(simulate: Any, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", FEEDBACK)
 @pytest.mark.parametrize("who", ["all", "one"])
-def test_a_layer_that_is_not_always_used(simulate: Any, codec: str, who: str) -> None:
+def test_allreduce_sends_residuals_of_layers_without_a_gradient(simulate: Any, codec: str, who: str) -> None:
     """What waits for a parameter arrives, also in a step in which nobody has a gradient for it."""
 
     def skips(rank: int, step: int, index: int) -> bool:
@@ -238,7 +242,7 @@ LOOKED += ["streaming-diloco:6,fragments=3", "streaming-diloco:4,fragments=2,ove
 
 
 @each_value(("codec", ["topk:0.1", "powersgd", "fp16"]), ("strategy", LOOKED))
-def test_looking_changes_nothing(simulate: Any, strategy: str, codec: str) -> None:
+def test_consensus_does_not_change_a_run_with_a_codec(simulate: Any, strategy: str, codec: str) -> None:
     """The consensus in the middle of a round shows what the run would end with, and leaves what waits."""
     seen, law = Plane(8, look=True), Plane(8)
     one, other = (simulate(each, f"{strategy}+{codec}", WORKERS)["digest"] for each in (seen, law))

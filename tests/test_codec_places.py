@@ -71,7 +71,7 @@ def test_a_layer_that_is_not_there_is_named(world: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.01", "randomk:0.01", "dgc:0.01"])
-def test_per_layer_each_sends_something(simulate: Any, codec: str) -> None:
+def test_per_layer_sparsification_sends_an_entry_of_every_layer(simulate: Any, codec: str) -> None:
     """However few are sent of the whole, one entry of each layer is; not so if a code is about all of it."""
     moves = {}
     for per in ("layer", "vector"):
@@ -109,7 +109,7 @@ APART = [codec for codec in CODECS if not (parse_codec(codec).summable or parse_
         takes(strategy, codec) and not (collective == "ring" and codec in HOPS)
     ),
 )
-def test_what_cannot_be_added_up_goes_round_no_ring(
+def test_codecs_that_cannot_be_summed_are_refused_on_a_ring(
     strategy: str, collective: str, codec: str, tmp_path: Path
 ) -> None:
     """It is refused before anything starts, in words that say what would work."""
@@ -123,7 +123,7 @@ def test_what_cannot_be_added_up_goes_round_no_ring(
 
 
 @pytest.mark.parametrize("world", [pr.simulate, pr.run], ids=["simulated", "real"])
-def test_nor_if_the_script_asks_for_it(world: Any, tmp_path: Path) -> None:
+def test_a_codec_unfit_for_a_ring_is_refused_if_the_script_chooses_it(world: Any, tmp_path: Path) -> None:
     """What is known only when the script has begun is refused then."""
     script = partial(marks, tmp_path / "mark", "allreduce+topk:0.1")
     with pytest.raises(UsageError, match=r"what topk sends cannot be added up on its way round a ring"):
@@ -132,7 +132,7 @@ def test_nor_if_the_script_asks_for_it(world: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", HOPS)
-def test_what_bears_it_goes_round_and_says_so(codec: str) -> None:
+def test_codecs_reencoded_at_each_ring_hop_print_a_notice(codec: str) -> None:
     """Decoded and coded again at each hop, which rounds each time: a person should know."""
     for strategy, told in ((f"allreduce+{codec}", True), ("allreduce", False), (f"async+{codec}", False)):
         stream = io.StringIO()
@@ -141,7 +141,7 @@ def test_what_bears_it_goes_round_and_says_so(codec: str) -> None:
         assert (line in stream.getvalue()) == told
 
 
-def test_the_command_line_says_so_too(tmp_path: Path) -> None:
+def test_cli_reports_codecs_on_a_ring_without_a_traceback(tmp_path: Path) -> None:
     """On stderr, in both cases, and without a traceback."""
     path = tmp_path / "train.py"
     path.write_text(
@@ -175,7 +175,7 @@ def test_the_command_line_says_so_too(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_round_a_ring_of_processes_as_in_simulation() -> None:
+def test_int8_on_a_ring_of_processes_matches_the_simulator() -> None:
     """The hops are the same: so are the bits."""
     script = Script(size=50)
     one, other = (
@@ -211,7 +211,7 @@ def test_every_code_goes_to_all_others(simulate: Any, codec: str, workers: int) 
     "strategy",
     ["allreduce+topk:0.1", "allreduce+qsgd", "allreduce+powersgd", "sync+topk:0.1", "local:3+int4"],
 )
-def test_both_worlds_count_alike(strategy: str) -> None:
+def test_coded_runs_send_the_same_bytes_in_simulator_and_processes(strategy: str) -> None:
     """The same codes on processes, and the same bytes."""
     one, other = (
         how(Script(size=50), workers=3, strategy=strategy, runs=None, threads=1)
@@ -230,7 +230,9 @@ def test_both_worlds_count_alike(strategy: str) -> None:
     ("strategy", ["allreduce", "local:3", "diloco:3"]),
     where=takes,
 )
-def test_models_of_two_kinds_of_numbers(simulate: Any, strategy: str, codec: str, model: str) -> None:
+def test_codecs_keep_replicas_equal_for_models_of_mixed_dtypes(
+    simulate: Any, strategy: str, codec: str, model: str
+) -> None:
     """Replicas stay equal, and what waits is kept in at least 32 bits."""
     plane = Plane(6, model=MODELS[model])
     simulate(plane, f"{strategy}+{codec}", WORKERS)
@@ -243,7 +245,7 @@ def test_models_of_two_kinds_of_numbers(simulate: Any, strategy: str, codec: str
 
 @pytest.mark.parametrize("model", ["mixed", "half"])
 @pytest.mark.parametrize("codec", HOPS)
-def test_two_kinds_of_numbers_round_a_ring(simulate: Any, codec: str, model: str) -> None:
+def test_codecs_on_a_ring_keep_replicas_equal_for_mixed_dtypes(simulate: Any, codec: str, model: str) -> None:
     """Each kind is cut into chunks by itself."""
     plane = Plane(6, model=MODELS[model])
     simulate(plane, f"allreduce+{codec}", 4, collective="ring")
@@ -252,7 +254,7 @@ def test_two_kinds_of_numbers_round_a_ring(simulate: Any, codec: str, model: str
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-def test_short_floats_lose_no_more_than_their_own_rounding(simulate: Any, codec: str) -> None:
+def test_bfloat16_models_lose_only_their_own_rounding_with_a_codec(simulate: Any, codec: str) -> None:
     """With bfloat16 the mean rounds once a step, and what waits does not."""
     steps = 20
     plane, law = Plane(steps, model=MODELS["half"]), Plane(steps, model=MODELS["half"])
@@ -305,7 +307,9 @@ def waiting(replica: Replica) -> list[Tensor]:
     ("bad", [float("nan"), float("inf")]),
     where=takes,
 )
-def test_not_a_number_is_named_and_not_kept(simulate: Any, strategy: str, codec: str, bad: float) -> None:
+def test_nonfinite_gradient_is_named_and_not_added_to_the_residual(
+    simulate: Any, strategy: str, codec: str, bad: float
+) -> None:
     """The error names worker, layer and step, and what waits is as it was, bit for bit."""
     script = Broken(bad)
     error = r"worker 1: the gradient of 1\.weight at step 3 is not finite"
@@ -339,7 +343,9 @@ class Wild(Plane):
     ),
     where=takes,
 )
-def test_a_run_that_diverges_ends_in_words(simulate: Any, strategy: str, codec: str) -> None:
+def test_a_diverging_run_with_a_codec_ends_with_a_clear_error(
+    simulate: Any, strategy: str, codec: str
+) -> None:
     """Where it is parameters that are no numbers any longer, the run ends, and says so."""
     with pytest.raises(PolyrhythmError, match="not finite"):
         simulate(Wild(30), f"{strategy}+{codec}", 2)
@@ -357,7 +363,9 @@ def far() -> None:
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync"])
 @pytest.mark.parametrize("codec", ["topk:0.5", "dgc:0.5", "threshold", "randomk:0.5"])
-def test_what_waits_may_not_overflow(simulate: Any, strategy: str, codec: str) -> None:
+def test_an_overflowing_residual_raises_an_error_naming_the_worker(
+    simulate: Any, strategy: str, codec: str
+) -> None:
     """Who owes more than there are numbers for is named, before anybody gets it."""
     with pytest.raises(
         PolyrhythmError, match=r"worker 1: what .* has not sent yet has grown beyond the largest"

@@ -165,14 +165,18 @@ STRATEGIES = [
 @each_value(
     ("codec", ["topk:0.1", "int4:dense=0", "threshold:0.25,pulses=many", "bf16"]), ("strategy", STRATEGIES)
 )
-def test_whatever_is_pushed_and_fetched_when(simulate: Any, watch: Watch, strategy: str, codec: str) -> None:
+def test_servers_know_what_each_worker_has_under_every_strategy(
+    simulate: Any, watch: Watch, strategy: str, codec: str
+) -> None:
     """The same under every strategy with servers, also where answers are waited for later or seldom."""
     simulate(Plane(9), f"watched-{strategy}+{codec}", WORKERS, 2, UNEVEN)
     assert all(watch.compared[rank] > 3 for rank in range(WORKERS))
 
 
 @each_value(("model", ["mixed", "half"]), ("codec", CODECS), ("servers", [1, 5]))
-def test_with_numbers_of_two_kinds(simulate: Any, watch: Watch, model: str, codec: str, servers: int) -> None:
+def test_servers_know_what_workers_have_for_models_of_mixed_dtypes(
+    simulate: Any, watch: Watch, model: str, codec: str, servers: int
+) -> None:
     """Also in short floats, and where a server has nothing of one kind."""
     plane = Plane(6, model=MODELS[model])
     simulate(plane, f"watched-async+{codec}", WORKERS, servers, UNEVEN)
@@ -182,7 +186,9 @@ def test_with_numbers_of_two_kinds(simulate: Any, watch: Watch, model: str, code
 
 
 @each_value(("codec", CODECS), ("strategy", ["async", "sync", "async:push_every=2"]))
-def test_answers_in_full(simulate: Any, watch: Watch, strategy: str, codec: str) -> None:
+def test_pull_dense_gives_workers_the_exact_server_parameters(
+    simulate: Any, watch: Watch, strategy: str, codec: str
+) -> None:
     """With pull=dense a worker gets the server's parameters, bit for bit; only pushes are coded."""
     text = f"{codec},pull=dense" if ":" in codec else f"{codec}:pull=dense"
     summary = simulate(Plane(6), f"watched-{strategy}+{text}", WORKERS, 2, UNEVEN)
@@ -192,7 +198,7 @@ def test_answers_in_full(simulate: Any, watch: Watch, strategy: str, codec: str)
 
 
 @pytest.mark.parametrize("codec", [*CODECS, "topk:0.1,dense=1d", "int8:dense=1"])
-def test_an_answer_that_is_asked_for_again_is_given_again(simulate: Any, watch: Watch, codec: str) -> None:
+def test_repeated_requests_get_the_same_coded_reply(simulate: Any, watch: Watch, codec: str) -> None:
     """It has the same bits, whatever the server has told others meanwhile, and changes nothing.
 
     Nor does one that is asked for when a later one has been given: that worker waits for it no longer.
@@ -208,7 +214,9 @@ def test_an_answer_that_is_asked_for_again_is_given_again(simulate: Any, watch: 
 
 
 @each_value(("codec", FEEDBACK), ("servers, rate", [(1, 0.5), (3, 0.5), (2, 0.125)]))
-def test_what_is_not_pushed_is_kept(simulate: Any, codec: str, servers: int, rate: float) -> None:
+def test_sync_parameters_minus_residuals_equal_plain_sgd(
+    simulate: Any, codec: str, servers: int, rate: float
+) -> None:
     """Under `sync` as without a server: w - lr * mean_i(residual_i) is where SGD would be, to rounding, also
     if the rate has changed on the way."""
     plane, law = (
@@ -245,7 +253,7 @@ def test_a_worker_that_leaves_pushes_the_rest(simulate: Any, codec: str, rate: s
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
-def test_at_the_end_of_the_data_it_stays(simulate: Any, codec: str) -> None:
+def test_workers_keep_their_residual_at_the_end_of_the_data(simulate: Any, codec: str) -> None:
     """Nobody goes on, so nothing moves the model from where it was evaluated: the rest stays, to be saved."""
     plane = Plane(11)
     found = trained(simulate(plane, f"async+{codec}", WORKERS, 2, UNEVEN))
@@ -255,7 +263,7 @@ def test_at_the_end_of_the_data_it_stays(simulate: Any, codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "int4", "sign"])
-def test_elastic_averaging_keeps_nothing_twice(simulate: Any, codec: str) -> None:
+def test_easgd_with_a_codec_keeps_no_residual_and_conserves_the_sum(simulate: Any, codec: str) -> None:
     """What a code leaves out is in x_i - c still, and waits nowhere else; what one loses the other gains."""
     sums, names = [], [name for name, _ in layers().named_parameters()]
     for text in (f"easgd:1+{codec}", "easgd:1"):
@@ -268,7 +276,9 @@ def test_elastic_averaging_keeps_nothing_twice(simulate: Any, codec: str) -> Non
 
 
 @each_value(("codec", ["topk:0.1", "int4", "powersgd"]), ("strategy", ASYNC))
-def test_the_rest_is_pushed_under_every_strategy(simulate: Any, strategy: str, codec: str) -> None:
+def test_every_async_strategy_pushes_residuals_when_workers_leave(
+    simulate: Any, strategy: str, codec: str
+) -> None:
     """However pushes are collected, all that was computed counts in the end."""
     plane = Plane(11, early=True)
     found, law = (
@@ -279,7 +289,9 @@ def test_the_rest_is_pushed_under_every_strategy(simulate: Any, strategy: str, c
 
 
 @each_value(("codec", FEEDBACK), ("strategy", ["sync", "async"]))
-def test_a_layer_that_is_not_always_used(simulate: Any, codec: str, strategy: str) -> None:
+def test_server_strategies_push_residuals_of_layers_without_a_gradient(
+    simulate: Any, codec: str, strategy: str
+) -> None:
     """What waits for a parameter arrives, also with a push that has no gradient for it."""
 
     def skips(rank: int, step: int, index: int) -> bool:

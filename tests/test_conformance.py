@@ -119,7 +119,7 @@ def trip(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @rows(ROWS)
 @both_worlds
-def test_it_trains(trip: Any, row: Row, world: str) -> None:
+def test_every_strategy_trains_and_fills_the_summary(trip: Any, row: Row, world: str) -> None:
     """The loss falls, and the summary has every promised key."""
     summary, _ = trip(row, world)
     # Who does not wait may do nearly all of it while others have hardly begun, and then meets them half-way.
@@ -176,7 +176,7 @@ def test_the_last_consensus_is_the_result(trip: Any, row: Row) -> None:
 
 
 @rows(filter(lockstep, ROWS))
-def test_the_simulator_tells_the_truth(trip: Any, row: Row) -> None:
+def test_lockstep_strategies_give_the_same_bits_simulated_and_real(trip: Any, row: Row) -> None:
     """A lockstep strategy gives the same bits, steps and bytes on virtual workers as on real processes."""
     simulated, _ = trip(row, "simulated")
     real, _ = trip(row, "real")
@@ -218,7 +218,7 @@ def test_a_strategy_that_needs_sgd_refuses_adam(row: Row) -> None:
 
 
 @rows(DEFAULTS)
-def test_no_size_hangs_or_drops(row: Row) -> None:
+def test_every_strategy_trains_on_any_number_of_examples(row: Row) -> None:
     """Any number of examples, fewer than workers too, is trained on to the last one."""
     for workers, size in product([2, 5], [1, 2, 9, 41]):
         summary = train(row, Script(size=size), workers)
@@ -235,7 +235,7 @@ LOOPS = {
 
 
 @rows(DEFAULTS)
-def test_the_loop_goes_on_working(row: Row, tmp_path: Path) -> None:
+def test_every_strategy_trains_with_unusual_loops_and_models(row: Row, tmp_path: Path) -> None:
     """Accumulation, clipping, schedulers, closures and unusual models train under every strategy.
 
     A parameter without a gradient does not move, though momentum and weight decay would move it.

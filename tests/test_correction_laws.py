@@ -134,7 +134,9 @@ def test_who_leaves_takes_its_momentum_out_of_the_sum(simulate: Any, cluster: st
 
 @pytest.mark.parametrize("speeds", SPEEDS)
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_ordered_momentum_has_no_order(simulate: Any, speeds: str, workers: int) -> None:
+def test_ordered_momentum_weights_do_not_depend_on_arrival_order(
+    simulate: Any, speeds: str, workers: int
+) -> None:
     """Every gradient gets the weight 1 + mu + ... + mu^k of the k rounds since its own, whenever it came."""
     slope = lambda rank, x: torch.full_like(x, float(1 + rank))  # noqa: E731
     summary = simulate(Walk(20, lr=0.5, momentum=0.8, slope=slope), "ormo", workers, cluster=SPEEDS[speeds])
@@ -189,7 +191,7 @@ def test_elasticity_is_shared_by_the_workers(simulate: Any, workers: int) -> Non
     assert trained(summary)["x"].item() == pytest.approx(1 - 0.9 * mean, rel=1e-14)
 
 
-def test_without_elasticity_workers_are_alone(simulate: Any) -> None:
+def test_easgd_with_alpha_0_trains_workers_independently(simulate: Any) -> None:
     walk = Walk(10, slope=lambda rank, x: (1 + rank) * x)
     summary = simulate(walk, "easgd:2,alpha=0", 3, cluster=SPEEDS["heterogeneous"])
     assert trained(summary)["x"].item() == 1
@@ -200,7 +202,9 @@ def test_without_elasticity_workers_are_alone(simulate: Any) -> None:
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize(("factor", "grows"), [(0.95, False), (1.05, True)])
 @pytest.mark.parametrize("workers", [1, 4])
-def test_elasticity_has_a_limit(simulate: Any, rate: float, factor: float, grows: bool, workers: int) -> None:
+def test_easgd_is_stable_up_to_the_predicted_alpha(
+    simulate: Any, rate: float, factor: float, grows: bool, workers: int
+) -> None:
     """Workers in turn on x^2/2: stable for alpha up to (4 - 2 lr) / (4 - lr), with four to 1.3 % exactly."""
     walk = Walk(200, lr=rate)
     simulate(walk, f"easgd:1,alpha={factor * (4 - 2 * rate) / (4 - rate)}", workers)
@@ -222,7 +226,7 @@ def test_synchronous_elastic_averaging_by_hand(simulate: Any) -> None:
     "strategy", ["async", "async:push_every=3", "dc-asgd:0.5", "gap-aware", "dana-zero", "dana-slim", "ormo"]
 )
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_uphill_is_downhill_on_the_negative(simulate: Any, strategy: str, momentum: float) -> None:
+def test_stale_update_corrections_support_maximize(simulate: Any, strategy: str, momentum: float) -> None:
     """maximize=True on f is minimizing -f, under every correction."""
     found = []
     for maximize in (False, True):
@@ -285,7 +289,7 @@ def test_gap_aware_measures_by_the_momentum(simulate: Any) -> None:
     assert trained(summary)["x"].item() == pytest.approx(w, rel=1e-6)
 
 
-def test_ordered_momentum_moves_who_has_no_gradient_now(simulate: Any) -> None:
+def test_ordered_momentum_moves_parameters_without_a_gradient(simulate: Any) -> None:
     """Momentum goes on where a push has no gradient: as if the gradient were zero."""
 
     def walk(absent: bool) -> Tensor:

@@ -58,7 +58,7 @@ def violations(text: str, package: str = "polyrhythm.strategies") -> list[str]:
     [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_touches_the_world_only_through_node(path: Path) -> None:
+def test_strategies_and_codecs_import_no_forbidden_module(path: Path) -> None:
     package = ".".join(["polyrhythm", *path.parent.relative_to(ROOT).parts])
     assert violations(path.read_text(), package) == []
 
@@ -89,7 +89,7 @@ def test_touches_the_world_only_through_node(path: Path) -> None:
         "import importlib",
     ],
 )
-def test_catches(text: str) -> None:
+def test_dependency_check_rejects_forbidden_imports(text: str) -> None:
     assert violations(text)
 
 
@@ -104,5 +104,5 @@ def test_catches(text: str) -> None:
         "noise = torch.empty(3).uniform_(generator=generator)",
     ],
 )
-def test_allows(text: str) -> None:
+def test_dependency_check_accepts_allowed_imports(text: str) -> None:
     assert violations(text) == []

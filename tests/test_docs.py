@@ -42,7 +42,7 @@ def modules() -> list[ModuleType]:
 
 
 @pytest.mark.parametrize("row", [*describe(), *describe("codec")], ids=lambda row: row.name)
-def test_the_tables_of_strategies_and_codecs(row: Row) -> None:
+def test_readme_tables_match_the_registered_strategies_and_codecs(row: Row) -> None:
     """Each has its line in the README: its name, its sentence and its paper, as in the code."""
     lines = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| `")]
     table = {
@@ -54,13 +54,13 @@ def test_the_tables_of_strategies_and_codecs(row: Row) -> None:
     assert name == (f"`{row.name}:{bare}`" if bare else f"`{row.name}`")
 
 
-def test_the_tables_have_no_others() -> None:
+def test_readme_tables_list_only_registered_names() -> None:
     """What is not registered is not promised."""
     names = re.findall(r"^\| `([\w-]+)", README, re.MULTILINE)
     assert names == [row.name for row in (*describe(), *describe("codec"))]
 
 
-def test_what_the_text_names_can_be_parsed() -> None:
+def test_strategies_named_in_the_readme_can_be_parsed() -> None:
     """Every strategy with fields or a codec that is written in code means something."""
     names = "|".join(row.name for row in describe())
     texts = re.findall(rf"`((?:{names})[:+][^`]+)`", README)
@@ -71,7 +71,7 @@ def test_what_the_text_names_can_be_parsed() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links(page: Path) -> None:
+def test_relative_links_in_the_docs_lead_to_files(page: Path) -> None:
     """Every relative link leads to a file."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not re.match(r"\w+:|#", target):
@@ -79,7 +79,7 @@ def test_links(page: Path) -> None:
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_docstrings(module: ModuleType) -> None:
+def test_docstring_examples_of_strategies_and_codecs_pass(module: ModuleType) -> None:
     """The examples in the docstrings of strategies and codecs give what they say, and each has one."""
     registered = [*pr.Strategy.registry.values(), *pr.Codec.registry.values()]
     named = [each for each in registered if each.__module__ == module.__name__]
@@ -95,7 +95,7 @@ def test_python_blocks_compile() -> None:
         ast.parse(block)
 
 
-def test_local_sgd_is_as_shown() -> None:
+def test_readme_local_sgd_step_matches_the_package() -> None:
     """The step of the README's LocalSGD is that of the package, word for word."""
 
     def step(text: str) -> str:
@@ -110,7 +110,7 @@ def test_local_sgd_is_as_shown() -> None:
     assert step(shown) == step((ROOT / "polyrhythm/strategies/averaging.py").read_text(encoding="utf-8"))
 
 
-def test_shown_commands_name_what_exists() -> None:
+def test_readme_commands_name_existing_files_and_strategies() -> None:
     """Files in the README's commands are there, and its strategies mean something."""
     commands = [
         shlex.split(line[2:], comments=True)

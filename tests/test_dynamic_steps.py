@@ -73,7 +73,7 @@ def test_equal_speeds_change_nothing(simulate: Any, network: str, servers: int) 
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_all_push_equally_often(simulate: Any, servers: int) -> None:
+def test_dynamic_steps_make_all_workers_push_equally_often(simulate: Any, servers: int) -> None:
     """Speeds 1:2:4 take H/4, H/2 and H steps, and then each push has missed one of each other worker."""
     strategy = "delayed-nesterov:8,dynamic=yes"
     summary = simulate(stroll(64, 128, 256), strategy, 3, servers, SLOW_TO_FAST)
@@ -88,7 +88,7 @@ def test_all_push_equally_often(simulate: Any, servers: int) -> None:
         assert len(times) > 20 and {b - a for a, b in itertools.pairwise(times)} == {8 * STEP / 4}
 
 
-def test_without_it_staleness_spreads(simulate: Any) -> None:
+def test_without_dynamic_steps_slow_workers_have_higher_staleness(simulate: Any) -> None:
     """The same cluster with the same steps for all: the slowest one's pushes miss six others, and not two."""
     summary = simulate(stroll(64, 128, 256), "delayed-nesterov:8", 3, cluster=SLOW_TO_FAST)
     stale = {
@@ -98,7 +98,9 @@ def test_without_it_staleness_spreads(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize(("speed", "steps"), [(0.01, 1), (0.24, 1), (0.26, 2), (0.99, 7)])
-def test_the_formula(simulate: Any, speed: float, steps: int) -> None:
+def test_dynamic_step_count_is_the_floored_speed_share_at_least_one(
+    simulate: Any, speed: float, steps: int
+) -> None:
     """floor, and never less than one step."""
     cluster = f"[[hosts]]\ncount = 1\nspeed = {speed}\n[[hosts]]"
     summary = simulate(stroll(16, 2000), "delayed-nesterov:8,dynamic=yes", 2, cluster=cluster)
@@ -106,7 +108,7 @@ def test_the_formula(simulate: Any, speed: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize("speeds", SPEEDS)
-def test_the_choice_is_what_was_measured(simulate: Any, speeds: str) -> None:
+def test_dynamic_step_count_follows_the_measured_speed_share(simulate: Any, speeds: str) -> None:
     """Whatever the distribution: the number of steps is that of the share, and of the steps taken."""
     strategy = "delayed-nesterov:6,dynamic=yes"
     summary = simulate(Walk(60, lr=0.01), strategy, 4, cluster=SPEEDS[speeds])
@@ -120,7 +122,7 @@ def test_the_choice_is_what_was_measured(simulate: Any, speeds: str) -> None:
     assert again["digest"] == summary["digest"] and chosen(again) == chosen(summary)
 
 
-def test_who_slows_down_adapts(simulate: Any) -> None:
+def test_a_worker_that_slows_down_takes_fewer_dynamic_steps(simulate: Any) -> None:
     """Four times slower from 1 s to 3 s: a quarter of the steps meanwhile, and all of them afterwards."""
     cluster = f"""
         [[hosts]]
@@ -147,7 +149,7 @@ CRASH = '\n[[failures]]\nworkers = [2]\nat = "1.05 s"\n'
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_who_left_is_forgotten(simulate: Any, servers: int) -> None:
+def test_dynamic_steps_ignore_the_speed_of_a_dead_worker(simulate: Any, servers: int) -> None:
     """The fastest dies: then the next one is the fastest, and the last takes half its steps."""
     script = stroll(200, 400, 800)
     summary = simulate(script, "delayed-nesterov:8,dynamic=yes", 3, servers, SLOW_TO_FAST + CRASH)
@@ -155,7 +157,7 @@ def test_who_left_is_forgotten(simulate: Any, servers: int) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_who_came_back_counts_anew(simulate: Any, servers: int) -> None:
+def test_dynamic_steps_adapt_again_when_the_fastest_worker_returns(simulate: Any, servers: int) -> None:
     """The fastest is gone from 1.05 s to 2.1 s; after its first push the others give way again."""
     cluster = SLOW_TO_FAST + CRASH + 'back = "2.1 s"\n'
     script = stroll(200, 400, 800)
@@ -166,7 +168,7 @@ def test_who_came_back_counts_anew(simulate: Any, servers: int) -> None:
     assert first == pytest.approx(2.1 + 8 * STEP / 4) and first <= given_way <= first + 8 * STEP / 2
 
 
-def test_one_that_came_back_slower_is_no_longer_the_fastest(simulate: Any) -> None:
+def test_dynamic_steps_forget_the_speed_of_a_previous_life(simulate: Any) -> None:
     """What a worker could do in its last life nobody holds against the others."""
     cluster = f"""
         [[hosts]]
@@ -184,7 +186,7 @@ def test_one_that_came_back_slower_is_no_longer_the_fastest(simulate: Any) -> No
     assert chosen(summary)[1] == [2, 8] and rounds(summary, 1)[-1] == 8
 
 
-def test_looking_at_the_consensus_is_no_work(simulate: Any) -> None:
+def test_dynamic_steps_do_not_count_consensus_as_compute_time(simulate: Any) -> None:
     """A worker that often waits to look at the servers' parameters is not taken for a slow one."""
 
     def main() -> None:
@@ -201,7 +203,7 @@ def test_looking_at_the_consensus_is_no_work(simulate: Any) -> None:
     assert chosen(simulate(main, "delayed-nesterov:8,dynamic=yes", 2, cluster=cluster)) == {}
 
 
-def test_the_server_tells_the_fastest_of_those_it_knows() -> None:
+def test_server_reports_the_latest_speed_of_the_fastest_live_worker() -> None:
     """The latest of each counts, not the best; one that left counts no longer, and who asks always does."""
     model = torch.nn.Linear(2, 2)
     shard = Shard(model, torch.optim.SGD(model.parameters()), 0, 1)
@@ -219,7 +221,7 @@ def test_the_server_tells_the_fastest_of_those_it_knows() -> None:
     assert strategy.tell(shard, push(3, 0.5)) == {"fastest": 0.5}
 
 
-def test_period_of_one(simulate: Any) -> None:
+def test_dynamic_steps_with_period_1_change_nothing(simulate: Any) -> None:
     """There is nothing to shorten, and nothing changes."""
     digests = [
         simulate(Walk(20), f"delayed-nesterov:1{more}", 3, cluster=SLOW_TO_FAST)["digest"]
@@ -228,7 +230,7 @@ def test_period_of_one(simulate: Any) -> None:
     assert digests[0] == digests[1]
 
 
-def test_real_workers_measure_too(tmp_path: Any) -> None:
+def test_a_slow_real_worker_takes_fewer_dynamic_steps(tmp_path: Any) -> None:
     """On real processes, one that sleeps in every step takes fewer of them between its pushes."""
 
     def main() -> None:

@@ -78,7 +78,9 @@ def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("command", ["run", "simulate"])
 @pytest.mark.parametrize("what", COMMANDS)
-def test_command(command: str, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_line_is_refused_in_one_line(
+    command: str, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A wrong command is refused before anything starts or is written."""
     arguments, expected, line = COMMANDS[what]
     code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "runs"), *arguments)
@@ -88,7 +90,9 @@ def test_command(command: str, what: str, tmp_path: Path, capfd: pytest.CaptureF
 
 
 @each_value(("command", ["run", "simulate"]), ("mistake", SCRIPT_MISTAKES))
-def test_script(command: str, mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_misuse_is_reported_in_one_line_without_traceback(
+    command: str, mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A script that uses polyrhythm wrongly is told so without a traceback."""
     expected, line = SCRIPT_MISTAKES[mistake]
     code, error = ask(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
@@ -98,7 +102,9 @@ def test_script(command: str, mistake: str, tmp_path: Path, capfd: pytest.Captur
 
 @pytest.mark.parametrize("command", ["run", "simulate"])
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2"])
-def test_nan(command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_error_for_a_nan_gradient_names_worker_and_step(
+    command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A gradient that is no number ends the run; the worker and the step where it began are named."""
     how = ["-s", strategy, "--runs", str(tmp_path)]
     code, error = ask(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
@@ -107,7 +113,9 @@ def test_nan(command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", ["run", "simulate"])
-def test_too_many_servers(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_refuses_more_servers_than_parameters(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """More servers than parameters cannot share them."""
     how = ["-s", "async", "--servers", "7", "--runs", str(tmp_path)]
     code, error = ask(capfd, command, MISTAKES, *how, "--", "two_loaders")
@@ -115,14 +123,16 @@ def test_too_many_servers(command: str, tmp_path: Path, capfd: pytest.CaptureFix
     assert "7 servers for 6 parameters: use at most one per parameter" in error
 
 
-def test_two_loaders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_preparing_two_loaders_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two loaders are no mistake."""
     assert main(["run", MISTAKES, "--runs", str(tmp_path), "-s", "async", "--", "two_loaders"]) == 0
     assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "simulate"])
-def test_files(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_names_a_missing_script_or_unusable_run_folder(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A script that is not there, and a folder that cannot be made, are named."""
     missing = str(tmp_path / "missing.py")
     code, error = ask(capfd, command, missing, "--runs", str(tmp_path / "runs"))
@@ -141,7 +151,7 @@ def test_files(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         ("--timeout", "nan", "timeout is nan; it must be"),
     ],
 )
-def test_run_only(
+def test_run_refuses_options_that_real_processes_cannot_support(
     option: str, value: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What real processes cannot do is refused before any of them starts."""
@@ -151,7 +161,9 @@ def test_run_only(
     assert not (tmp_path / "runs").exists()
 
 
-def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_listen_option_names_a_port_in_use_or_invalid(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A port that somebody else has is named, and so is one that is no port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -166,7 +178,9 @@ def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert list(tmp_path.iterdir()) == []  # no folder of a run that never began
 
 
-def test_cluster_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_names_a_missing_or_invalid_cluster_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A cluster file that is missing, or has a unit nobody knows, is named with what would work."""
     file = tmp_path / "office.toml"
     code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))

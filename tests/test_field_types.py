@@ -15,7 +15,7 @@ from polyrhythm.strategy import Codec, Strategy, describe, parse
 
 
 @pytest.mark.parametrize("kind", ["strategy", "codec"])
-def test_python_is_told_what_a_field_takes(kind: Any) -> None:
+def test_constructors_refuse_field_values_of_the_wrong_type(kind: Any) -> None:
     """Each field of each of them: what no text could spell is refused, and what it is by default is not."""
     for row in describe(kind):
         cls = (Strategy if kind == "strategy" else Codec).registry[row.name]
@@ -27,7 +27,7 @@ def test_python_is_told_what_a_field_takes(kind: Any) -> None:
                 assert str(caught.value) == f"{row.name}: {name} takes {takes}, not {wrong!r}"
 
 
-def test_positions_and_codecs_from_python() -> None:
+def test_positional_fields_and_codec_arguments_are_type_checked() -> None:
     describe()  # which loads them
     local, allreduce = Strategy.registry["local"], Strategy.registry["allreduce"]
     with pytest.raises(UsageError, match=r"^local: period takes a whole number or auto, not 1\.5$"):

@@ -61,7 +61,9 @@ def turning(text: str, workers: int, turn: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("topology", "workers"), GRAPHS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_it_is_the_paper(simulate: Any, topology: str, workers: int, order: str) -> None:
+def test_gossip_matches_the_mixing_matrix_update_of_the_paper(
+    simulate: Any, topology: str, workers: int, order: str
+) -> None:
     """x <- W x - lr g, or x <- W (x - lr g); the mean goes down the mean gradient, whatever the graph."""
     plane = Plane(7)
     simulate(plane, f"gossip:{topology},order={order}", workers)
@@ -99,7 +101,7 @@ def test_weight_decay_pulls_at_the_mean(simulate: Any, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_a_script_does_to_its_parameters_stays(simulate: Any, order: str) -> None:
+def test_gossip_keeps_parameter_changes_made_by_the_script(simulate: Any, order: str) -> None:
     """Between two steps one worker moves its parameters: the mean moves by that, and by no more."""
 
     def main() -> None:
@@ -128,7 +130,7 @@ def test_what_a_script_does_to_its_parameters_stays(simulate: Any, order: str) -
 
 
 @pytest.mark.parametrize(("topology", "workers"), [each for each in GRAPHS if each[1] > 2])
-def test_without_a_learning_rate_all_come_together_by_rho(simulate: Any, topology: str, workers: int) -> None:
+def test_gossip_without_steps_contracts_by_rho_per_mixing(simulate: Any, topology: str, workers: int) -> None:
     """One step brings them apart; from then on each mixing leaves rho of the distance at most."""
     plane = Plane(30, rate=lambda step: LR * (step == 1))
     simulate(plane, f"gossip:{topology}", workers)
@@ -149,7 +151,7 @@ def test_without_a_learning_rate_all_come_together_by_rho(simulate: Any, topolog
     assert np.abs(x.mean(1) - x[0].mean(0)).max() < 1e-12
 
 
-def test_how_far_apart_they_stay(simulate: Any) -> None:
+def test_gossip_consensus_distance_grows_with_lr_and_rho(simulate: Any) -> None:
     """In training the distance is proportional to the learning rate, and grows with 1 / (1 - rho)."""
 
     def apart(topology: str, lr: float) -> float:
@@ -172,7 +174,7 @@ NET = '[[hosts]]\nlatency = "{latency}"\nbandwidth = "1 GB/s"\nstep_time = "10 m
 @pytest.mark.parametrize(
     ("strategy", "step"), [("gossip", 0.010), (f"gossip:order={AFTER}", 0.014), ("choco", 0.014)]
 )
-def test_mixing_takes_one_way_or_no_time(simulate: Any, strategy: str, step: float) -> None:
+def test_gossip_mixing_adds_at_most_one_network_latency(simulate: Any, strategy: str, step: float) -> None:
     """What neighbours show comes while the gradient is computed; or one way, for it was asked for before."""
 
     def took(count: int) -> float:
@@ -197,7 +199,7 @@ def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize(("topology", "most"), [("ring", 2), ("complete", 2), ("exponential", 4)])
-def test_few_rounds_are_kept(simulate: Any, topology: str, most: int) -> None:
+def test_gossip_keeps_only_a_few_rounds_of_parameters(simulate: Any, topology: str, most: int) -> None:
     """However slow one is, what was shown is kept for two rounds, or for a cycle of turns and one more."""
     slow = '[[hosts]]\ncount = 1\nspeed = 0.05\n[[hosts]]\nlatency = "30 ms"\n'
     slow += 'step_time = { exponential = "10 ms" }\n'
@@ -234,7 +236,9 @@ def test_choco_without_a_codec_is_gossip(simulate: Any, topology: str, optimizer
 @each_value(
     ("model", MODELS), ("codec", ["", *(f"+{each}" for each in ways(CODECS)), "+topk:0.2,per=layer,dense=1d"])
 )
-def test_what_was_told_is_known_alike_everywhere(simulate: Any, model: str, codec: str) -> None:
+def test_choco_neighbours_hold_identical_copies_of_sent_parameters(
+    simulate: Any, model: str, codec: str
+) -> None:
     """Each worker and all its neighbours have the same bits of what it has told; the mean is preserved."""
     plane = Plane(9, model=MODELS[model])
     simulate(plane, f"choco:topology=0-1/0-2/0-3/3-4{codec}", 5)
@@ -257,7 +261,7 @@ def test_what_was_told_is_known_alike_everywhere(simulate: Any, model: str, code
     ],
     quick=6,
 )
-def test_all_come_together_by_themselves(simulate: Any, codec: str, topology: str) -> None:
+def test_choco_without_steps_converges_for_every_codec(simulate: Any, codec: str, topology: str) -> None:
     """Without a learning rate, and with the gamma that follows from the codec, nobody strays."""
     plane = Plane(150, rate=lambda step: LR * (step == 1))
     simulate(plane, f"choco:topology={topology}+{codec}", 4)
@@ -267,7 +271,7 @@ def test_all_come_together_by_themselves(simulate: Any, codec: str, topology: st
     assert np.abs(x.mean(1) - x[0].mean(0)).max() < 1e-11
 
 
-def test_how_much_a_codec_keeps() -> None:
+def test_share_of_energy_kept_by_a_codec_matches_theory() -> None:
     """Of flat numbers the largest tenth has 27 % of the squares; lots have their share; 8 bits nearly all."""
     from polyrhythm.layout import Layout
 
@@ -285,7 +289,7 @@ def test_how_much_a_codec_keeps() -> None:
 @pytest.mark.parametrize(
     "strategy", ["gossip", f"gossip:order={AFTER}", "choco", "choco+topk:0.2", "choco+int4"]
 )
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(strategy: str, tmp_path: Path) -> None:
+def test_interrupted_gossip_run_resumes_exactly(strategy: str, tmp_path: Path) -> None:
     """Each worker's own model, optimizer and session, loaded after `prepare`: the same bits."""
 
     def main(begin: int, end: int) -> None:
@@ -333,7 +337,9 @@ BACK = ONE + 'back = "{back} ms"\n'
         [pytest.param(ONE.format(at=155), id="dies"), pytest.param(BACK.format(at=155, back=170), id="back")],
     ),
 )
-def test_the_living_go_on(simulate: Any, strategy: str, failures: str) -> None:
+def test_gossip_survivors_train_on_after_a_death_or_replacement(
+    simulate: Any, strategy: str, failures: str
+) -> None:
     """One of eight dies for good, or is replaced: the others train on, on a graph of their own."""
     script = Script(optimizer=MOMENTUM, size=96, epochs=EPOCHS, shuffle=True)
     cluster = DEATHS.format(failures)
@@ -380,7 +386,9 @@ def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strate
 @each_value(
     ("seed", range(4)), ("strategy", ["gossip", f"gossip:exponential,order={AFTER}", "choco+topk:0.3"])
 )
-def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, seed: int) -> None:
+def test_gossip_never_deadlocks_when_workers_die_at_random_times(
+    simulate: Any, strategy: str, seed: int
+) -> None:
     """Three of six die at odd times, two of them come back, at once or later; the run comes to its end."""
     times = np.random.default_rng(seed).integers(15, 400, 3)
     gaps = np.random.default_rng(seed + 100).integers(1, 120, 2)
@@ -396,7 +404,7 @@ def test_whenever_they_die_nobody_waits_for_ever(simulate: Any, strategy: str, s
 
 
 @pytest.mark.parametrize("strategy", ["gossip", f"gossip:order={AFTER}", "choco"])
-def test_one_that_came_back_is_not_who_was_meant(simulate: Any, strategy: str) -> None:
+def test_gossip_request_to_a_replaced_neighbour_does_not_hang(simulate: Any, strategy: str) -> None:
     """A neighbour dies when it has shown a round and is there again before it is asked for the next one. It
     waits for the next epoch, which waits for who has asked: so it must say that it is not in this one."""
     cluster = '[[hosts]]\ncount = 1\nstep_time = "100 ms"\n[[hosts]]\nstep_time = "10 ms"\n'
@@ -428,7 +436,7 @@ def test_one_that_came_back_is_not_who_was_meant(simulate: Any, strategy: str) -
         ("choco+dgc", 3, "is for gradients"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: int, said: str) -> None:
+def test_gossip_refuses_invalid_topologies_before_starting(strategy: str, workers: int, said: str) -> None:
     def never() -> None:
         raise AssertionError
 

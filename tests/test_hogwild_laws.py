@@ -140,7 +140,9 @@ class Bags:
 @both_worlds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
-def test_one_worker_is_plain_pytorch(world: str, optimizer: str, strategy: str, tmp_path: Path) -> None:
+def test_hogwild_with_one_worker_is_plain_pytorch(
+    world: str, optimizer: str, strategy: str, tmp_path: Path
+) -> None:
     script = Bags(optimizer)
     summary = run_hogwild(script, world, 1, tmp_path, strategy)
     assert same(trained(summary), serial(script))
@@ -177,14 +179,14 @@ def descend(count: int, size: int = 64, lr: float = 1e-3) -> nn.Module:
 
 
 @both_worlds
-def test_with_a_lock_many_workers_are_one(world: str, tmp_path: Path) -> None:
+def test_hogwild_with_a_lock_equals_serial_training(world: str, tmp_path: Path) -> None:
     """From reading to writing nobody else writes: all steps follow each other, whoever takes them."""
     summary = run_hogwild(partial(descend, 100), world, 3, tmp_path, "hogwild:lock=yes")
     assert same(trained(summary), serial(partial(descend, 300)))
     assert summary["lost_updates"] == {"counted": 3 * 100 * 64, "lost": 0, "share": 0.0}
 
 
-def test_without_a_lock_they_step_on_what_is_old(tmp_path: Path) -> None:
+def test_hogwild_without_a_lock_computes_stale_gradients(tmp_path: Path) -> None:
     """In simulation nothing is lost, but what a worker has read is old when it writes."""
     summary = run_hogwild(partial(descend, 100), "simulated", 3, tmp_path)
     assert not same(trained(summary), serial(partial(descend, 300)))
@@ -206,7 +208,7 @@ def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("collective", ["direct", "ring", "shared"])
-def test_whatever_the_collectives(collective: str, tmp_path: Path) -> None:
+def test_hogwild_works_with_every_collective(collective: str, tmp_path: Path) -> None:
     """They meet once, when all begin."""
     summary = run_hogwild(partial(descend, 5), "real", 3, tmp_path, "hogwild:lock=yes", collective=collective)
     assert same(trained(summary), serial(partial(descend, 15)))
@@ -319,7 +321,7 @@ def test_a_step_costs_what_it_touches(tmp_path: Path) -> None:
     assert watch.seen - views == {"_embedding_bag.default", "add_.Tensor"}
 
 
-def test_what_is_not_finite_is_seen_in_sparse_gradients() -> None:
+def test_finite_check_finds_infinities_in_sparse_gradients() -> None:
     model = Bag()
     replica = Replica(model, OPTIMIZERS["sgd"](model), sparse=True)
     replica.before_backward()
@@ -386,7 +388,9 @@ class Killed:
     ("kills", [pytest.param(each, id=str(each)) for each in [{0: 2}, {1: 2}, {0: 2, 2: 3}]]),
     ("restarts", [0, 3]),
 )
-def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, tmp_path: Path) -> None:
+def test_hogwild_survivors_finish_the_data_of_killed_workers(
+    strategy: str, kills: dict[int, int], restarts: int, tmp_path: Path
+) -> None:
     """Whoever dies, with the lock or without, all examples are trained on and the parameters are whole."""
     summary = run_hogwild(
         Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
@@ -401,7 +405,7 @@ def test_the_others_go_on(strategy: str, kills: dict[int, int], restarts: int, t
     assert 0 <= summary["lost_updates"]["lost"] <= summary["lost_updates"]["counted"]
 
 
-def test_the_last_one_dies_and_what_was_trained_comes_home(tmp_path: Path) -> None:
+def test_hogwild_result_is_saved_if_the_last_worker_dies(tmp_path: Path) -> None:
     """The vector is nobody's: another attaches to it and brings it home, with all that was trained."""
     script = Killed(tmp_path, {0: -1})
     summary = run_hogwild(script, "real", 1, tmp_path, timeout=60.0)
@@ -467,7 +471,7 @@ def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what:
     ],
     ids=["momentum", "decay", "adam"],
 )
-def test_so_are_they_where_no_module_tells_that_gradients_are_sparse(
+def test_hogwild_refuses_dense_optimizers_at_the_first_sparse_gradient(
     world: str, begin: int, make: Any, what: str, tmp_path: Path
 ) -> None:
     """Before the first step with such a gradient is taken: what all share is as it was."""
@@ -494,20 +498,20 @@ def test_so_are_they_where_no_module_tells_that_gradients_are_sparse(
         assert f"hogwild: rows has sparse gradients, and {what} would make of each an" in str(error.value)
 
 
-def test_it_takes_no_codec() -> None:
+def test_hogwild_refuses_a_codec() -> None:
     with pytest.raises(UsageError, match=r"hogwild\+topk:0\.1: hogwild takes no codec"):
         pr.parse("hogwild+topk:0.1")
 
 
 @pytest.mark.parametrize("how", [{"here": 1}, {"listen": "tcp:127.0.0.1:0"}], ids=str)
-def test_one_host_only(how: dict[str, Any], tmp_path: Path) -> None:
+def test_hogwild_refuses_options_for_several_hosts(how: dict[str, Any], tmp_path: Path) -> None:
     """Known before anything starts, if the strategy is; chosen in the script, when it starts."""
     with pytest.raises(UsageError, match="share, so they must be on one host: leave --here and --listen out"):
         pr.run(partial(descend, 1), workers=2, strategy="hogwild", runs=tmp_path, key=tmp_path / "key", **how)
     assert not list(tmp_path.iterdir())
 
 
-def test_one_host_only_when_the_script_chooses(tmp_path: Path) -> None:
+def test_hogwild_chosen_in_the_script_refuses_several_hosts(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init("hogwild")
         model = Bowl()
@@ -532,7 +536,7 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
         run_hogwild(main, "simulated", 2, tmp_path, strategy, cluster=f"[[hosts]]\n{link}\n")
 
 
-def test_cpu_only() -> None:
+def test_hogwild_refuses_parameters_that_are_not_on_the_cpu() -> None:
     groups = [{"params": [torch.zeros(1), torch.zeros(1, device="meta")]}]
     with pytest.raises(UsageError, match="hogwild works on memory that processes share, and the model is on"):
         pr.parse("hogwild").check_groups(groups)

@@ -15,7 +15,7 @@ from tests.support.programs import SPEEDS, Steps, events
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 100])
-def test_the_largest_of_n_exponentials(workers: int) -> None:
+def test_law_of_the_maximum_of_n_exponentials_matches_theory(workers: int) -> None:
     """Its mean is H_N, and its variance 1 + 1/4 + ... + 1/N^2."""
     law = Law.of(workers)
     assert law.mean == pytest.approx(harmonic(workers), abs=1e-6)
@@ -24,12 +24,12 @@ def test_the_largest_of_n_exponentials(workers: int) -> None:
 
 
 @pytest.mark.parametrize(("workers", "figure"), [(8, 2.718), (16, 3.381), (64, 4.744)])
-def test_the_figures_that_are_known(workers: int, figure: float) -> None:
+def test_harmonic_numbers_match_known_values(workers: int, figure: float) -> None:
     assert harmonic(workers) == pytest.approx(figure, abs=5e-4)
 
 
 @pytest.mark.parametrize(("workers", "period"), [(1, 8), (2, 3), (8, 8), (32, 4)])
-def test_the_largest_of_n_sums(workers: int, period: int) -> None:
+def test_law_of_the_maximum_of_n_sums_matches_monte_carlo(workers: int, period: int) -> None:
     """The integral is what a Monte Carlo of its own finds; one worker has mean 1 and variance 1/H."""
     law, count, stream = Law.of(workers, period), 20_000, random.Random(0)
     draws = [max(stream.gammavariate(period, 1) for _ in range(workers)) / period for _ in range(count)]
@@ -50,7 +50,7 @@ def test_a_round_of_all_takes_the_harmonic_number(workers: int) -> None:
 
 
 @pytest.mark.parametrize(("workers", "period"), [(1, 8), (4, 8), (8, 2), (16, 4), (32, 8)])
-def test_fewer_meetings_cost_less(workers: int, period: int) -> None:
+def test_local_sgd_step_time_matches_the_law_of_maximum_sums(workers: int, period: int) -> None:
     """With `local:H` a step and its wait take the mean of the largest of N sums of H, divided by H."""
     rounds = 60
     law = Law.of(workers, period)
@@ -58,7 +58,7 @@ def test_fewer_meetings_cost_less(workers: int, period: int) -> None:
     assert law.mean < harmonic(workers) or workers == 1
 
 
-def test_the_largest_of_sums_is_no_more_than_the_sum_of_the_largest(simulate: Any) -> None:
+def test_longer_periods_never_make_simulated_runs_slower(simulate: Any) -> None:
     """With the same step times fewer meetings are never later, and a meeting in each step is `allreduce`."""
     times = [pace(6, period, 48 // period, seed=3) for period in (1, 2, 4, 8, 16, 48)]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
@@ -68,7 +68,7 @@ def test_the_largest_of_sums_is_no_more_than_the_sum_of_the_largest(simulate: An
     assert one["wall_s"] == other["wall_s"]
 
 
-def test_the_seed_decides() -> None:
+def test_simulated_round_times_depend_on_the_seed_only() -> None:
     assert pace(4, 1, 20) == pace(4, 1, 20) != pace(4, 1, 20, seed=1)
 
 

@@ -106,7 +106,7 @@ def test_replicas_stay_equal_without_backward(simulate: Any, strategy: str) -> N
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync"])
 @pytest.mark.parametrize("world", ["simulated", "real"])
-def test_who_has_no_gradient_counts_as_zero(strategy: str, world: str, tmp_path: Path) -> None:
+def test_a_worker_without_a_gradient_counts_as_zero(strategy: str, world: str, tmp_path: Path) -> None:
     """A worker that leaves out a backward pass takes the step with the others, and nobody hangs."""
 
     def main() -> None:
@@ -185,7 +185,9 @@ def test_sync_is_allreduce(simulate: Any, optimizer: Any, size: int) -> None:
     ],
     ids=["momentum", "adam", "odd"],
 )
-def test_shards_are_one_server(simulate: Any, servers: int, script: Script) -> None:
+def test_sync_on_several_servers_gives_the_bits_of_one_server(
+    simulate: Any, servers: int, script: Script
+) -> None:
     """Cutting the vector, through the middle of tensors, changes no bit of an element-wise optimizer."""
     assert simulate(script, "sync", 3, servers)["digest"] == simulate(script, "sync", 3)["digest"]
 
@@ -194,7 +196,7 @@ def test_shards_are_one_server(simulate: Any, servers: int, script: Script) -> N
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync"])
-def test_synchronous_bytes(simulate: Any, strategy: str) -> None:
+def test_synchronous_strategies_send_the_expected_bytes(simulate: Any, strategy: str) -> None:
     """A step moves 2(n-1) vectors by all-reduce, and 2n through servers; the start is counted too."""
     workers, rounds = 3, 8
     if strategy == "allreduce":  # each step also tells which parameters have a gradient
@@ -215,7 +217,7 @@ class Float(nn.Module):
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 @pytest.mark.parametrize(("strategy", "servers"), [("sync", 1), ("async", 3)])
-def test_short_floats_halve_what_is_pushed(simulate: Any, codec: str, strategy: str, servers: int) -> None:
+def test_16_bit_codecs_halve_the_pushed_bytes(simulate: Any, codec: str, strategy: str, servers: int) -> None:
     """Each push has half the bytes; the parameters come back whole."""
     script = Script(model=single)
     plain, short = (
@@ -228,7 +230,7 @@ def test_short_floats_halve_what_is_pushed(simulate: Any, codec: str, strategy: 
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
-def test_short_floats_halve_what_is_averaged(simulate: Any, codec: str) -> None:
+def test_16_bit_codecs_halve_the_allreduce_bytes(simulate: Any, codec: str) -> None:
     """Of an all-reduce both ways are half; which parameters have a gradient is told as before."""
     workers, rounds = 3, 8
     law = (workers - 1) * BYTES // 2 + rounds * 2 * (workers - 1) * (BYTES // 4 + 4 * TENSORS)
@@ -237,7 +239,7 @@ def test_short_floats_halve_what_is_averaged(simulate: Any, codec: str) -> None:
 
 @pytest.mark.parametrize(("codec", "precision"), [("fp16", 2**-11), ("bf16", 2**-8)])
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "async"])
-def test_short_floats_are_nearly_the_same_numbers(
+def test_16_bit_codecs_change_gradients_by_rounding_only(
     simulate: Any, strategy: str, codec: str, precision: float
 ) -> None:
     """A gradient loses its last bits and no more: the step is off by a few roundings."""
@@ -305,7 +307,7 @@ def test_exponential_staleness_is_geometric(simulate: Any) -> None:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_nobody_reads_too_far_ahead(simulate: Any, bound: int, servers: int) -> None:
+def test_max_staleness_bounds_how_far_a_worker_runs_ahead(simulate: Any, bound: int, servers: int) -> None:
     """When a worker goes on, it is at most `max_staleness` steps ahead of the slowest one still there."""
     summary = simulate(Steps(30, size=4), f"async:max_staleness={bound}", 4, servers, SPEEDS["heterogeneous"])
     clocks = {f"server {server}": dict.fromkeys(range(4), 0) for server in range(servers)}
@@ -365,7 +367,7 @@ def test_two_loaders_are_both_read(simulate: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_an_epoch_that_is_left_early_is_over(simulate: Any, tmp_path: Path, strategy: str) -> None:
+def test_breaking_out_of_a_loader_ends_the_epoch(simulate: Any, tmp_path: Path, strategy: str) -> None:
     """After a `break` the next loop over the loader begins the next epoch, shuffled anew."""
 
     def main() -> None:
@@ -429,7 +431,9 @@ in_both_worlds = pytest.mark.parametrize("world", [pr.simulate, pr.run], ids=["s
 
 @in_both_worlds
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
-def test_the_servers_state_comes_home(world: Any, optimizer: Any, tmp_path: Path) -> None:
+def test_sync_optimizer_state_dict_equals_that_of_allreduce(
+    world: Any, optimizer: Any, tmp_path: Path
+) -> None:
     """Under sync, also from servers that cut tensors, state_dict() has the bits it has under allreduce."""
     found = []
     for strategy, servers in (("allreduce", 0), ("sync", 1), ("sync", 3)):
@@ -445,7 +449,7 @@ def test_the_servers_state_comes_home(world: Any, optimizer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_the_state_comes_home_from_async_too(simulate: Any, servers: int, tmp_path: Path) -> None:
+def test_async_optimizer_state_dict_includes_every_push(simulate: Any, servers: int, tmp_path: Path) -> None:
     """The state that is fetched has counted every push so far: none is missing, none twice."""
     script = Saved(optimizer=ADAM, size=40, epochs=1, end=tmp_path / "end.pt")
     simulate(script, "async", 1, servers)
@@ -511,7 +515,7 @@ def test_workers_draw_their_own_numbers(world: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_simulation_leaves_chance_alone(fails: bool, tmp_path: Path) -> None:
+def test_a_simulation_restores_the_random_state_of_the_caller(fails: bool, tmp_path: Path) -> None:
     """Whatever its workers draw, and however it ends, the caller goes on with the numbers it would have."""
 
     def main() -> None:
@@ -539,7 +543,7 @@ def test_a_simulation_leaves_chance_alone(fails: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
-def test_the_last_one_sets_the_pace(simulate: Any, workers: int) -> None:
+def test_sync_round_time_is_the_harmonic_number(simulate: Any, workers: int) -> None:
     """Synchronous rounds of exponential steps take the harmonic number H_N on average."""
     rounds = 1500
     summary = simulate(
@@ -550,7 +554,7 @@ def test_the_last_one_sets_the_pace(simulate: Any, workers: int) -> None:
     assert summary["wall_s"] / rounds == pytest.approx(harmonic, abs=3 * deviation)
 
 
-def test_nobody_sets_the_pace_of_async(simulate: Any) -> None:
+def test_async_workers_never_wait(simulate: Any) -> None:
     """Asynchronous workers take as long as their own steps, on average 1."""
     summary = simulate(Steps(1500), "async", 8, cluster='[[hosts]]\nstep_time = { exponential = "1 s" }')
     assert summary["wait_s"] == 0
@@ -634,7 +638,7 @@ class Poisoned(Script):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "async", "local"])
-def test_not_a_number_is_named(strategy: str) -> None:
+def test_error_for_a_nan_gradient_names_worker_layer_and_step(strategy: str) -> None:
     """The error says whose gradient it was, and at which step."""
     with pytest.raises(
         PolyrhythmError, match=r"worker 1: the gradient of 0\.weight and 3 more at step 3 is not finite"
@@ -642,7 +646,7 @@ def test_not_a_number_is_named(strategy: str) -> None:
         pr.simulate(Poisoned(), workers=2, strategy=strategy, threads=1)
 
 
-def test_not_a_number_is_named_on_real_processes() -> None:
+def test_error_for_a_nan_gradient_on_real_processes_names_its_worker() -> None:
     """The worker with the NaN speaks first, though it drags the others along."""
     with pytest.raises(
         PolyrhythmError, match=r"worker 1: the gradient of 0\.weight and 3 more at step 3 is not finite"
@@ -680,7 +684,7 @@ def test_different_collectives_are_named() -> None:
         del pr.Strategy.registry["confused"]
 
 
-def test_a_script_may_end_by_itself() -> None:
+def test_sys_exit_0_at_the_end_of_a_script_is_a_success() -> None:
     """`sys.exit()` at the end of a script is the end of that worker, not of the simulator."""
 
     def main() -> None:

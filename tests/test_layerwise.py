@@ -116,7 +116,7 @@ def test_lamb_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
-def test_a_step_is_as_long_as_the_weights_allow(ratio: float) -> None:
+def test_lars_and_lamb_step_length_is_proportional_to_the_weight_norm(ratio: float) -> None:
     """|step| = lr trust |w| for LARS, lr |w| for LAMB, whatever the layer."""
     for optimizer in (partial(pr.LARS, lr=1.0, trust=ratio), partial(pr.LAMB, lr=ratio)):
         model = net()
@@ -170,7 +170,7 @@ def test_a_norm_of_zero_makes_the_ratio_one(optimizer: Any) -> None:
 
 
 @both
-def test_the_gradient_is_left_alone(optimizer: Any) -> None:
+def test_lars_and_lamb_do_not_modify_the_gradient(optimizer: Any) -> None:
     """On a server it is lent, and a script may look at it after the step."""
     model = net()
     each = optimizer(model.parameters())
@@ -184,7 +184,7 @@ def test_the_gradient_is_left_alone(optimizer: Any) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_shorter_floats(optimizer: Any, dtype: torch.dtype) -> None:
+def test_lars_and_lamb_work_in_low_precision(optimizer: Any, dtype: torch.dtype) -> None:
     """They go where double precision goes, as near as they can; large layers do not overflow."""
     exact, short = net(), net(dtype)
     walk(exact, optimizer(exact.parameters(), weight_decay=0.0), 3)
@@ -202,7 +202,7 @@ def test_shorter_floats(optimizer: Any, dtype: torch.dtype) -> None:
 
 
 @both
-def test_it_resumes_exactly(optimizer: Any) -> None:
+def test_lars_and_lamb_resume_exactly_from_state_dict(optimizer: Any) -> None:
     model = net()
     first = optimizer(model.parameters())
     walk(model, first, 3)
@@ -243,12 +243,12 @@ def test_parameters_without_gradient_stay(optimizer: Any) -> None:
         (lambda p: pr.LAMB(p, weight_decay=-0.1), r"weight_decay is -0\.1"),
     ],
 )
-def test_mistakes(make: Any, message: str) -> None:
+def test_lars_and_lamb_refuse_invalid_settings(make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(net().parameters())
 
 
-def test_the_examples() -> None:
+def test_layerwise_docstring_examples_pass() -> None:
     found = doctest.testmod(polyrhythm.layerwise)
     assert found.attempted == 6 and found.failed == 0
 
@@ -275,7 +275,9 @@ whole = pytest.mark.parametrize("script", WHOLE.values(), ids=WHOLE.keys())
 
 @whole
 @pytest.mark.parametrize("servers", [1, 2, "most"])
-def test_servers_are_allreduce(simulate: Any, script: Script, servers: Any) -> None:
+def test_sync_with_layerwise_optimizers_gives_the_bits_of_allreduce(
+    simulate: Any, script: Script, servers: Any
+) -> None:
     """However many servers share the model, they compute what each worker would: the same bits."""
     count = len([p for p in script.model().parameters() if p.requires_grad or script.model is odd])
     servers = count if servers == "most" else servers
@@ -284,7 +286,7 @@ def test_servers_are_allreduce(simulate: Any, script: Script, servers: Any) -> N
 
 
 @pytest.mark.parametrize("make", [mlp, normed, odd, matrices])
-def test_no_tensor_is_cut(make: Any) -> None:
+def test_layerwise_optimizers_get_whole_tensors_on_each_server(make: Any) -> None:
     """Every server has whole tensors, and near its share: no more than one tensor above it."""
     for optimizer in (LARS, LAMB, ADAFACTOR):
         model = make()
@@ -356,7 +358,9 @@ def test_the_state_of_servers_is_the_state_of_one_optimizer(optimizer: Any, coun
     ("world", ["simulated", "real"]),
     ("strategy, servers", [("allreduce", 0), ("local:4", 0), ("sync", 2), ("async", 3), ("easgd", 2)]),
 )
-def test_it_trains(optimizer: Any, world: str, strategy: str, servers: int, tmp_path: Path) -> None:
+def test_lars_and_lamb_train_under_every_kind_of_strategy(
+    optimizer: Any, world: str, strategy: str, servers: int, tmp_path: Path
+) -> None:
     """The loss falls under every kind of strategy, in both worlds."""
     how = pr.simulate if world == "simulated" else pr.run
     script = Script(optimizer=optimizer, size=50, epochs=6, shuffle=True, schedule=True)
@@ -366,7 +370,7 @@ def test_it_trains(optimizer: Any, world: str, strategy: str, servers: int, tmp_
 
 @both
 @pytest.mark.parametrize("strategy", ["allreduce", "local:4"])
-def test_the_simulator_tells_the_truth(optimizer: Any, strategy: str) -> None:
+def test_lars_and_lamb_give_the_same_bits_simulated_and_real(optimizer: Any, strategy: str) -> None:
     script = Script(optimizer=optimizer, size=50, shuffle=True)
     found = [how(script, workers=3, strategy=strategy, threads=1, runs=None) for how in (pr.simulate, pr.run)]
     assert found[0]["digest"] == found[1]["digest"]
@@ -374,7 +378,9 @@ def test_the_simulator_tells_the_truth(optimizer: Any, strategy: str) -> None:
 
 @both
 @pytest.mark.parametrize("strategy", ["allreduce", "local:4", "sync", "async", "ssp"])
-def test_one_worker_is_plain_pytorch(simulate: Any, optimizer: Any, strategy: str) -> None:
+def test_lars_and_lamb_with_one_worker_are_plain_pytorch(
+    simulate: Any, optimizer: Any, strategy: str
+) -> None:
     """With groups, accumulation, clipping and a scheduler: bit for bit."""
     script = Script(optimizer=optimizer, size=22, groups=True, accumulate=2, clip=0.5, schedule=True)
     assert same(trained(simulate(script, strategy, 1)), alone(script))

@@ -78,7 +78,7 @@ def test_reset_momentum_is_that_of_a_new_optimizer(simulate: Any, strategy: str,
         assert not same(trace.state[rank][4], new)
 
 
-def test_reset_is_a_new_optimizer(simulate: Any) -> None:
+def test_momentum_reset_by_hand_with_adam(simulate: Any) -> None:
     """By hand, with Adam, whose count of steps begins anew too."""
     trace = Trace(6, optimizer=ADAM)
     simulate(trace, "local:3,momentum=reset", 2)
@@ -125,7 +125,7 @@ def test_optimizers_may_replace_their_tensors(simulate: Any, policy: str) -> Non
 
 
 @pytest.mark.parametrize("world", ["simulated", "real"])
-def test_who_has_no_momentum_yet_takes_that_of_others(world: str, tmp_path: Path) -> None:
+def test_a_worker_without_momentum_takes_over_the_average(world: str, tmp_path: Path) -> None:
     """A worker whose parameter never had a gradient counts as zero, and goes on with the average."""
 
     def main() -> None:
@@ -181,7 +181,9 @@ class Scale(nn.Module):
     ],
     ids=["nadam", "asgd", "adam"],
 )
-def test_what_is_kept_once_is_its_own(simulate: Any, optimizer: Any, kept: list[str], alone: bool) -> None:
+def test_momentum_average_leaves_scalar_optimizer_state_alone(
+    simulate: Any, optimizer: Any, kept: list[str], alone: bool
+) -> None:
     """Beside a parameter that is one number it looks like a moment, and stays what it is for all others."""
 
     def main() -> None:
@@ -206,7 +208,7 @@ def test_what_is_kept_once_is_its_own(simulate: Any, optimizer: Any, kept: list[
     simulate(main, "local:2,momentum=average", 2)
 
 
-def test_other_parameters_tell_what_is_kept_once(simulate: Any) -> None:
+def test_scalar_optimizer_state_is_recognized_by_its_shapes(simulate: Any) -> None:
     """By their shapes, whatever its name is."""
 
     def main() -> None:
@@ -224,7 +226,7 @@ def test_other_parameters_tell_what_is_kept_once(simulate: Any) -> None:
     simulate(main, "local:2,momentum=average", 2)
 
 
-def test_different_optimizers_are_named() -> None:
+def test_momentum_average_refuses_different_optimizers_on_workers() -> None:
     """Momentum cannot be averaged with something else."""
 
     def main() -> None:

@@ -61,7 +61,9 @@ both_worlds = pytest.mark.parametrize("world", WORLDS)
     offset=st.floats(-1e4, 1e4),
     seed=st.integers(0, 1000),
 )
-def test_pooled_is_the_union(sizes: list[int], offset: float, seed: int) -> None:
+def test_pooled_mean_and_variance_equal_those_of_the_union(
+    sizes: list[int], offset: float, seed: int
+) -> None:
     """Mean and variance of sets that are laid together, whatever their sizes and wherever they lie."""
     generator = torch.Generator().manual_seed(seed)
     sets = [
@@ -76,7 +78,7 @@ def test_pooled_is_the_union(sizes: list[int], offset: float, seed: int) -> None
     torch.testing.assert_close(variance, union.var(0, correction=0), rtol=1e-10, atol=1e-11)
 
 
-def test_examples_in_docstrings() -> None:
+def test_batch_norm_docstring_examples_pass() -> None:
     for module in (norms, pooling):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
@@ -167,7 +169,7 @@ def tracked(state: dict[str, Tensor]) -> list[str]:
 
 
 @both_worlds
-def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
+def test_batch_norm_local_keeps_statistics_per_worker(world: str, tmp_path: Path) -> None:
     """The default: each shows its own, and the final model has worker 0's."""
     look = Look(tmp_path)
     summary = run_in(world, look, runs=tmp_path)
@@ -179,7 +181,7 @@ def test_local_stays_with_its_worker(world: str, tmp_path: Path) -> None:
 
 
 @each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "push"]))
-def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_rank0_uses_the_statistics_of_worker_0(world: str, strategy: str, tmp_path: Path) -> None:
     look = Look(tmp_path)
     summary = run_in(world, look, runs=tmp_path, batch_norm="rank0", strategy=strategy)
     seen = look.seen(3)
@@ -189,7 +191,9 @@ def test_rank0_is_worker_0s(world: str, strategy: str, tmp_path: Path) -> None:
 
 
 @each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "noloco:2"]))
-def test_mean_is_the_law_of_total_variance(world: str, strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_mean_pools_by_the_law_of_total_variance(
+    world: str, strategy: str, tmp_path: Path
+) -> None:
     """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
     look = Look(tmp_path)
     summary = run_in(world, look, runs=tmp_path, batch_norm="mean", strategy=strategy)
@@ -252,7 +256,7 @@ class Plainly:
 
 @both_worlds
 @pytest.mark.parametrize("late", [False, True])
-def test_what_the_model_came_with_is_shown_before_the_first_batch(
+def test_batch_norm_mean_shows_loaded_statistics_before_training(
     world: str, late: bool, tmp_path: Path
 ) -> None:
     """Nobody has trained on anything: all weigh alike. The batches it came with count once, later too."""
@@ -280,7 +284,7 @@ def test_borrowed_batches_leave_no_trace(world: str, policy: str, tmp_path: Path
         assert [each["after"]["0.running_mean"].item() for each in seen] == [pytest.approx(mean)] * 2
 
 
-def test_the_mean_takes_one_exchange(tmp_path: Path) -> None:
+def test_batch_norm_mean_takes_one_exchange(tmp_path: Path) -> None:
     """However many modules there are: as long as worker 0's statistics take, where latency is all."""
     cluster, took = tmp_path / "cluster.toml", {}
     cluster.write_text('[[hosts]]\nlatency = "5 ms"\n')
@@ -299,7 +303,9 @@ def test_the_mean_takes_one_exchange(tmp_path: Path) -> None:
 
 
 @each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "async", "ssp:2"]))
-def test_recompute_is_of_the_batches_it_saw(world: str, strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_recompute_equals_the_statistics_of_all_examples(
+    world: str, strategy: str, tmp_path: Path
+) -> None:
     """With the agreed parameters; here of all examples, each counting once, in rounds of unequal batches."""
     look = Look(tmp_path, normed)
     summary = run_in(world, look, runs=tmp_path, batch_norm="recompute", strategy=strategy)
@@ -405,7 +411,7 @@ def agrees(shown: dict[str, Tensor], seen: list[dict[str, Any]], policy: str) ->
 
 
 @each_value(("strategy", LIVING), ("policy, victim", [("rank0", 0), ("mean", 1)]))
-def test_the_living_agree_on_theirs(
+def test_batch_norm_statistics_after_a_death_are_those_of_the_survivors(
     simulate: Any, tmp_path: Path, strategy: str, policy: str, victim: int
 ) -> None:
     """Of three one dies for good: the statistics are those of the two others, on both, to the end."""
@@ -425,7 +431,7 @@ def test_the_living_agree_on_theirs(
 
 
 @each_value(("strategy", [*LIVING, "adpsgd", "broadcast"]), ("policy", ["rank0", "mean"]))
-def test_one_that_comes_late_goes_on_with_theirs(
+def test_a_replacement_starts_with_the_batch_norm_statistics_of_others(
     simulate: Any, tmp_path: Path, strategy: str, policy: str
 ) -> None:
     """Worker 0 dies and is replaced: the new one does not begin with statistics of nothing."""
@@ -440,7 +446,7 @@ def test_one_that_comes_late_goes_on_with_theirs(
 
 
 @each_value(("strategy", LIVING), ("policy", ["rank0", "mean"]))
-def test_one_that_has_just_come_counts_for_nothing(
+def test_a_replacement_that_has_not_trained_has_no_batch_norm_weight(
     simulate: Any, tmp_path: Path, strategy: str, policy: str
 ) -> None:
     """It is in the run, and trains from the next epoch on: till then the others' statistics are newer."""
@@ -455,7 +461,7 @@ def test_one_that_has_just_come_counts_for_nothing(
 
 @pytest.mark.parametrize("strategy", ["gossip", "adpsgd"])
 @pytest.mark.parametrize(("policy", "victim", "restarts"), [("rank0", 0, 0), ("mean", 1, 0), ("rank0", 0, 1)])
-def test_the_living_agree_on_real_processes(
+def test_batch_norm_statistics_of_survivors_agree_on_real_processes(
     tmp_path: Path, strategy: str, policy: str, victim: int, restarts: int
 ) -> None:
     """The final model has what those have that are there at the end, of whom one may have come late."""
@@ -469,7 +475,7 @@ def test_the_living_agree_on_real_processes(
 
 
 @both_worlds
-def test_who_waits_to_begin_shows_its_statistics(world: str, tmp_path: Path) -> None:
+def test_workers_waiting_in_warmup_have_no_batch_norm_weight(world: str, tmp_path: Path) -> None:
     """While only worker 0 trains, it looks at the consensus: the others have seen nothing, and say so."""
 
     def main() -> None:
@@ -496,7 +502,7 @@ def test_who_waits_to_begin_shows_its_statistics(world: str, tmp_path: Path) -> 
     ("size", [48, 50, 53]),
     ("model", [pytest.param(normed, id="plain"), pytest.param(varied, id="varied")]),
 )
-def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) -> None:
+def test_sync_batch_norm_equals_the_union_batch(world: str, model: Any, size: int, tmp_path: Path) -> None:
     """Parameters and statistics are those of the union batch, to the last round: of 2 examples for three
     workers, where two borrow, and of 3 and 2."""
     script = Script(model=model, size=size, optimizer=MOMENTUM, epochs=3)
@@ -508,7 +514,7 @@ def test_sync_is_one_machine(world: str, model: Any, size: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("script", [Script(clip=0.1), Script(accumulate=2), Script(closure=True)])
-def test_sync_is_one_machine_also_with(script: Script, tmp_path: Path) -> None:
+def test_sync_batch_norm_supports_clipping_accumulation_and_closures(script: Script, tmp_path: Path) -> None:
     """Clipping, accumulation and closures."""
     script = replace(script, model=varied, optimizer=MOMENTUM)
     summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync")
@@ -516,7 +522,7 @@ def test_sync_is_one_machine_also_with(script: Script, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "ssp:0", "local:3"])
-def test_sync_has_the_same_bits_in_both_worlds(strategy: str, tmp_path: Path) -> None:
+def test_sync_batch_norm_has_the_same_bits_simulated_and_real(strategy: str, tmp_path: Path) -> None:
     """And so do its statistics, on every worker."""
     seen = []
     for world in WORLDS:
@@ -541,35 +547,35 @@ class Checkpointed(nn.Module):
 
 
 @both_worlds
-def test_sync_is_one_machine_also_with_checkpoints(world: str, tmp_path: Path) -> None:
+def test_sync_batch_norm_supports_activation_checkpointing(world: str, tmp_path: Path) -> None:
     """Workers wait for each other in a forward pass that is part of a backward pass."""
     script = Script(model=Checkpointed, size=53)
     summary = run_in(world, script, runs=tmp_path, batch_norm="sync")
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
-def test_sync_over_tcp(tmp_path: Path) -> None:
+def test_sync_batch_norm_over_tcp_equals_the_union_batch(tmp_path: Path) -> None:
     """Where tensors travel as bytes."""
     script = Script(model=varied, size=53)
     summary = run_in("real", script, runs=tmp_path, batch_norm="sync", listen="tcp:127.0.0.1:0")
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
-def test_sync_with_more_workers_than_the_engine_nests(tmp_path: Path) -> None:
+def test_sync_batch_norm_works_with_70_simulated_workers(tmp_path: Path) -> None:
     """Seventy wait for each other in the middle of their backward passes."""
     script = Script(model=varied, size=2 * 140, batch=2, epochs=1)
     summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync", workers=70)
     assert distance(trained(summary), alone(replace(script, batch=140))) < 1e-10
 
 
-def test_one_example_each_is_enough_for_sync(tmp_path: Path) -> None:
+def test_sync_batch_norm_works_with_one_example_per_worker(tmp_path: Path) -> None:
     """What BatchNorm needs two of is in the union."""
     script = Script(model=normed, size=12, batch=1)
     summary = run_in("simulated", script, runs=tmp_path, batch_norm="sync")
     assert distance(trained(summary), alone(replace(script, batch=3))) < 1e-10
 
 
-def test_sync_takes_float32_under_autocast(tmp_path: Path) -> None:
+def test_sync_batch_norm_keeps_autocast_per_worker(tmp_path: Path) -> None:
     """A worker that waits in the middle of a forward pass does not put the others into autocast."""
 
     def main() -> None:
@@ -590,7 +596,7 @@ def test_sync_takes_float32_under_autocast(tmp_path: Path) -> None:
     run_in("simulated", main, runs=tmp_path, batch_norm="sync", workers=2)
 
 
-def test_the_wait_for_statistics_is_a_wait(tmp_path: Path) -> None:
+def test_sync_batch_norm_exchange_counts_as_waiting_time(tmp_path: Path) -> None:
     """On a slow network it is counted as waiting, and the computing stays what it was."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nstep_time = "10 ms"\nlatency = "5 ms"\n')
@@ -639,7 +645,9 @@ class Noisy:
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
-def test_showing_does_not_disturb_training(world: str, strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_policies_do_not_change_lockstep_training(
+    world: str, strategy: str, tmp_path: Path
+) -> None:
     """Whatever is shown, the parameters end with the same bits, after as many examples."""
     ends = {
         (summary["digest"], summary["samples"], summary["steps"])
@@ -672,7 +680,7 @@ def test_a_model_without_batch_norm_pays_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["local", "rank0", "mean", "sync"])
-def test_one_worker_is_plain_pytorch(policy: str, tmp_path: Path) -> None:
+def test_batch_norm_policies_with_one_worker_are_plain_pytorch(policy: str, tmp_path: Path) -> None:
     """Bit for bit, statistics included."""
     script = Script(model=varied, optimizer=MOMENTUM)
     assert same(
@@ -680,7 +688,7 @@ def test_one_worker_is_plain_pytorch(policy: str, tmp_path: Path) -> None:
     )
 
 
-def test_sync_keeps_the_model_what_it_is(tmp_path: Path) -> None:
+def test_sync_batch_norm_keeps_names_repr_and_copies_of_the_model(tmp_path: Path) -> None:
     """Names, repr and eval mode are as before; copies, also pickled ones, wait for nobody."""
 
     def main() -> None:
@@ -752,19 +760,21 @@ def test_recompute_looks_at_a_hundred_batches_of_many(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS.values())
-def test_an_unknown_policy(world: Any) -> None:
+def test_unknown_batch_norm_policy_is_refused(world: Any) -> None:
     with pytest.raises(UsageError, match=r"unknown batch_norm policy 'men'; did you mean 'mean'\?"):
         world(mlp, batch_norm="men", runs=None)
 
 
-def test_an_unknown_policy_in_the_script() -> None:
+def test_unknown_batch_norm_policy_in_the_script_is_refused() -> None:
     with pytest.raises(UsageError, match="Known: local, rank0, mean, sync, recompute"):
         pr.init(batch_norm="everywhere")
 
 
 @pytest.mark.parametrize("policy", ["rank0", "mean", "sync"])
 @pytest.mark.parametrize("strategy", ["async", "ssp:3", "backup:1", "hogwild"])
-def test_policies_that_need_lockstep(policy: str, strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_policies_that_need_lockstep_are_refused_otherwise(
+    policy: str, strategy: str, tmp_path: Path
+) -> None:
     """Refused before anything starts, or when the script says so; with what would work."""
     message = rf"batch_norm={policy} needs .* such as allreduce.*use batch_norm=recompute or local"
     with pytest.raises(UsageError, match=message):
@@ -785,7 +795,9 @@ def test_policies_that_need_lockstep(policy: str, strategy: str, tmp_path: Path)
         ("broadcast", "each goes at its own pace"),
     ],
 )
-def test_sync_where_workers_go_on_without_others(strategy: str, why: str, tmp_path: Path) -> None:
+def test_sync_batch_norm_is_refused_where_workers_may_continue_alone(
+    strategy: str, why: str, tmp_path: Path
+) -> None:
     """Nobody can go on in the middle of a pass, so it is refused before anything starts."""
     with pytest.raises(UsageError, match=why):
         pr.run(mlp, workers=3, strategy=strategy, batch_norm="sync", runs=tmp_path)
@@ -793,7 +805,7 @@ def test_sync_where_workers_go_on_without_others(strategy: str, why: str, tmp_pa
 
 
 @both_worlds
-def test_the_command_line_wins(world: str, tmp_path: Path) -> None:
+def test_the_batch_norm_option_overrides_the_script(world: str, tmp_path: Path) -> None:
     """Over what the script says, which wins over the default; both are recorded."""
     for asked, policy in ((None, "mean"), ("rank0", "rank0")):
         look = Look(tmp_path, init="mean")
@@ -804,7 +816,9 @@ def test_the_command_line_wins(world: str, tmp_path: Path) -> None:
         assert same(seen[1]["shown"], seen[0]["own"]) == (policy == "rank0")
 
 
-def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_batch_norm_option_sets_and_checks_the_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = str(Path(__file__).parent / "scripts" / "train.py")
     arguments = ["simulate", script, "-n", "2", "-s", "allreduce", "--runs", str(tmp_path), "-q", "--json"]
     assert command([*arguments, "--batch-norm", "sync"]) == 0
@@ -818,7 +832,7 @@ class Own(nn.BatchNorm1d):
         return super().forward(input) * 2
 
 
-def test_sync_refuses_a_forward_it_cannot_see_into() -> None:
+def test_sync_batch_norm_refuses_modules_with_a_custom_forward() -> None:
     script = Script(
         model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), Own(8), nn.Linear(8, CLASSES)).double()
     )
@@ -880,7 +894,7 @@ def test_recompute_calls_the_model_as_the_script_does(world: str, tmp_path: Path
     run_in(world, Called(call), runs=tmp_path, batch_norm="recompute")
 
 
-def test_recompute_says_at_once_what_it_cannot_repeat(tmp_path: Path) -> None:
+def test_batch_norm_recompute_refuses_derived_inputs_in_the_first_step(tmp_path: Path) -> None:
     """In the first step, and not when everything is trained."""
     call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float() / 3)  # noqa: E731
     with pytest.raises(
@@ -966,14 +980,14 @@ def test_recompute_refuses_other_arguments(tmp_path: Path) -> None:
         run_in("simulated", Called(call), runs=tmp_path, batch_norm="recompute", workers=2)
 
 
-def test_recompute_before_it_has_seen_a_call(tmp_path: Path) -> None:
+def test_batch_norm_recompute_before_the_first_step_warns(tmp_path: Path) -> None:
     """A model that takes the first part of a batch is shown as ever; for another there is a warning."""
     call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float())  # noqa: E731
     with pytest.warns(UserWarning, match="has taken no step: its BatchNorm statistics are shown as they are"):
         run_in("simulated", Called(call, early=True), runs=tmp_path, batch_norm="recompute")
 
 
-def test_an_error_in_a_backward_pass_that_waits() -> None:
+def test_an_error_in_a_sync_batch_norm_backward_ends_the_simulation() -> None:
     """It is the script's, as ever; the others' passes are unwound and no thread is left."""
 
     def main() -> None:
@@ -1007,7 +1021,7 @@ def slopes() -> None:
         torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
 
 
-def test_what_cannot_be_simulated_says_so() -> None:
+def test_simulated_sync_batch_norm_refuses_autograd_grad() -> None:
     with pytest.raises(UsageError, match=r"with loss\.backward\(\), and not with torch\.autograd\.grad"):
         pr.simulate(slopes, strategy="allreduce", batch_norm="sync")
     pr.run(slopes, strategy="allreduce", batch_norm="sync", runs=None, threads=1)

@@ -141,7 +141,7 @@ def test_diloco_by_hand(simulate: Any, codec: str) -> None:
     assert close(found, theta) == (not codec)
 
 
-def test_weight_decay_is_inside_only(simulate: Any) -> None:
+def test_diloco_applies_weight_decay_in_the_inner_steps_only(simulate: Any) -> None:
     """Without a gradient the inner decay shrinks the parameters, and the outer step adds none of its own."""
     trace = Trace(3, lambda rank, x: torch.zeros_like(x), partial(torch.optim.SGD, lr=0.1, weight_decay=0.5))
     found = trained(simulate(trace, "diloco:3,lr=1,beta=0", 2))["x"]

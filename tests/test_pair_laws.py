@@ -71,7 +71,9 @@ def down(plane: Plane, rank: int, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_sum_moves_by_updates_only(simulate: Any, monkeypatch: pytest.MonkeyPatch, topology: str) -> None:
+def test_adpsgd_parameter_sum_changes_by_updates_only(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
     """After every event: what all have, less what one has yet to give up for what another got, moved by the
     steps that were taken and by nothing else."""
     plane, taken, seen = Plane(12), dict.fromkeys(range(6), 0), []
@@ -106,7 +108,7 @@ def test_the_sum_moves_by_updates_only(simulate: Any, monkeypatch: pytest.Monkey
     assert set(taken.values()) == {12} and len(seen) > 50 and summary["staleness"]["max"] >= 1
 
 
-def test_two_end_at_their_average(simulate: Any) -> None:
+def test_two_adpsgd_workers_end_at_their_average(simulate: Any) -> None:
     """Nothing else happens: both have the same, half way between."""
     plane = Plane(3, rate=lambda step: 0.5 if step == 1 else 0.0)
     simulate(plane, "adpsgd", 2)
@@ -163,7 +165,7 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
     topology=st.sampled_from([*TOPOLOGIES, "torus", "hypercube"]),
     ranks=st.sets(st.integers(0, 15), min_size=1),
 )
-def test_the_two_sides(topology: str, ranks: set[int]) -> None:
+def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks: set[int]) -> None:
     """Whoever lives: each asks or is asked and never both, by edges of the graph, and all are connected."""
     living = tuple(sorted(ranks))
     near, asks = regraph(parse_topology(topology), living, 3), asked(topology, living, 3)
@@ -217,7 +219,7 @@ def test_what_the_script_loads_is_not_lost(simulate: Any) -> None:
 
 
 @each_value(("seed", range(12)), ("topology", ["complete", "ring", "random:2"]))
-def test_no_delay_and_no_crash_stops_it(simulate: Any, seed: int, topology: str) -> None:
+def test_adpsgd_finishes_despite_random_delays_and_crashes(simulate: Any, seed: int, topology: str) -> None:
     """Whoever dies, and whenever: the others come to the end, and all is trained on."""
     lots = torch.Generator().manual_seed(seed)
     text = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
@@ -233,7 +235,7 @@ def test_no_delay_and_no_crash_stops_it(simulate: Any, seed: int, topology: str)
     assert summary["metrics"]["after"] < 0.9 * summary["metrics"]["before"]
 
 
-def test_sides_are_chosen_anew(simulate: Any) -> None:
+def test_adpsgd_reassigns_roles_when_the_only_answerer_dies(simulate: Any) -> None:
     """When the only one that is asked dies, one of those that asked takes its part."""
     crash = '[[failures]]\nworkers = [1]\nat = "55 ms"\n'
     summary = simulate(Script(size=240), "adpsgd", 3, cluster=crash)
@@ -243,7 +245,7 @@ def test_sides_are_chosen_anew(simulate: Any) -> None:
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1, 2], [0, 1, 2]])
-def test_several_come_back_at_once(simulate: Any, who: list[int]) -> None:
+def test_adpsgd_workers_that_return_together_copy_a_survivor(simulate: Any, who: list[int]) -> None:
     """Those that begin anew take their parameters from one that was there, and not from each other."""
     crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\nback = "80 ms"\n'
     summary = simulate(Script(size=240), "adpsgd", 4, cluster=crash)
@@ -251,7 +253,7 @@ def test_several_come_back_at_once(simulate: Any, who: list[int]) -> None:
     assert summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
 
 
-def test_a_topology_that_cannot_be(simulate: Any) -> None:
+def test_adpsgd_refuses_invalid_topologies(simulate: Any) -> None:
     for text, workers, message in [
         ("adpsgd:0-1/2-3", 4, "disconnected topology"),
         ("adpsgd:hypercube", 6, "no power of two"),
@@ -298,7 +300,7 @@ def fits(strategy: str, workers: int) -> bool:
         ("push:6,fanout=3", 9, "with fanout=3 ahead is at most 5"),
     ],
 )
-def test_more_than_there_can_be_is_refused(strategy: str, workers: int, message: str) -> None:
+def test_push_refuses_fanout_and_ahead_beyond_their_limits(strategy: str, workers: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         pr.parse(strategy).check(workers, 1)
     assert message in str(caught.value)
@@ -308,7 +310,7 @@ def test_more_than_there_can_be_is_refused(strategy: str, workers: int, message:
     ("strategy", "workers"),
     [("push:10", 2), ("push:6,fanout=2", 3), ("push:5,fanout=3", 5), ("push:fanout=3", 1), ("push", 1)],
 )
-def test_the_most_there_can_be_is_accepted(strategy: str, workers: int) -> None:
+def test_push_accepts_fanout_and_ahead_at_their_limits(strategy: str, workers: int) -> None:
     assert fits(strategy, workers)
 
 
@@ -391,7 +393,7 @@ def matrix(workers: int, turn: int, receivers: int, fanout: int) -> Tensor:
     return weights / (receivers + 1)
 
 
-def test_ahead_takes_what_was_given_before(simulate: Any) -> None:
+def test_push_ahead_by_hand_for_two_workers(simulate: Any) -> None:
     """By the rule itself, for two workers: x and omega of each, written out."""
     ahead, plane = 2, Plane(12)
     simulate(plane, f"push:{ahead}", 2)
@@ -420,7 +422,7 @@ def test_a_slow_link_changes_no_bit(simulate: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 8])
-def test_the_mean_goes_by_heavy_ball(simulate: Any, workers: int) -> None:
+def test_noloco_mean_follows_heavy_ball_momentum(simulate: Any, workers: int) -> None:
     """What draws two together sums to zero: mean phi follows heavy ball down the mean way, whoever meets."""
     plane = Plane(24)
     simulate(plane, "noloco:4,mu=0.5,lr=0.7", workers)
@@ -467,7 +469,7 @@ def test_pairs_meet_by_the_rule(simulate: Any, workers: int) -> None:
     assert workers == 2 or (phi[0] - phi[1]).abs().max() > 1e-3
 
 
-def test_nothing_but_pairs(simulate: Any) -> None:
+def test_noloco_sends_only_pairwise_messages(simulate: Any) -> None:
     """Each meeting moves two vectors each way, and there is no collective."""
     summary = simulate(Steps(12, size=100), "noloco:3", 4)
     heard = [line for line in events(summary, "deliver") if line["kind"] == "fetch"]
@@ -486,7 +488,9 @@ STEPPING = ["push", "push:2", "push:1,fanout=2", "noloco:3"]
     ("back", ["", 'back = "95 ms"\n', 'back = "56 ms"\n']),
     ("who", [[0], [3], [1, 2]]),
 )
-def test_the_others_step_on(simulate: Any, strategy: str, back: str, who: list[int]) -> None:
+def test_push_and_noloco_survivors_continue_after_crashes_and_rejoins(
+    simulate: Any, strategy: str, back: str, who: list[int]
+) -> None:
     """Some die in the middle of an epoch; those that come back are in from the next one on."""
     crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\n{back}'
     script = Script(size=240, epochs=4)
@@ -499,7 +503,9 @@ def test_the_others_step_on(simulate: Any, strategy: str, back: str, who: list[i
 
 
 @each_value(("seed", range(10)), ("strategy", STEPPING))
-def test_no_delay_and_no_crash_stops_those_either(simulate: Any, seed: int, strategy: str) -> None:
+def test_push_and_noloco_finish_despite_random_delays_and_crashes(
+    simulate: Any, seed: int, strategy: str
+) -> None:
     lots = torch.Generator().manual_seed(100 + seed)
     text = LINKS
     for rank in torch.randperm(6, generator=lots)[:4].tolist():
@@ -511,7 +517,9 @@ def test_no_delay_and_no_crash_stops_those_either(simulate: Any, seed: int, stra
     assert summary["lost"] and summary["metrics"]["after"] < summary["metrics"]["before"]
 
 
-def test_what_was_for_the_dead_is_kept(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_sum_weight_sent_to_a_dead_worker_is_recovered(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Among those who live the sum of omega falls by no more than the dead one had."""
     plane = Plane(60)
     crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
@@ -530,7 +538,7 @@ def test_what_was_for_the_dead_is_kept(simulate: Any, monkeypatch: pytest.Monkey
     assert totals[-1] >= 2 * ONE and {len(plane.x[rank]) for rank in (0, 2, 3)} == {60}
 
 
-def test_one_that_dies_while_a_group_is_made(simulate: Any) -> None:
+def test_push_loses_no_weight_to_a_worker_that_dies_during_regrouping(simulate: Any) -> None:
     """It is in the group and gone already: nothing is laid out for it, and no weight is lost to it."""
 
     def script() -> None:

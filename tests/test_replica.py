@@ -77,7 +77,7 @@ def test_parameters_are_views(make: Any) -> None:
 
 
 @every_model
-def test_every_number_has_one_place(make: Any) -> None:
+def test_layout_pieces_tile_the_flat_vectors(make: Any) -> None:
     """The pieces tile the vectors: no gap, no overlap, a tied parameter once."""
     replica, _, _ = pair(make)
     for part, vector in enumerate(replica.parameters):
@@ -121,7 +121,7 @@ def test_absent_gradients_are_zero_and_known() -> None:
     assert not replica.gather() and (replica.gradient[0] == 0).all()
 
 
-def test_others_can_give_and_take_gradients() -> None:
+def test_replica_bind_shows_gradients_changed_by_other_workers() -> None:
     """After others have added to the gradient and to `present`, `.grad` shows what is there now."""
     replica, _, _ = pair(mlp)
     replica.model[2](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
@@ -168,7 +168,7 @@ def test_the_finite_check_tells_overflow_from_nan() -> None:
 
 
 @every_model
-def test_the_shown_model_is_a_copy(make: Any) -> None:
+def test_replica_shown_model_is_an_independent_copy(make: Any) -> None:
     """It has the given parameters and the replica's buffers, frozen ones too, and is never trained."""
     replica, plain, _ = pair(make)
     for model in (replica.model, plain):
@@ -183,7 +183,7 @@ def test_the_shown_model_is_a_copy(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [mlp, odd, Mixed], ids=["mlp", "odd", "mixed"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_only_what_a_pass_adds_is_scaled(make: Any, set_to_none: bool) -> None:
+def test_replica_scales_only_the_gradient_of_later_passes(make: Any, set_to_none: bool) -> None:
     """Factors hold for the passes after them; what was accumulated before keeps its own."""
     replica, plain, _ = pair(make)
     for round_ in range(2):
@@ -209,7 +209,7 @@ def test_only_what_a_pass_adds_is_scaled(make: Any, set_to_none: bool) -> None:
         replica.optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def test_a_borrowed_batch_adds_nothing() -> None:
+def test_a_batch_with_factor_0_leaves_the_gradient_unchanged() -> None:
     """With factor 0 the gradient stays as it was, bit for bit, though the pass gave NaN."""
     replica, _, _ = pair(mlp)
     backward(replica.model)
@@ -340,7 +340,7 @@ def test_the_state_of_shards_is_the_state_of_one_optimizer(make: Any, optimizer:
     assert all(not entry for index, entry in found.items() if index not in law)
 
 
-def test_buffers_last() -> None:
+def test_named_buffers_of_replica_and_shard_persist() -> None:
     """A named buffer is made once, zero, and as long as the vector or the range."""
     replica, _, _ = pair(Mixed)
     (server,) = shards(Mixed, lambda model: SGD(model.parameters()), 1)
@@ -379,7 +379,7 @@ def test_nothing_to_train_is_refused() -> None:
         Layout(nn.Module(), SGD([nn.Parameter(torch.empty(0))]))
 
 
-def test_more_servers_than_parameters_are_refused() -> None:
+def test_a_shard_refuses_more_servers_than_parameters() -> None:
     """Each server must have something to serve."""
     model = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="3 servers for 2 parameters"):
@@ -456,7 +456,7 @@ def test_reducing_in_slices_is_reducing_whole(
 
 
 @given(numbers(), some_workers, some.integers(1, 30))
-def test_the_mean_is_the_mean(seed: int, workers: int, count: int) -> None:
+def test_reduce_mean_is_the_sum_divided_by_the_count(seed: int, workers: int, count: int) -> None:
     """The sum by the number of inputs, on every output, also in place."""
     inputs = draws(seed, workers, count)
     law = sum(inputs) / workers

@@ -110,7 +110,7 @@ def some_rows(draw: Any, whole: bool) -> Rows:
 
 @settings(deadline=None, max_examples=60)
 @given(rows=some_rows(whole=True))
-def test_exactly_pytorch_where_sums_are_exact(rows: Rows) -> None:
+def test_row_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
     """With quarters and a power of two for a rate, every sum and product of hinge steps is exact."""
     ours, mean = rows.by_rows("hinge", 2.0**-6)
     theirs, other = rows.by_pytorch("hinge", 2.0**-6)
@@ -120,7 +120,7 @@ def test_exactly_pytorch_where_sums_are_exact(rows: Rows) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_nearly_pytorch_everywhere(loss: str, data: Any) -> None:
+def test_row_sgd_equals_pytorch_up_to_rounding_for_every_loss(loss: str, data: Any) -> None:
     rows = data.draw(some_rows(whole=False))
     exact = rows.weights.dtype == torch.float64
     ours, mean = rows.by_rows(loss, 0.05)
@@ -149,7 +149,7 @@ def test_a_matrix_is_rows_of_equal_length() -> None:
     assert found[0][0] > found[0][1] > found[0][2]
 
 
-def test_batches_are_only_how_rows_come() -> None:
+def test_row_sgd_result_does_not_depend_on_the_batch_size() -> None:
     """The weights are the same bits however rows are cut into batches."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
@@ -163,7 +163,7 @@ def test_batches_are_only_how_rows_come() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_schedulers_set_its_rate() -> None:
+def test_row_sgd_follows_learning_rate_schedulers() -> None:
     """And a rate may be a tensor; with none nothing changes."""
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
@@ -180,7 +180,7 @@ def test_schedulers_set_its_rate() -> None:
     assert optimizer.learn(x, None, y) == 0.0 and model.weight[1].item() == 0.5
 
 
-def test_what_was_saved_goes_on() -> None:
+def test_row_sgd_resumes_exactly_from_state_dict() -> None:
     """Rate and loss are in its state; the weights are the model's."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
@@ -195,7 +195,7 @@ def test_what_was_saved_goes_on() -> None:
     assert torch.equal(first.weight, second.weight)
 
 
-def test_a_copy_learns_by_itself() -> None:
+def test_a_deepcopy_of_row_sgd_trains_independently() -> None:
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
     optimizer = pr.RowSGD(model.parameters(), lr=0.5, loss="squared")
@@ -204,7 +204,7 @@ def test_a_copy_learns_by_itself() -> None:
     assert not model.weight.any() and both[0].weight[:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-def test_it_goes_on_with_what_sgd_saved() -> None:
+def test_row_sgd_loads_a_state_dict_of_torch_sgd() -> None:
     """The rate is the one that was saved, the loss its own."""
     model = bag(3)
     saved = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
@@ -278,12 +278,14 @@ def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
         ([torch.zeros(3, 1)], {"loss": "log"}, "loss is 'log'; it may be logistic, hinge, squared"),
     ],
 )
-def test_what_it_cannot_train(parameters: list[Tensor], settings: dict[str, Any], what: str) -> None:
+def test_row_sgd_refuses_unsupported_parameters_and_settings(
+    parameters: list[Tensor], settings: dict[str, Any], what: str
+) -> None:
     with pytest.raises(UsageError, match=f"^RowSGD: .*{what}"):
         pr.RowSGD(parameters, **{"lr": 0.1, **settings})
 
 
-def test_what_is_not_finite_is_not_stepped_on() -> None:
+def test_row_sgd_stops_before_a_nonfinite_step() -> None:
     """The rows before it are learned, and this one and those behind it are not."""
     model = bag(4, torch.float64, torch.tensor([0.0, 0.0, 1e300, 0.0], dtype=torch.float64))
     optimizer = pr.RowSGD(model.parameters(), lr=0.1, loss="squared")
@@ -292,7 +294,7 @@ def test_what_is_not_finite_is_not_stepped_on() -> None:
     assert model.weight[:, 0].tolist() == [0.2, 0.0, 1e300, 0.0]
 
 
-def test_who_diverges_is_named(tmp_path: Path) -> None:
+def test_error_for_a_diverging_row_sgd_names_the_worker(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(4)
@@ -307,7 +309,7 @@ def test_who_diverges_is_named(tmp_path: Path) -> None:
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
-def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_sgd_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(UsageError, match=r"RowSGD needs numba, which is not installed: pip install"):
         pr.RowSGD(bag(4).parameters(), lr=0.1)
@@ -355,7 +357,9 @@ class Learns:
 @both_worlds
 @both_locks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_worker_is_a_process_alone(world: str, strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_row_sgd_under_hogwild_with_one_worker_equals_plain_training(
+    world: str, strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Bit for bit; steps, samples and updates are counted as they are."""
     script = Learns(dtype=dtype)
     summary = run_hogwild(script, world, 1, tmp_path, strategy)
@@ -396,7 +400,7 @@ def test_learning_is_computing_and_not_waiting(tmp_path: Path) -> None:
     assert all(line["compute_s"] >= 0.1 for line in events(summary, "step"))
 
 
-def test_of_many_features_a_sample_is_counted(tmp_path: Path) -> None:
+def test_row_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
     """Of 2^20 one in 256, exactly."""
 
     def main() -> None:
@@ -498,7 +502,9 @@ def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("strategy", "turns"), [("hogwild", 1), ("hogwild:lock=yes", 4)])
-def test_a_lock_costs_the_time_of_all_in_simulation(strategy: str, turns: int, tmp_path: Path) -> None:
+def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
+    strategy: str, turns: int, tmp_path: Path
+) -> None:
     """A batch takes what a step takes; under a lock they follow each other."""
 
     def main() -> None:
@@ -512,7 +518,7 @@ def test_a_lock_costs_the_time_of_all_in_simulation(strategy: str, turns: int, t
     assert summary["wall_s"] == pytest.approx(turns * 10 * 0.010)
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_interrupted_row_sgd_run_resumes_exactly(tmp_path: Path) -> None:
     whole = trained(run_hogwild(Learns(epochs=2, schedule=False), "simulated", 1, tmp_path))
     script = Learns(epochs=1, schedule=False, saved=tmp_path / "state.pt")
     assert not same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
@@ -521,12 +527,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> Non
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
-def test_strategies_that_want_gradients_refuse_it(world: str, strategy: str, tmp_path: Path) -> None:
+def test_gradient_strategies_refuse_row_sgd(world: str, strategy: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{strategy} works on gradients, and RowSGD makes its own"):
         run_hogwild(Learns(), world, 2, tmp_path, strategy)
 
 
-def test_a_step_without_a_batch_is_refused_in_a_run_too(tmp_path: Path) -> None:
+def test_row_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(8)
@@ -576,7 +582,9 @@ class Killed:
 
 @both_locks
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_one_killed_in_the_midst_of_a_row(strategy: str, restarts: int, tmp_path: Path) -> None:
+def test_row_sgd_run_continues_after_a_worker_is_killed_within_a_row(
+    strategy: str, restarts: int, tmp_path: Path
+) -> None:
     """With the mutex or without: the others have it next, and all is learned."""
     summary = run_hogwild(
         Killed(tmp_path / "killed"), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
@@ -619,7 +627,7 @@ class Stopped:
 
 
 @few("rows", [True, False], quick=1)
-def test_one_stopped_with_the_lock_is_named(rows: bool, tmp_path: Path) -> None:
+def test_waiting_for_the_lock_of_a_stopped_worker_times_out_and_names_it(rows: bool, tmp_path: Path) -> None:
     """Whoever waits for it gives up when its time is over, and says for whom it waited."""
     began = time.monotonic()
     with pytest.raises(

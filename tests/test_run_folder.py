@@ -45,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Folder(start(program, workers=3, servers=2, strategy="async", seed=7, runs=runs, name="it"))
 
 
-def test_config_and_summary(folder: Folder) -> None:
+def test_run_folder_has_the_config_and_the_returned_summary(folder: Folder) -> None:
     """What was asked is there, and the summary on disk is the one that was returned."""
     config = json.loads((folder.path / "config.json").read_text())
     asked = {"workers": 3, "servers": 2, "strategy": "async", "seed": 7, "polyrhythm": pr.__version__}
@@ -53,7 +53,7 @@ def test_config_and_summary(folder: Folder) -> None:
     assert json.loads((folder.path / "summary.json").read_text()) == folder.summary
 
 
-def test_pushes(folder: Folder) -> None:
+def test_every_applied_push_is_logged_with_its_staleness(folder: Folder) -> None:
     """Every push is recorded where it was applied: whose, which, when, how stale and how large."""
     applied = folder.of("apply")
     keys = {"node", "t", "worker", "sequence", "version", "staleness", "bytes", "step"}
@@ -67,7 +67,7 @@ def test_pushes(folder: Folder) -> None:
     assert folder.summary["staleness"]["max"] == max(stale)
 
 
-def test_deliveries(folder: Folder) -> None:
+def test_logged_deliveries_give_the_order_of_applied_pushes(folder: Folder) -> None:
     """Each server's order of deliveries is complete: its pushes are applied in just that order."""
     for server in ("server 0", "server 1"):
         order = [
@@ -79,7 +79,7 @@ def test_deliveries(folder: Folder) -> None:
         assert order == [(f"worker {line['worker']}", line["sequence"]) for line in applied]
 
 
-def test_steps(folder: Folder) -> None:
+def test_every_step_is_logged_with_compute_and_wait_time(folder: Folder) -> None:
     """Every step of every worker says how long it computed and how long it waited."""
     steps = folder.of("step")
     assert all(line["compute_s"] >= 0 and line["wait_s"] >= 0 for line in steps)
@@ -90,7 +90,7 @@ def test_steps(folder: Folder) -> None:
     assert sum(line["samples"] for line in steps) == folder.summary["samples"] == EPOCHS * EXAMPLES
 
 
-def test_leases(folder: Folder) -> None:
+def test_logged_leases_cover_each_batch_of_an_epoch_once(folder: Folder) -> None:
     """The leases of an epoch cover each batch once."""
     taken = defaultdict(list)
     for line in folder.of("lease"):
@@ -100,7 +100,7 @@ def test_leases(folder: Folder) -> None:
     }
 
 
-def test_membership(folder: Folder) -> None:
+def test_joins_and_leaves_of_all_nodes_are_logged(folder: Folder) -> None:
     """Who came and who went, and why."""
     everyone = {f"worker {rank}" for rank in range(3)} | {f"server {rank}" for rank in range(2)}
     assert {line["peer"] for line in folder.of("join")} == everyone
@@ -109,7 +109,7 @@ def test_membership(folder: Folder) -> None:
     )
 
 
-def test_lost(tmp_path: Path) -> None:
+def test_a_lost_worker_is_logged_with_reason_and_returned_batches(tmp_path: Path) -> None:
     """A lost worker leaves with a reason, and what it had leased goes back."""
     folder = Folder(pr.run(partial(train, do="kill", pause=0.02), workers=3, strategy="async", runs=tmp_path))
     (lost,) = (line for line in folder.of("leave") if line["reason"] != "finished")
@@ -117,7 +117,7 @@ def test_lost(tmp_path: Path) -> None:
     assert lost["returned"] >= 1
 
 
-def test_failed(tmp_path: Path) -> None:
+def test_a_failed_run_logs_its_error_in_the_run_folder(tmp_path: Path) -> None:
     """A run that fails leaves its folder, with the reason as an event."""
     with pytest.raises(pr.PolyrhythmError) as failure:
         pr.run(partial(train, do="kill"), workers=2, strategy="allreduce", runs=tmp_path, name="it")
@@ -125,13 +125,13 @@ def test_failed(tmp_path: Path) -> None:
     assert (last["event"], last["message"]) == ("fail", str(failure.value))
 
 
-def test_metrics(folder: Folder) -> None:
+def test_metrics_are_logged_with_node_time_and_step(folder: Folder) -> None:
     """Everything that the script logs is kept with who said it, when and at which step."""
     assert Counter(line["node"] for line in folder.metrics) == {f"worker {rank}": EPOCHS for rank in range(3)}
     assert all(line.keys() == {"t", "node", "step", "epoch", "loss"} for line in folder.metrics)
 
 
-def test_consensus(folder: Folder) -> None:
+def test_consensus_file_loads_into_a_plain_model_and_matches_the_digest(folder: Folder) -> None:
     """The trained parameters load into the plain model, and the digest is their SHA-256."""
     model = network()
     model.load_state_dict(safetensors.torch.load_file(folder.path / "consensus.safetensors"), strict=True)
@@ -142,7 +142,7 @@ def test_consensus(folder: Folder) -> None:
     }  # fmt: skip
 
 
-def test_same_name(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_get_separate_folders(tmp_path: Path) -> None:
     """A second run of the same name does not touch the first."""
     folders = [pr.simulate(train, strategy="allreduce", runs=tmp_path, name="it")["folder"] for _ in range(3)]
     assert folders == [str(tmp_path / name) for name in ("it", "it-2", "it-3")]
@@ -175,7 +175,7 @@ def test_spread() -> None:
     assert spread(Counter()) == {"mean": 0.0, "p95": 0.0, "max": 0.0}
 
 
-def test_no_pickle() -> None:
+def test_the_package_never_reads_or_writes_pickles() -> None:
     """Nothing in the package reads or writes pickles: whoever can send one can run code."""
     for path in Path(pr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

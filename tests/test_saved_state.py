@@ -67,9 +67,7 @@ def script(folder: Path, begin: int, end: int, forgets: int = -1) -> None:
     ),
     ("workers", [2, 3]),
 )
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
-    strategy: str, workers: int, tmp_path: Path
-) -> None:
+def test_interrupted_simulated_run_resumes_exactly(strategy: str, workers: int, tmp_path: Path) -> None:
     """Model, optimizer and session of each worker, saved and loaded: the same bits as without the pause."""
     workers += "fanout=2" in strategy  # of two workers each has one receiver
 
@@ -84,7 +82,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("strategy", ["push:1", "noloco:5"])
-def test_so_it_does_on_real_processes(strategy: str, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_exactly_on_real_processes(strategy: str, tmp_path: Path) -> None:
     def train_steps(begin: int, end: int) -> str:
         return pr.run(
             lambda: script(tmp_path, begin, end), workers=3, strategy=strategy, runs=None, threads=1
@@ -96,7 +94,7 @@ def test_so_it_does_on_real_processes(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["push", "push:1", "noloco:4"])
-def test_one_that_begins_anew_among_others_is_told(strategy: str, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_load_its_saved_state_is_refused(strategy: str, tmp_path: Path) -> None:
     """Not left to wait for rounds that never come, nor silently mixed with another's."""
     train = partial(pr.simulate, workers=3, strategy=strategy, runs=None, threads=1)
     train(lambda: script(tmp_path, 0, 2))
@@ -108,13 +106,13 @@ def test_one_that_begins_anew_among_others_is_told(strategy: str, tmp_path: Path
         train(forgetful)
 
 
-def test_as_many_go_on_as_have_saved(tmp_path: Path) -> None:
+def test_resuming_with_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy="push", runs=None)
     with pytest.raises(UsageError, match="at place 0 of 3, and this one is at place 0 of 2"):
         pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy="push", runs=None)
 
 
-def test_only_where_it_belongs(tmp_path: Path) -> None:
+def test_saved_state_of_another_strategy_or_model_is_refused(tmp_path: Path) -> None:
     """State of another strategy, or of another model, is refused, and so is any for a process alone."""
     pr.simulate(lambda: script(tmp_path, 0, 1), workers=2, strategy="allreduce+topk:0.1", runs=None)
     with pytest.raises(UsageError, match=r"was saved under allreduce\+topk:0\.1, and this run is local"):

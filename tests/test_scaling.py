@@ -128,7 +128,7 @@ def test_the_scheduler_may_go_by_epochs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_it_does_not_matter_who_came_first(first: bool) -> None:
+def test_linear_scaling_works_with_schedulers_made_before_or_after(first: bool) -> None:
     """Schedulers that are made before or after it, and a step with a closure, are as ever."""
     each = optimizer()
     early = lr.StepLR(each, 100) if first else None
@@ -143,7 +143,7 @@ def test_it_does_not_matter_who_came_first(first: bool) -> None:
 @every_scheduler
 @pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "scheduler only"])
 @pytest.mark.parametrize("moment", [0, 3, STEPS, 11])
-def test_it_resumes_exactly(kind: str, order: str, moment: int) -> None:
+def test_linear_scaling_resumes_exactly_from_state_dict(kind: str, order: str, moment: int) -> None:
     """Saved and loaded, also through a file, it goes on with the same bits."""
     first = optimizer()
     scheduler = pr.LinearScaling(first, FACTOR, STEPS, after=made(kind, first))
@@ -164,7 +164,7 @@ def test_it_resumes_exactly(kind: str, order: str, moment: int) -> None:
     assert rates(first) == rates(second)
 
 
-def test_its_state_is_plain() -> None:
+def test_linear_scaling_state_dict_is_json_serializable() -> None:
     """It has nothing in it that JSON could not hold, if that of the wrapped one has not."""
     each = optimizer(tensors=True)
     scheduler = pr.LinearScaling(each, FACTOR, STEPS)
@@ -208,7 +208,7 @@ def test_without_steps_the_factor_is_there_at_once() -> None:
     assert rates(each) == [rate * 3 for rate in RATES] == scheduler.get_last_lr()
 
 
-def test_one_can_wrap_another() -> None:
+def test_nested_linear_scaling_multiplies_the_factors() -> None:
     """Factors multiply, each by its own warm-up, and every step counts once."""
     each = optimizer()
     scheduler = pr.LinearScaling(each, 3, 2, after=pr.LinearScaling(each, 2, 4))
@@ -230,7 +230,7 @@ def test_one_can_wrap_another() -> None:
         ({"factor": 2, "after": lr.StepLR(optimizer(), 2)}, "must be a scheduler of the same optimizer"),
     ],
 )
-def test_mistakes(arguments: dict[str, Any], message: str) -> None:
+def test_linear_scaling_refuses_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         pr.LinearScaling(optimizer(), **arguments)
 
@@ -245,7 +245,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
         pr.LinearScaling(single, 2, after=lr.StepLR(single, 2)).load_state_dict(state)
 
 
-def test_the_example() -> None:
+def test_scaling_docstring_example_passes() -> None:
     assert doctest.testmod(polyrhythm.scaling).failed == 0
 
 
@@ -253,7 +253,7 @@ def test_the_example() -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_it_is_made_after_prepare(prepared: bool) -> None:
+def test_linear_scaling_by_workers_must_be_made_after_prepare(prepared: bool) -> None:
     """Before, it would know neither the workers nor the steps."""
 
     def main() -> None:
@@ -270,7 +270,7 @@ def test_it_is_made_after_prepare(prepared: bool) -> None:
     ("world", ["simulated", "real"]),
     ("strategy, factor", [("async", 1), ("ssp:3", 1), ("backup:1", 1), ("ssp:0", 3), ("local:2", 3)]),
 )
-def test_who_goes_at_its_own_pace_has_its_own_batch(
+def test_linear_scaling_default_factor_is_1_for_asynchronous_strategies(
     world: str, strategy: str, factor: int, tmp_path: Path
 ) -> None:
     """So the default factor there is 1; one that is given is reached, though a worker's optimizer rests."""

@@ -47,7 +47,9 @@ EXPONENTIAL = '[[hosts]]\nstep_time = { exponential = "1 s" }'
     ),
     ("other", ["ssp:0", "backup:0", "async:max_staleness=0"]),
 )
-def test_without_slack_all_are_sync(simulate: Any, other: str, servers: int, optimizer: Any) -> None:
+def test_server_strategies_without_slack_equal_sync(
+    simulate: Any, other: str, servers: int, optimizer: Any
+) -> None:
     """s = 0, no spare workers: the same bits as hard synchronous training, at any mix of speeds."""
     script = Script(optimizer=optimizer, size=50, shuffle=True, schedule=True)
     one, two = (
@@ -61,7 +63,9 @@ def test_without_slack_all_are_sync(simulate: Any, other: str, servers: int, opt
     ("servers", [1, 2]),
     ("other", ["ssp:inf", "softsync:1", "dc-asgd:0", "async:weight=exp,damping=0"]),
 )
-def test_without_bounds_all_are_async(simulate: Any, other: str, servers: int, speeds: str) -> None:
+def test_server_strategies_without_bounds_equal_async(
+    simulate: Any, other: str, servers: int, speeds: str
+) -> None:
     """s = inf, groups of one, no correction: the same bits as asynchronous training."""
     script = Script(optimizer=MOMENTUM, size=101, batch=2, shuffle=True)
     one, two = (simulate(script, each, 5, servers, SPEEDS[speeds])["digest"] for each in ("async", other))
@@ -122,7 +126,7 @@ def test_nothing_too_stale_is_applied(simulate: Any, cut: int, servers: int) -> 
     )
 
 
-def test_stale_updates_fade(simulate: Any) -> None:
+def test_async_weight_exp_damps_stale_updates_exponentially(simulate: Any) -> None:
     """With weight=exp an update of staleness tau moves the parameters by exp(-damping tau)."""
     summary = simulate(Steps(10), "async:weight=exp,damping=0.5", 3)
     moved = sum(math.exp(-0.5 * line["staleness"]) for line in pushes(summary))
@@ -250,7 +254,9 @@ def harmonic(n: int) -> float:
 
 
 @few("needed, spare", [(6, 2), (8, 0), (4, 4)], quick=1)
-def test_the_first_round_of_backups(simulate: Any, needed: int, spare: int) -> None:
+def test_first_backup_round_takes_the_expected_order_statistic(
+    simulate: Any, needed: int, spare: int
+) -> None:
     """When all begin together, exponential steps make a round last H_{N+b} - H_b."""
     workers = needed + spare
     times = []
@@ -262,7 +268,9 @@ def test_the_first_round_of_backups(simulate: Any, needed: int, spare: int) -> N
 
 
 @few("needed, spare", [(6, 2), (8, 0)], quick=1)
-def test_rounds_of_backups_go_on(simulate: Any, needed: int, spare: int) -> None:
+def test_later_backup_rounds_take_longer_as_late_workers_finish(
+    simulate: Any, needed: int, spare: int
+) -> None:
     """A late worker is not interrupted: it finishes its step for nothing. That makes later rounds longer."""
     workers = needed + spare
 
@@ -294,7 +302,7 @@ def test_downpour_of_one_worker_is_sequential(simulate: Any, every: int) -> None
 
 
 @pytest.mark.parametrize(("push", "fetch"), [(1, 1), (4, 4), (1, 4), (4, 1), (3, 2)])
-def test_downpour_talks_less(simulate: Any, push: int, fetch: int) -> None:
+def test_downpour_push_and_fetch_periods_reduce_the_bytes(simulate: Any, push: int, fetch: int) -> None:
     """Every gradient arrives, in a push of `push_every` steps; parameters come every `fetch_every`."""
     summary = simulate(Steps(24), f"async:push_every={push},fetch_every={fetch}", 3)
     assert trained(summary)["x"].item() == -72
@@ -302,7 +310,7 @@ def test_downpour_talks_less(simulate: Any, push: int, fetch: int) -> None:
     assert summary["bytes_sent"] == 8 * (1 + 3 + 3 * 24 / push + 3 * 24 / fetch + 1)
 
 
-def test_what_is_left_is_pushed_at_the_end(simulate: Any) -> None:
+def test_downpour_pushes_remaining_steps_at_the_end(simulate: Any) -> None:
     """Steps that do not fill a push are pushed when the worker is done."""
     assert trained(simulate(Steps(10), "async:push_every=4,fetch_every=4", 3))["x"].item() == -30
 
@@ -418,7 +426,9 @@ class Turns(torch.nn.Module):
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, NESTEROV, ADAM], ids=["momentum", "nesterov", "adam"])
 @pytest.mark.parametrize("servers", [1, 2, 5])
-def test_tensors_are_joined_and_parted_without_a_trace(simulate: Any, optimizer: Any, servers: int) -> None:
+def test_server_merging_and_splitting_tensors_does_not_change_results(
+    simulate: Any, optimizer: Any, servers: int
+) -> None:
     """A server treats parameters as one while the same ones have gradients; when not, it parts them."""
     script = Script(model=Turns, optimizer=optimizer, size=60, epochs=1, set_to_none=True)
     with torch.random.fork_rng():
@@ -474,7 +484,9 @@ def test_a_server_steps_on_few_tensors() -> None:
     ),
     ("servers", [2, 3]),
 )
-def test_whoever_dies_whenever_the_others_go_on(simulate: Any, strategy: str, servers: int) -> None:
+def test_server_strategies_finish_despite_random_deaths_and_returns(
+    simulate: Any, strategy: str, servers: int
+) -> None:
     """Random deaths and returns, slow links, servers that hear of all at other times: no run gets stuck."""
     for seed in range(10):
         chance = random.Random(f"{strategy}/{servers}/{seed}")
@@ -535,7 +547,7 @@ def test_whoever_dies_whenever_the_others_go_on(simulate: Any, strategy: str, se
         ("easgd:weight=1/tau", "weight cannot be set here; easgd has: max_staleness, period, alpha"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(strategy: str, message: str) -> None:
+def test_server_strategies_refuse_invalid_settings_before_starting(strategy: str, message: str) -> None:
     def never() -> None:
         raise AssertionError("the script was started")
 
@@ -546,7 +558,7 @@ def test_what_cannot_work_is_said_before_anything_starts(strategy: str, message:
 
 
 @pytest.mark.parametrize("strategy", ["gap-aware", "dana-zero", "dana-slim", "ormo"])
-def test_what_is_about_sgd_needs_sgd(simulate: Any, strategy: str) -> None:
+def test_sgd_corrections_refuse_other_optimizers_and_dampening(simulate: Any, strategy: str) -> None:
     with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
         simulate(Script(optimizer=ADAM), strategy, 2)
     if strategy != "gap-aware":
@@ -574,6 +586,6 @@ def test_optimizers_that_need_a_closure_are_refused(simulate: Any) -> None:
         simulate(Script(optimizer=partial(torch.optim.LBFGS, lr=0.1)), "async", 2)
 
 
-def test_more_servers_than_parameters_are_refused(simulate: Any) -> None:
+def test_a_run_refuses_more_servers_than_parameters(simulate: Any) -> None:
     with pytest.raises(UsageError, match="3 servers for 2 parameters"):
         simulate(Steps(1, size=2), "ssp", 2, 3)

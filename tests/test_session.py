@@ -18,7 +18,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
 
 
-def test_alone_the_very_same_objects_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_without_a_run_returns_the_same_objects(capsys: pytest.CaptureFixture[str]) -> None:
     """Plain PyTorch: prepare gives back what it got, epochs count, log prints a line."""
     session, given = pr.init(), parts()
     assert all(one is other for one, other in zip(session.prepare(*given), given, strict=True))
@@ -27,7 +27,7 @@ def test_alone_the_very_same_objects_come_back(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "epoch 1  loss 0.25\n"
 
 
-def test_alone_the_consensus_is_a_copy() -> None:
+def test_consensus_without_a_run_is_an_independent_copy() -> None:
     """Evaluating it neither turns dropout off in training nor sees later steps."""
     session, (model, optimizer, loader) = pr.init(), parts()
     session.prepare(model, optimizer, loader)

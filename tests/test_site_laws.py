@@ -100,7 +100,9 @@ def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
     # By examples inside, where gradients are as they come, and not between.
     where=lambda outer, inner, size: size == 48 or "average" not in inner or "average" in outer,
 )
-def test_one_worker_per_site_averages_with_nobody(simulate: Any, inner: str, outer: str, size: int) -> None:
+def test_averaging_inside_sites_of_one_worker_changes_nothing(
+    simulate: Any, inner: str, outer: str, size: int
+) -> None:
     """The mean of one is that one, to the last bit, however often it is taken."""
     if inner == "average:4" and "streaming" in outer:
         outer = outer.replace("overlap=2", "overlap=0")
@@ -139,7 +141,7 @@ def test_averaging_each_step_inside_is_allreduce_inside(simulate: Any, outer: st
     assert distance(trained(two), trained(one)) < (1e-3 if "+" in outer else 1e-12)
 
 
-def test_averaging_each_step_inside_is_allreduce_to_the_last_bit_where_sums_are_exact(simulate: Any) -> None:
+def test_averaging_each_step_inside_sites_has_the_exact_allreduce_bits(simulate: Any) -> None:
     slope = lambda rank, x: torch.full_like(x, float(4 * rank))  # noqa: E731
     step = lambda parameters: torch.optim.SGD(parameters, lr=0.25)  # noqa: E731
     two, one = (Trace(9, slope, step) for _ in range(2))
@@ -149,7 +151,7 @@ def test_averaging_each_step_inside_is_allreduce_to_the_last_bit_where_sums_are_
 
 
 @pytest.mark.parametrize("size", [48, 43])
-def test_the_same_period_twice_is_once(simulate: Any, monkeypatch: Any, size: int) -> None:
+def test_two_levels_with_the_same_period_equal_one_level(simulate: Any, monkeypatch: Any, size: int) -> None:
     """In one site to the last bit, and in sites of as many within the rounding of a mean of means."""
     program = Script(optimizer=MOMENTUM, size=size, epochs=3, shuffle=True)
     one = simulate(program, "local:4", 4)
@@ -192,7 +194,7 @@ def test_hierarchical_local_sgd_by_hand(simulate: Any, sites: list[list[int]], m
     ("inner", ["allreduce", "local:1", "average:1"]),
     ("size", [48, 50, 43]),
 )
-def test_by_examples_unequal_sites_are_allreduce_too(
+def test_example_weighted_averaging_of_unequal_sites_is_allreduce(
     simulate: Any, sites: list[list[int]], inner: str, size: int
 ) -> None:
     """Under `average` a site counts by the examples of its workers, so that every example counts alike."""
@@ -203,7 +205,7 @@ def test_by_examples_unequal_sites_are_allreduce_too(
     assert distance(trained(two), law) < 1e-12
 
 
-def test_without_weights_a_site_is_one_vote(simulate: Any) -> None:
+def test_unweighted_averaging_counts_each_site_once(simulate: Any) -> None:
     """Under the others each site counts once: x <- mean over sites of the mean over its workers."""
     slope = lambda rank, x: torch.full_like(x, float(rank))  # noqa: E731
     trace = Trace(1, slope, begin=torch.zeros(2, dtype=torch.float64))
@@ -280,7 +282,7 @@ def test_at_the_end_of_a_round_all_of_a_site_are_equal(
 
 
 @pytest.mark.parametrize("strategy", [*(f"allreduce / {outer}" for outer in OUTER), *PAIRS])
-def test_the_result_is_the_same_for_all(simulate: Any, strategy: str) -> None:
+def test_two_level_consensus_is_the_same_on_all_workers(simulate: Any, strategy: str) -> None:
     """The consensus is one model, also in the middle of a round, and it is what the run brings home."""
     shown: dict[int, list[torch.Tensor]] = {}
     final: dict[int, torch.Tensor] = {}
@@ -327,7 +329,7 @@ def test_between_rounds_nothing_passes_between_sites(simulate: Any, outer: str, 
         assert all(now > then for then, now in zip(sent[rank], sent[rank][1:], strict=False))
 
 
-def test_between_rounds_inside_nothing_passes_at_all(simulate: Any) -> None:
+def test_no_bytes_are_sent_between_inner_rounds(simulate: Any) -> None:
     """Every second step inside, every fourth between, and in the others nobody sends anything."""
     trace = Trace(13)
     simulate(trace, "local:2 / diloco:4", 4, cluster=at(2, 2))
@@ -358,7 +360,7 @@ def test_buckets_are_agreed_on_inside_a_site(simulate: Any) -> None:
     assert len(set(passed)) == 1
 
 
-def test_what_two_levels_remember_is_apart(simulate: Any) -> None:
+def test_two_levels_keep_separate_residuals(simulate: Any) -> None:
     """Both have a codec with a residual: neither sees the other's."""
 
     def main() -> None:
@@ -375,7 +377,7 @@ def test_what_two_levels_remember_is_apart(simulate: Any) -> None:
     ("outer", ["slowmo:4", "diloco:4", "diloco:4+topk:0.2", "local:4+int8"]),
     ("inner", ["allreduce", "allreduce+topk:0.1", "local:2", "slowmo:2", "local:2+topk:0.1"]),
 )
-def test_an_interrupted_run_goes_on(inner: str, outer: str, tmp_path: Path) -> None:
+def test_interrupted_two_level_run_resumes_exactly(inner: str, outer: str, tmp_path: Path) -> None:
     """What both levels remember is saved and loaded."""
     (tmp_path / "cluster.toml").write_text(at(1, 2))
 
@@ -409,7 +411,9 @@ WAYS = [
         ],
     ),
 )
-def test_every_way_trains_the_same_model(tmp_path: Path, strategy: str, way: str, listen: str) -> None:
+def test_every_collective_trains_the_same_two_level_model(
+    tmp_path: Path, strategy: str, way: str, listen: str
+) -> None:
     """Bit for bit where sums are taken in rank order, and round a ring as in a simulated one."""
     (tmp_path / "cluster.toml").write_text(at(2, 3))
     program = Script(optimizer=MOMENTUM, size=50, shuffle=True)
@@ -447,7 +451,7 @@ SERVED = 'servers = { site = "b" }\n'
     ),
     ("listen", ["unix:", "tcp:127.0.0.1:0"]),
 )
-def test_real_workers_count_what_passes_between_sites_too(
+def test_bytes_between_sites_match_in_simulator_and_processes(
     strategy: str, servers: Any, cluster: str, listen: str, tmp_path: Path
 ) -> None:
     """Of tensors, without headers, as `bytes_sent` is: the same number as in simulation."""
@@ -464,7 +468,7 @@ def test_real_workers_count_what_passes_between_sites_too(
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_what_an_all_reduce_sends_to_another_site(simulate: Any, workers: int) -> None:
+def test_allreduce_bytes_between_sites_match_the_slice_sizes(simulate: Any, workers: int) -> None:
     """To each elsewhere its part of that one's slice, and the own one; to the byte, whatever their sizes."""
     count, steps, home = 7, 4, workers // 2
     trace = Trace(steps, begin=torch.ones(count, dtype=torch.float64))
@@ -477,11 +481,11 @@ def test_what_an_all_reduce_sends_to_another_site(simulate: Any, workers: int) -
     assert summary["bytes_between_sites"] == start + steps * 2 * passing
 
 
-def test_without_sites_nothing_is_said_of_them(simulate: Any) -> None:
+def test_summary_without_sites_has_no_bytes_between_sites(simulate: Any) -> None:
     assert "bytes_between_sites" not in simulate(Script(), "allreduce", 2)
 
 
-def test_the_command_line_tells_what_passed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_reports_the_bytes_between_sites(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(at(2, 1))
     train = str(Path(__file__).parent / "scripts" / "train.py")
@@ -518,7 +522,7 @@ class Parts(pr.Strategy):
 @pytest.mark.parametrize(
     "world", ["simulated", "simulated ring", *(f"{way} {listen}" for way, listen in WAYS)]
 )
-def test_parts_have_collectives_of_their_own(world: str) -> None:
+def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -> None:
     """Parts that overlap do not disturb each other, whatever the order in which they are waited for."""
     made = dataclass(frozen=True)(type("Made", (Parts,), {"name": "parts"}))
     way, _, listen = world.partition(" ")
@@ -545,7 +549,7 @@ def test_one_site_does_not_wait_for_another(simulate: Any) -> None:
     assert ends["worker 0"][3] == pytest.approx(0.12) and ends["worker 0"][7] == pytest.approx(0.24)
 
 
-def test_a_slow_link_between_sites(simulate: Any) -> None:
+def test_a_slow_link_between_sites_costs_time_only_at_outer_rounds(simulate: Any) -> None:
     """Steps inside take no notice of it; a round takes what the bytes of one worker per site take."""
     size = 1000
     trace = Trace(8, begin=torch.ones(size, dtype=torch.float64))
@@ -560,7 +564,7 @@ def test_a_slow_link_between_sites(simulate: Any) -> None:
     )
 
 
-def test_a_link_that_is_slow_is_overlapped(simulate: Any) -> None:
+def test_streaming_diloco_between_sites_overlaps_a_slow_link(simulate: Any) -> None:
     """What streams between the sites holds no step up if it takes no longer than the steps in between."""
     links = 'bandwidth = "1 MB/s"\nlatency = "5 ms"'  # the exchange of a fragment takes 20 ms and a little
     strategy = "allreduce / streaming-diloco:8,fragments=2,overlap=3"
@@ -588,7 +592,7 @@ def test_codes_inside_may_go_round_a_ring(simulate: Any, tmp_path: Path) -> None
         assert law[key] == real[key], key
 
 
-def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:
+def test_diloco_between_sites_sends_under_a_tenth_of_the_allreduce_bytes(simulate: Any) -> None:
     """DiLoCo between two sites on links of 10 Mbit/s sends less than a tenth, and is sooner there."""
     links = 'bandwidth = "10 Mbit/s"\nlatency = "20 ms"'
     program = Script(optimizer=ADAM, size=400, epochs=6, shuffle=True)
@@ -631,7 +635,7 @@ def test_far_fewer_bytes_for_the_same_loss(simulate: Any) -> None:
         ("allreduce / diloco+dgc", "dgc is for gradients, and diloco sends how far each worker has come"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_combined(strategy: str, message: str) -> None:
+def test_two_level_strategies_refuse_invalid_combinations(strategy: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         pr.parse(strategy)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -654,7 +658,7 @@ def test_what_cannot_be_combined(strategy: str, message: str) -> None:
     ("how", [pr.simulate, pr.run]),
     ("chosen", ["outside", "in the script"]),
 )
-def test_sites_that_do_not_fit(
+def test_two_level_strategies_refuse_missing_or_unfit_sites(
     how: Any, cluster: str | None, workers: int, message: str, chosen: str, tmp_path: Path
 ) -> None:
     """Told before any process starts, if the strategy is known by then."""

@@ -214,7 +214,7 @@ def test_any_text_parses_or_is_answered_in_one_line(text: str) -> None:
         ("every:rate=1e+30/every:2", "every:rate=1e30 / every:2"),
     ],
 )
-def test_canonical_text(text: str, canonical: str) -> None:
+def test_strategy_text_has_a_canonical_form(text: str, canonical: str) -> None:
     assert str(parse(text)) == canonical
     assert str(parse(canonical)) == canonical
 
@@ -281,13 +281,13 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
         ("every/plain", "every/plain: between sites there can be every, and not plain"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(text: str, message: str) -> None:
+def test_invalid_strategy_text_raises_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert str(caught.value) == message
 
 
-def test_a_codec_is_refused_in_code_too() -> None:
+def test_a_strategy_without_codecs_refuses_one_given_in_python() -> None:
     with pytest.raises(UsageError, match="plain takes no codec"):
         make("plain", codec=half(0.1))
 
@@ -328,7 +328,7 @@ def test_a_class_without_its_own_name_is_not_known() -> None:
     assert Toy not in Strategy.registry.values()
 
 
-def test_a_forgotten_decorator_is_named() -> None:
+def test_a_strategy_without_the_dataclass_decorator_raises_an_error() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Strategy, "registry", {})
 
@@ -340,12 +340,12 @@ def test_a_forgotten_decorator_is_named() -> None:
             parse("bare:4")
 
 
-def test_a_type_without_text_is_named() -> None:
+def test_a_field_type_without_text_form_raises_an_error() -> None:
     with pytest.raises(TypeError, match="no text for a field of type"):
         grammar.wanted(dict[str, int])
 
 
-def test_describe() -> None:
+def test_describe_lists_names_fields_summaries_and_papers() -> None:
     rows = {row.name: row for row in describe()}
     assert list(rows) == ["every", "needy", "plain"]
     assert rows["plain"] == ("plain", (), "No fields and no codec.", "")
@@ -370,7 +370,7 @@ class Recorder:
         self.sent = tensors
 
 
-def test_defaults() -> None:
+def test_strategy_base_class_broadcasts_at_start_and_has_no_servers() -> None:
     node: Any = Recorder()
     chosen = make("plain")
     chosen.check(workers=1, servers=0)

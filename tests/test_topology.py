@@ -45,7 +45,9 @@ def of(text: str, places: int, seed: int = 0) -> np.ndarray:
 
 @PATIENT
 @given(topologies, sizes, seeds)
-def test_every_graph_can_be_mixed_over(topology: Topology, places: int, seed: int) -> None:
+def test_every_topology_gives_a_connected_graph_with_symmetric_weights(
+    topology: Topology, places: int, seed: int
+) -> None:
     """Simple, both ways, in one piece; W is symmetric, its rows add up to 1, and everybody counts itself."""
     try:
         found = graph(topology, places, seed)
@@ -65,7 +67,9 @@ def test_every_graph_can_be_mixed_over(topology: Topology, places: int, seed: in
 
 @PATIENT
 @given(topologies, st.sets(st.integers(0, 60), min_size=1, max_size=30), seeds, st.integers(0, 9))
-def test_whoever_is_left_has_a_graph(topology: Topology, living: set[int], seed: int, turn: int) -> None:
+def test_any_set_of_survivors_has_a_connected_balanced_graph(
+    topology: Topology, living: set[int], seed: int, turn: int
+) -> None:
     """For any of the workers there is a graph that holds together; at each turn its weights are balanced."""
     found = regraph(topology, list(living), seed)
     ranks = sorted(living)
@@ -94,7 +98,7 @@ def test_edges_that_are_left_are_kept(data: st.DataObject, places: int) -> None:
     assert kept <= now and now - kept <= ring
 
 
-def test_when_all_are_back_it_is_the_graph_that_was_asked_for() -> None:
+def test_regraph_of_all_workers_is_the_requested_graph() -> None:
     for text in ANY:
         try:
             asked = graph(parse_topology(text), 16, 3)
@@ -144,7 +148,7 @@ def test_an_exponential_graph_contracts_by_the_formula(places: int) -> None:
 
 @PATIENT
 @given(st.integers(2, 40))
-def test_exponential_takes_turns(places: int) -> None:
+def test_exponential_topology_cycles_through_its_neighbours(places: int) -> None:
     """Each has two neighbours at most at a time, and over its turns those of the exponential-all graph."""
     topology = parse_topology("exponential")
     turns = [graph(topology, places, turn=turn) for turn in range(topology.turns(places))]
@@ -204,7 +208,7 @@ def test_all_pairs_are_drawn_equally_often() -> None:
 
 @PATIENT
 @given(st.integers(1, 40), st.integers(0, 50))
-def test_each_gives_to_one_and_gets_from_one(places: int, turn: int) -> None:
+def test_exponential_peers_are_a_permutation_of_the_workers(places: int, turn: int) -> None:
     peers = [exponential_peer(place, places, turn) for place in range(places)]
     assert sorted(peers) == list(range(places))
     assert places == 1 or all(peer != place for place, peer in enumerate(peers))
@@ -261,7 +265,7 @@ def test_weights_of_unequal_neighbours_are_equal_both_ways() -> None:
         ("0-1/1-2", 4, "worker 3 has no neighbour"),
     ],
 )
-def test_what_cannot_be_is_said(text: str, places: int, said: str) -> None:
+def test_invalid_topologies_are_refused(text: str, places: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         graph(parse_topology(text), places)
 
@@ -274,9 +278,7 @@ def test_what_cannot_be_is_said(text: str, places: int, said: str) -> None:
     st.integers(1, 12),
     seeds,
 )
-def test_any_text_is_a_graph_that_can_be_mixed_over_or_an_error_of_one_line(
-    text: str, places: int, seed: int
-) -> None:
+def test_any_topology_text_is_a_valid_graph_or_a_one_line_error(text: str, places: int, seed: int) -> None:
     try:
         topology = parse_topology(text)
         found = graph(topology, places, seed)

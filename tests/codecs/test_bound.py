@@ -24,7 +24,7 @@ def rice(gaps: np.ndarray, k: int) -> int:
     return int(((gaps >> k) + 1 + k).sum())
 
 
-def test_three_percent_is_a_bar_that_worse_codes_fail() -> None:
+def test_only_per_block_rice_codes_stay_within_3_percent_of_entropy() -> None:
     """One parameter for all blocks, or a parameter that is one off, or Elias' gamma."""
     indexes = drawn()
     bound = 1.03 * _entropy(indexes, SIZE)
@@ -39,7 +39,7 @@ def test_three_percent_is_a_bar_that_worse_codes_fail() -> None:
     assert float((2 * np.floor(np.log2(gaps + 1)) + 1).sum()) > bound
 
 
-def test_even_ones_are_as_many_in_each_block() -> None:
+def test_evenly_spread_indexes_keep_the_count_of_each_block() -> None:
     indexes = drawn()
     even = _evenly(indexes, SIZE, np.random.default_rng(1))
     assert np.array_equal(np.bincount(even >> 16), np.bincount(indexes >> 16))

@@ -13,7 +13,9 @@ from polyrhythm.strategy import parse_codec
 
 @pytest.mark.parametrize(("text", "most"), [("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_what_is_finite_stays_so(text: str, most: float, dtype: torch.dtype) -> None:
+def test_fp16_and_bf16_clamp_finite_values_and_keep_inf_and_nan(
+    text: str, most: float, dtype: torch.dtype
+) -> None:
     largest = torch.finfo(dtype).max
     values = torch.tensor([3.4e38, -3.4e38, largest, -largest, most, 1.0, math.inf, -math.inf], dtype=dtype)
     code = parse_codec(text).encode(values, Memory.alone(8, feedback=False))

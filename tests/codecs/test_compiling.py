@@ -57,7 +57,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
-def test_where_nothing_can_be_kept_every_process_compiles(tmp_path: Path) -> None:
+def test_codecs_work_without_a_writable_numba_cache(tmp_path: Path) -> None:
     """A read-only installation and no home: codecs of both kinds work all the same."""
     shutil.copytree(
         ROOT / "polyrhythm", tmp_path / "polyrhythm", ignore=shutil.ignore_patterns("__pycache__")

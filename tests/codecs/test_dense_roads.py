@@ -32,7 +32,7 @@ def same(module: ModuleType, _: Tensor) -> ModuleType:
 @each_value(
     ("dtype", [pytest.param(each, id=str(each)) for each in WIDTHS]), ("scale", [1.0, 1e-38, 1e-45, 1e37])
 )
-def test_both_roads_give_the_same_bits(
+def test_compiled_and_plain_quantizers_give_the_same_bits(
     text: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = dense._compiled()
@@ -52,7 +52,9 @@ def test_both_roads_give_the_same_bits(
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
-def test_without_numba_the_other_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizers_warn_once_and_use_tensor_operations_without_numba(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("compiled", "loops"):
         monkeypatch.delattr(dense, name, raising=False)
         monkeypatch.delitem(sys.modules, f"{dense.__name__}.{name}", raising=False)
@@ -71,7 +73,7 @@ def test_without_numba_the_other_road_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 
 @every(FAIR)
-def test_the_expectation_is_the_number(text: str) -> None:
+def test_stochastic_quantizers_are_unbiased(text: str) -> None:
     """A z-test of 10,000 draws for each of 24 numbers, over streams; another one over indexes."""
     codec = parse_codec(text)
     values = drawn(24)

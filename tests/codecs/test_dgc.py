@@ -54,7 +54,7 @@ def trained(updates: list[Tensor], **settings: Any) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_all_sent_and_nothing_masked_is_momentum(dtype: torch.dtype, nesterov: bool) -> None:
+def test_dgc_of_density_1_without_masking_equals_momentum_sgd(dtype: torch.dtype, nesterov: bool) -> None:
     """Density 1, masking off: bit for bit torch.optim.SGD with that momentum, or Nesterov's."""
     given = gradients(40, dtype=dtype)
     codec = DGC(1.0, values="fp32", momentum=0.9, nesterov=nesterov, masking=False)
@@ -64,7 +64,7 @@ def test_all_sent_and_nothing_masked_is_momentum(dtype: torch.dtype, nesterov: b
 
 @DTYPES
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_all_sent_and_masked_has_no_momentum(dtype: torch.dtype, nesterov: bool) -> None:
+def test_dgc_of_density_1_with_masking_has_no_momentum(dtype: torch.dtype, nesterov: bool) -> None:
     """Density 1, masking on: the mask takes all momentum away. Plain SGD is left, or Nesterov's first."""
     given = gradients(10, dtype=dtype)
     codec = DGC(1.0, values="fp32", nesterov=nesterov)
@@ -75,7 +75,7 @@ def test_all_sent_and_masked_has_no_momentum(dtype: torch.dtype, nesterov: bool)
 
 @DTYPES
 @pytest.mark.parametrize("fields", [{}, {"values": "fp32", "pick": "exact"}, {"warmup": 5}])
-def test_without_momentum_it_is_topk(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+def test_dgc_without_momentum_sends_the_bytes_of_topk(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     """The same bytes."""
     one, other = (Memory.alone(300, dtype=dtype) for _ in range(2))
     dgc, topk = DGC(0.05, momentum=0.0, **fields), TopK(0.05, **fields)
@@ -94,7 +94,7 @@ def test_without_momentum_it_is_topk(dtype: torch.dtype, fields: dict[str, Any])
     masking=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_each_step_is_that_of_the_paper(
+def test_dgc_step_matches_the_update_rule_of_the_paper(
     size: int, density: float, momentum: float, nesterov: bool, masking: bool
 ) -> None:
     """u <- mu u + g, v <- v + u; or u <- mu (u + g), v <- v + u + g. The largest go; u and v are 0 there."""
@@ -114,7 +114,7 @@ def test_each_step_is_that_of_the_paper(
     torch.testing.assert_close(memory.residual, v, rtol=0, atol=1e-12)
 
 
-def test_what_is_sent_in_half_is_not_lost() -> None:
+def test_dgc_sent_values_plus_residual_equal_the_accumulated_momentum() -> None:
     """Without masking, all that was sent and what is left are all that momentum has gathered."""
     given, memory = gradients(50), Memory.alone(300, dtype=torch.float64)
     received = sent(DGC(0.1, masking=False), given, memory)
@@ -126,7 +126,7 @@ def test_what_is_sent_in_half_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 4, 9])
-def test_gradients_are_clipped_to_their_share(workers: int) -> None:
+def test_dgc_clips_the_gradient_of_each_worker_to_clip_over_sqrt_n(workers: int) -> None:
     """To clip / sqrt(N); shorter ones stay as they are."""
     long, short = torch.full((100,), 3.0), torch.full((100,), 0.01)
     codec = DGC(1.0, values="fp32", momentum=0.0, clip=6.0)
@@ -176,7 +176,7 @@ def test_warming_up_sends_more() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("workers", "near"), [(1, 0.0), (3, 1e-12)])
-def test_a_run_of_all_entries_is_one_with_momentum(
+def test_allreduce_with_dgc_of_density_1_equals_momentum_sgd(
     simulate: Any, workers: int, near: float, nesterov: bool
 ) -> None:
     """Bit for bit with one worker; with more, the mean of momenta is the momentum of means, near enough."""
@@ -187,7 +187,7 @@ def test_a_run_of_all_entries_is_one_with_momentum(
     assert distance(programs.trained(simulate(plain, f"allreduce+{codec}", workers)), law) <= near
 
 
-def test_a_run_with_two_momenta_is_refused(simulate: Any) -> None:
+def test_a_run_with_dgc_refuses_an_optimizer_with_momentum(simulate: Any) -> None:
     with pytest.raises(UsageError, match="dgc keeps the momentum itself"):
         simulate(Script(optimizer=programs.MOMENTUM), "allreduce+dgc:0.1", 2)
 
@@ -229,6 +229,6 @@ def test_the_optimizer_has_no_momentum_of_its_own(optimizer: Any, fits: bool) ->
         ("dgc:feedback=no", "without feedback use topk"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, says: str) -> None:
+def test_dgc_refuses_invalid_settings(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse_codec(text)

@@ -50,7 +50,7 @@ def generator(seed: int) -> np.random.Generator:
 
 @given(places(), st.integers(0, 99), st.sampled_from((1, 2, 40, 10**6, (1 << 24) - 1)))
 @PATIENT
-def test_pulses_come_back(place, seed, largest):
+def test_unpacking_returns_the_packed_pulses(place, seed, largest):
     length, indexes = place
     draws = generator(seed)
     pulses = draws.integers(1, largest + 1, len(indexes)).astype(np.int32)
@@ -69,7 +69,7 @@ def test_pulses_come_back(place, seed, largest):
 
 @given(places(), st.integers(0, 99), st.sampled_from(("float32", "float64")), st.booleans())
 @PATIENT
-def test_values_come_back(place, seed, dtype, half):
+def test_unpacking_returns_the_packed_values(place, seed, dtype, half):
     length, indexes = place
     values = generator(seed).standard_normal(len(indexes)).astype(dtype)
     code, got = entropy.pack_values(length, indexes, values, half)
@@ -85,7 +85,7 @@ def test_values_come_back(place, seed, dtype, half):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("size", [1e-300, 1e-44, 1e-30, 1e-9, 1.0, 65519.0, 1e9, 3e38, 1e300])
-def test_halves_have_eleven_bits_at_any_size(dtype, size):
+def test_half_precision_values_keep_eleven_bits_at_any_magnitude(dtype, size):
     """Plain 16-bit floats would be zero below 6e-8 and infinite above 65,520."""
     values = (generator(0).uniform(0.5, 1, 1000) * min(size, float(np.finfo(dtype).max))).astype(dtype)
     _, got = entropy.pack_values(len(values), np.arange(len(values)), values, half=True)
@@ -103,7 +103,7 @@ def varint_size(number: int) -> int:
 
 @given(places())
 @settings(PATIENT, max_examples=30)
-def test_the_cheapest_way_is_taken(place):
+def test_pack_pulses_uses_the_shortest_encoding(place):
     """No other k for any block, nor another size of blocks, would make it shorter."""
     length, indexes = place
     assume(0 < len(indexes) <= 3000)
@@ -131,7 +131,7 @@ HEADER = 19  # bytes that do not depend on what is in the message
 
 @pytest.mark.parametrize("length", [1 << 20, 10_000_000])
 @pytest.mark.parametrize("density", TABLE)
-def test_bits_are_as_theory_says(density, length):
+def test_packed_size_is_within_2_percent_of_the_rice_code_theory(density, length):
     """Rice codes of Bernoulli gaps and a bit for the sign: within 2 %, with directories and all."""
     draws = generator(1)
     indexes = np.flatnonzero(draws.random(length) < density)
@@ -143,7 +143,7 @@ def test_bits_are_as_theory_says(density, length):
     assert abs(bits / TABLE[density] - 1) < 0.02 + 3 * 1.2 / TABLE[density] / math.sqrt(len(indexes)) * small
 
 
-def test_a_message_of_a_known_network_is_small():
+def test_one_permille_of_a_million_parameters_packs_below_1900_bytes():
     """0.1 % of 1,111,946 parameters: 12.5 bits for each entry, and hardly more."""
     indexes = np.flatnonzero(generator(2).random(1_111_946) < 1e-3)[:1112]
     assert len(indexes) > 1050
@@ -163,7 +163,7 @@ def test_layers_of_different_density_have_their_own_parameter():
     assert sizes[2] < sizes[0] + 1.5 * sizes[1]
 
 
-def test_blocks_do_not_know_of_each_other():
+def test_bytes_of_a_packed_block_do_not_depend_on_other_blocks():
     """The bytes of a block do not depend on what is in the others: it can be read by itself."""
     length, draws = 4 * FINE, generator(5)
     densities = np.repeat([0.2, 0.01, 0.3, 0.005], FINE)  # alike, they would be made one
@@ -256,7 +256,7 @@ def test_a_cut_or_longer_message_is_refused(sample, data):
 
 @given(st.sampled_from(SAMPLES), st.data())
 @settings(PATIENT, max_examples=500)
-def test_bytes_changed_under_a_right_checksum_do_no_harm(sample, data):
+def test_changed_bytes_with_a_valid_checksum_are_refused_or_decode_safely(sample, data):
     """They are refused, or they are another message."""
     length, code = sample
     body = bytearray(code[:-4])
@@ -274,7 +274,7 @@ def test_bytes_changed_under_a_right_checksum_do_no_harm(sample, data):
 
 @given(st.binary(max_size=300), st.integers(0, 5), st.sampled_from(LENGTHS[:-1]))
 @settings(PATIENT, max_examples=300)
-def test_arbitrary_bytes_do_no_harm(data, mode, length):
+def test_unpacking_arbitrary_bytes_raises_or_decodes_safely(data, mode, length):
     refused(np.frombuffer(data, np.uint8).copy(), length)
     head = b"Sp" + bytes([1 << 4 | mode]) + varint(length)
     refused(sealed(head + data), length)
@@ -322,7 +322,7 @@ ONE = struct.pack("<f", 1.0)
         (b"Sp\x14\x0a\x01\x10\x01\x00\x01\x00\x00\x00\xc0\x7f", "not finite"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(body, why):
+def test_errors_of_malformed_sparse_messages_name_the_defect(body, why):
     with pytest.raises(WireError, match=why.replace("^", r"\^")):
         entropy.add(sealed(body), np.zeros(10))
 
@@ -332,7 +332,7 @@ def test_a_digit_beyond_the_end_is_refused():
         entropy.add(sealed(b"Sp\x12\x08\x01" + ONE + b"\x00\x51"), np.zeros(8))
 
 
-def test_packages_that_are_missing_are_named():
+def test_sparse_codec_without_numba_says_what_to_install():
     """And only when a codec is used: the command line can list them without."""
     program = """if True:
         import sys

@@ -78,7 +78,7 @@ def played(
 
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2", "powersgd:1,warm=no", "powersgd:2,per=vector"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_all_agree_and_the_mean_of_what_is_left_is_what_the_mean_lacks(
+def test_powersgd_workers_agree_and_mean_residual_is_the_missing_part(
     simulate: Any, codec: str, dtype: torch.dtype
 ) -> None:
     """The same bits on all, and mean(E_i) = mean(M_i) - P Q^T: by the own Q as it would be by that of all."""
@@ -103,7 +103,7 @@ def test_all_agree_and_the_mean_of_what_is_left_is_what_the_mean_lacks(
     assert all(torch.equal(q, qs[0]) for q in qs)
 
 
-def test_each_step_is_that_of_the_paper(simulate: Any) -> None:
+def test_powersgd_step_matches_the_update_rule_of_the_paper(simulate: Any) -> None:
     """P = mean M_i Q, orthonormal; Q = mean M_i^T P, kept for the next; E_i = M_i - P (M_i^T P)^T."""
     shape, workers, steps, rank = (11, 8), 3, 4, 2
     given = [[gradient(w, s, [shape]) for s in range(steps)] for w in range(workers)]
@@ -121,7 +121,7 @@ def test_each_step_is_that_of_the_paper(simulate: Any) -> None:
             torch.testing.assert_close(rounds.residuals[w][step].view(shape), e[w], rtol=0, atol=1e-12)
 
 
-def test_what_is_left_never_grows_by_itself(simulate: Any) -> None:
+def test_powersgd_residual_norm_never_exceeds_its_input(simulate: Any) -> None:
     """By the own Q, E_i is a projection of M_i: workers that always differ pile nothing up by that."""
     shape, steps = (20, 20), 60
     fixed = [gradient(rank, 0, [shape]) for rank in range(2)]
@@ -173,7 +173,9 @@ def test_warm_starts_find_the_leading_directions(simulate: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-12, 1e12, 1e30])
 @pytest.mark.parametrize("codec", ["powersgd:2", "powersgd:2,feedback=no"])
-def test_zeros_deficient_ranks_and_far_sizes_give_numbers(simulate: Any, codec: str, scale: float) -> None:
+def test_powersgd_stays_finite_for_zero_rank_deficient_and_extreme_input(
+    simulate: Any, codec: str, scale: float
+) -> None:
     """Nothing, one direction only, repeated columns, tiny and huge: finite, and right again afterwards."""
     shape = (12, 10)
     one = torch.outer(gradient(1, 0, [(12,)]), gradient(1, 1, [(10,)])).float()
@@ -186,7 +188,7 @@ def test_zeros_deficient_ranks_and_far_sizes_give_numbers(simulate: Any, codec: 
         torch.testing.assert_close(rounds.means[0][-1], one.flatten() * scale, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_a_direction_that_was_lost_comes_back(simulate: Any) -> None:
+def test_powersgd_redraws_directions_lost_to_a_zero_gradient(simulate: Any) -> None:
     """After a gradient of zeros both directions are drawn anew: a later one of rank 2 is found in full."""
     shape = (12, 10)
     two = sum(torch.outer(gradient(1, k, [(12,)]), gradient(2, k, [(10,)])) for k in range(2))
@@ -198,7 +200,7 @@ def test_a_direction_that_was_lost_comes_back(simulate: Any) -> None:
 
 @given(rank=st.integers(1, 6), seed=st.integers(0, 99), shift=st.integers(1, 15), double=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_the_same_factors_make_the_same_bits_wherever_they_lie(
+def test_low_rank_product_has_the_same_bits_at_any_memory_alignment(
     rank: int, seed: int, shift: int, double: bool
 ) -> None:
     """Or replicas would part: a product of matrices may round by how memory is aligned."""
@@ -257,7 +259,7 @@ def point(rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2", "powersgd:2,warm=no"])
-def test_what_is_not_sent_yet_is_sent_later(simulate: Any, codec: str) -> None:
+def test_powersgd_error_feedback_converges_to_the_mean_optimum(simulate: Any, codec: str) -> None:
     """With feedback one direction a step leads to where all of them would; replicas are the same bits."""
     fit = Fit(200)
     simulate(fit, f"allreduce+{codec}", 3)
@@ -284,7 +286,7 @@ def test_a_run_of_full_rank_is_one_without_a_codec(simulate: Any) -> None:
     double=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_sent_and_kept_are_what_was_to_be_sent(
+def test_powersgd_sent_values_plus_residual_equal_the_input(
     shapes: list[tuple[int, ...]], rank: int, warm: bool, double: bool
 ) -> None:
     """What the code stands for, with what is kept, is all that was given: near enough for floats."""
@@ -316,7 +318,7 @@ def test_a_code_is_as_long_as_its_factors() -> None:
         assert code.numel() == HEADER.size + 24 * (numbers != 9) + 4 * numbers
 
 
-def test_a_code_may_lie_anywhere_in_a_message() -> None:
+def test_powersgd_decodes_at_any_byte_offset() -> None:
     """Also where no float could begin."""
     codec, values = PowerSGD(1), gradient(0, 0, [(9, 7)], torch.float32)
     code = codec.encode(values, Memory.alone(63, shapes=[(9, 7)]))
@@ -350,7 +352,7 @@ def code(*numbers: int, more: bytes = b"") -> Tensor:
         code(4, 1, 63, 1, 0, 9, 7, more=struct.pack("<f", float("nan")) * 16),
     ],
 )
-def test_bytes_that_are_no_code_are_refused(bad: Tensor) -> None:
+def test_powersgd_refuses_malformed_codes(bad: Tensor) -> None:
     """With nothing added, nor more memory taken than came."""
     into = torch.ones(63)
     with pytest.raises(WireError, match="powersgd"):
@@ -373,7 +375,7 @@ def test_any_one_bit_flipped_is_a_code_or_refused(flip: int, bit: int) -> None:
         assert into.any()
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_powersgd_refuses_rank_0_and_prints_canonical_text() -> None:
     with pytest.raises(UsageError, match="rank must be 1 or more"):
         parse_codec("powersgd:0")
     assert str(parse_codec("powersgd:2")) == "powersgd"

@@ -43,7 +43,7 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @widths
 @settings(max_examples=60, deadline=None)
 @given(data=some.data())
-def test_sent_and_kept_are_the_original_to_the_last_bit(
+def test_nearest_quantizers_sent_plus_residual_equal_the_input_exactly(
     text: str, dtype: torch.dtype, data: some.DataObject
 ) -> None:
     codec = parse_codec(text)
@@ -58,7 +58,9 @@ def test_sent_and_kept_are_the_original_to_the_last_bit(
 
 @every(NEAREST)
 @widths
-def test_the_identity_holds_over_many_steps(text: str, dtype: torch.dtype) -> None:
+def test_nearest_quantizers_sent_plus_residual_is_exact_over_many_steps(
+    text: str, dtype: torch.dtype
+) -> None:
     """Each step exactly; all of them together as far as sums of floats go."""
     codec, count = parse_codec(text), 3001
     memory, total, told = (
@@ -80,7 +82,7 @@ def test_the_identity_holds_over_many_steps(text: str, dtype: torch.dtype) -> No
 
 @every([*FAIR, "sign", "terngrad"])
 @widths
-def test_others_keep_it_to_half_a_bit_of_the_larger(text: str, dtype: torch.dtype) -> None:
+def test_stochastic_and_sign_quantizers_keep_the_residual_to_rounding(text: str, dtype: torch.dtype) -> None:
     codec, values = parse_codec(text), drawn(3001, dtype)
     memory = alone(codec, values, feedback=True)
     got = sent(codec, values, memory)
@@ -135,7 +137,7 @@ def test_all_levels_are_used(text: str) -> None:
 
 
 @widths
-def test_floats_are_off_by_a_sixteenth(dtype: torch.dtype) -> None:
+def test_fp8_relative_error_is_at_most_one_sixteenth(dtype: torch.dtype) -> None:
     codec, values = parse_codec("fp8"), drawn(3001, dtype) ** 9
     error = (decoded(codec, codec.encode(values, alone(codec, values)), values) - values).abs()
     most = plain.spread(plain.largest(values, 256), 3001, 256)
@@ -145,7 +147,7 @@ def test_floats_are_off_by_a_sixteenth(dtype: torch.dtype) -> None:
 
 @every([*FAIR, "int8", "int4:33", "sign"])
 @widths
-def test_any_length(text: str, dtype: torch.dtype) -> None:
+def test_quantization_error_is_below_one_unit_for_any_vector_length(text: str, dtype: torch.dtype) -> None:
     """Wherever a vector ends, each number is off by less than the unit of its own block."""
     codec = parse_codec(text)
     for count in LENGTHS:
@@ -175,7 +177,7 @@ def test_zeros_stay_zeros(text: str, dtype: torch.dtype) -> None:
         *((size, torch.float64) for size in (1e-308, 1e-45, 1e38, 1e308)),
     ],
 )
-def test_sizes_at_the_ends_of_the_floats(text: str, size: float, dtype: torch.dtype) -> None:
+def test_quantizers_do_not_overflow_at_extreme_magnitudes(text: str, size: float, dtype: torch.dtype) -> None:
     """Nothing overflows, and what is sent is never larger than the norm of what was given."""
     values = torch.tensor([size, -size, size / 2, 0.0, -size / 3] * 60, dtype=torch.float64).to(dtype)
     codec = parse_codec(text)
@@ -204,7 +206,7 @@ def test_decoding_adds_times_a_scale(text: str, dtype: torch.dtype) -> None:
 # --- fair lots --------------------------------------------------------------------------------------
 
 
-def test_lots_of_neighbours_and_of_streams_are_independent() -> None:
+def test_stochastic_rounding_is_independent_across_elements_and_streams() -> None:
     codec = parse_codec("terngrad:0")
     values = torch.full((200_000,), 0.5)
     values[0] = 1.0
@@ -227,7 +229,7 @@ def stepped(memory: Memory) -> Memory:
 
 
 @every([*FAIR, "terngrad"])
-def test_each_worker_and_each_time_draws_anew_and_the_same_seed_the_same(text: str) -> None:
+def test_stochastic_rounding_depends_on_seed_worker_and_step_only(text: str) -> None:
     codec, values = parse_codec(text), drawn(500)
 
     def code(**origin: int) -> Tensor:
@@ -263,7 +265,7 @@ def test_rice_codes_come_close_to_the_entropy(levels: int, fixed: int) -> None:
 
 
 @pytest.mark.parametrize("places", [[], [0], [99_999], [32_766, 32_767, 32_768], [65_535], [3, 50_000]])
-def test_a_few_levels_far_apart(places: list[int]) -> None:
+def test_qsgd_encodes_few_nonzeros_far_apart_in_few_bytes(places: list[int]) -> None:
     codec, values = parse_codec("qsgd:3,block=64"), torch.zeros(100_000)
     values[places] = torch.tensor([5.0, -4.0, 3.0])[: len(places)]
     code = codec.encode(values, alone(codec, values))
@@ -274,7 +276,7 @@ def test_a_few_levels_far_apart(places: list[int]) -> None:
         torch.testing.assert_close(got, values)
 
 
-def test_terngrad_sends_three_values_cut_at_so_many_sigmas() -> None:
+def test_terngrad_sends_three_values_clipped_at_a_multiple_of_sigma() -> None:
     values = drawn(10_000)
     sigma = float(values.square().mean().sqrt())
     for text, most in [("terngrad", 2.5 * sigma), ("terngrad:0", float(values.abs().max()))]:
@@ -308,7 +310,7 @@ def test_a_vote_is_one_bit_a_number(count: int) -> None:
     assert torch.equal(got, values.sign())  # with one worker it is signSGD
 
 
-def test_the_majority_wins_and_a_tie_is_nothing() -> None:
+def test_sign_majority_vote_gives_zero_on_a_tie() -> None:
     codec = parse_codec("sign:vote=yes")
     votes = [torch.tensor([3.0, 1.0, -1e-9, -5.0]), torch.tensor([1.0, -9.0, -1.0, 1e-9])]
 
@@ -342,7 +344,7 @@ def test_signum_votes_by_its_momentum() -> None:
     ]
 
 
-def test_a_server_answers_a_vote_with_sizes() -> None:
+def test_reply_codec_of_sign_vote_sends_magnitudes() -> None:
     reply = parse_codec("sign:vote=yes,momentum=0.9").reply()
     values = torch.tensor([2.0, -2.0])
     assert torch.equal(decoded(reply, reply.encode(values, alone(reply, values)), values), values)
@@ -364,7 +366,7 @@ def test_without_feedback_signs_go_the_wrong_way() -> None:
     assert 0.2 < went[True] < 0.3
 
 
-def test_a_vector_that_wants_gradients_can_be_added_to() -> None:
+def test_decode_adds_to_a_tensor_that_requires_grad() -> None:
     codec, values = parse_codec("int8"), drawn(100)
     with torch.no_grad():
         into = torch.zeros(100, requires_grad=True)
@@ -407,14 +409,14 @@ def test_a_code_of_another_codec_is_refused(text: str) -> None:
 
 @every([text for text in ALL if "vote" not in text and "fp8" not in text])
 @pytest.mark.parametrize("unit", [math.inf, -math.inf, math.nan, -1.0])
-def test_units_that_are_no_units_are_refused(text: str, unit: float) -> None:
+def test_quantizers_refuse_codes_with_an_invalid_unit(text: str, unit: float) -> None:
     codec, values = parse_codec(text), drawn(70)
     code = codec.encode(values, alone(codec, values))
     code[8:12] = torch.tensor([unit]).view(torch.uint8)
     refuses(codec, code, 70, "a unit that is")
 
 
-def test_floats_that_are_none_are_refused() -> None:
+def test_fp8_refuses_nan_bytes_and_invalid_exponents() -> None:
     codec, values = parse_codec("fp8"), drawn(70)
     code = codec.encode(values, alone(codec, values))
     for byte in (0x7F, 0xFF):
@@ -460,7 +462,7 @@ def test_any_bytes_are_decoded_or_refused(text: str, data: some.DataObject) -> N
 
 
 @every(ALL)
-def test_a_length_in_a_message_takes_no_memory(text: str) -> None:
+def test_quantizers_do_not_allocate_by_the_length_a_code_claims(text: str) -> None:
     codec, values = parse_codec(text), drawn(70)
     codec.prepare(torch.float32)
     code = codec.encode(values, alone(codec, values))
@@ -474,7 +476,7 @@ def test_a_length_in_a_message_takes_no_memory(text: str) -> None:
 
 @every(ALL)
 @widths
-def test_a_code_may_lie_anywhere_in_a_message(text: str, dtype: torch.dtype) -> None:
+def test_quantizers_decode_at_any_byte_offset(text: str, dtype: torch.dtype) -> None:
     codec, values = parse_codec(text), drawn(70, dtype)
     code = codec.encode(values, alone(codec, values))
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), code, torch.zeros(5, dtype=torch.uint8)])
@@ -498,11 +500,11 @@ def test_a_code_may_lie_anywhere_in_a_message(text: str, dtype: torch.dtype) -> 
         ("sign:momentum=0.9", "momentum is for vote=yes"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(text: str, why: str) -> None:
+def test_quantizers_refuse_invalid_settings(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse_codec(text)
 
 
 @every(ALL)
-def test_text_and_back(text: str) -> None:
+def test_quantizer_text_parses_back_to_the_same_codec(text: str) -> None:
     assert parse_codec(str(parse_codec(text))) == parse_codec(text)

@@ -23,7 +23,7 @@ MORE = [
 
 
 @each_value(("scale", [1e-4, 1.0, 1e4]), ("text", [*(row.name for row in describe("codec")), *MORE]))
-def test_what_is_lacking_vanishes(text: str, scale: float) -> None:
+def test_coded_replies_converge_to_the_parameters_of_the_server(text: str, scale: float) -> None:
     """known <- known + what the code of (x - known) stands for; x stays, and known comes to it."""
     codec = parse_codec(text).reply()
     x = scale * torch.randn(COUNT, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,7 @@ def memory_for(values: torch.Tensor, **more) -> Memory:
 
 @given(vectors(), vectors(), st.sampled_from(("fp16", "fp32")), st.sampled_from((1e-4, 0.01, 0.3, 1.0)))
 @PATIENT
-def test_sent_and_residual_are_what_there_was(first, second, values, density):
+def test_topk_sent_values_plus_residual_equal_the_input_exactly(first, second, values, density):
     """Bit for bit: zeroing, or subtracting a value with fewer bits, rounds nothing."""
     codec, memory = TopK(density, values=values), memory_for(first)
     second = torch.resize_as_(second.to(first.dtype), first) if len(second) >= len(first) else first.flip(0)
@@ -106,7 +106,7 @@ def test_a_sample_is_close_to_exact(density, size, shape):
     assert 0.9 * count <= len(selection.largest(values, count, exact=False)) <= count
 
 
-def test_an_exact_choice_takes_a_second_look(monkeypatch):
+def test_exact_selection_corrects_a_sampled_threshold_that_is_too_high(monkeypatch):
     """Where the sample's threshold lets too few through, the vector's own is found."""
     values = torch.empty(100_000).normal_(generator=torch.Generator().manual_seed(6))
     monkeypatch.setattr(selection, "_aim", lambda length, count: (100, 1))
@@ -141,7 +141,7 @@ def test_tensor_operations_give_the_same_bits(codec, dtype, monkeypatch):
 
 @pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.01, pick="exact"), TopK(0.5, values="fp32")])
 @pytest.mark.parametrize("road", ["compiled", "tensor operations"])
-def test_what_is_not_a_number_does_not_hang(codec, road, monkeypatch):
+def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, road, monkeypatch):
     if road != "compiled":
         monkeypatch.setattr(selection, "compiled", lambda tensor: False)
     for share in (0.001, 0.5, 1.0):
@@ -151,7 +151,7 @@ def test_what_is_not_a_number_does_not_hang(codec, road, monkeypatch):
         assert got.isfinite().all()
 
 
-def test_all_that_was_sent_is_all_that_came():
+def test_topk_sent_plus_residual_equals_the_gradient_sum_over_many_steps():
     """Over many steps only the sums of residuals and gradients round."""
     generator = torch.Generator().manual_seed(9)
     codec, memory = TopK(0.05), Memory.alone(count=2000)
@@ -193,13 +193,13 @@ def test_a_quota_is_one_at_least():
 @pytest.mark.parametrize(
     "text", ["topk:0", "topk:1.5", "randomk:-1", "topk:0.1,warmup=-1", "topk:0.1,values=fp8"]
 )
-def test_what_makes_no_sense_is_refused(text):
+def test_topk_and_randomk_refuse_invalid_settings(text):
     with pytest.raises(UsageError, match=text):
         parse_codec(text)
 
 
 @pytest.mark.parametrize("codec", [TopK(), parse_codec("threshold")])
-def test_what_is_no_code_is_refused(codec):
+def test_sparse_codecs_refuse_malformed_codes(codec):
     for code in (torch.zeros(30), torch.zeros(30, dtype=torch.uint8), torch.zeros(3, 3, dtype=torch.uint8)):
         with pytest.raises(WireError):
             codec.decode(code, torch.zeros(10))
@@ -210,7 +210,7 @@ def test_what_is_no_code_is_refused(codec):
 
 @given(vectors(), st.sampled_from((1e-4, 0.01, 0.3, 1.0)))
 @PATIENT
-def test_what_is_drawn_and_what_is_kept_is_what_there_was(values, density):
+def test_randomk_sent_values_plus_residual_equal_the_input_exactly(values, density):
     memory = memory_for(values)
     for _ in range(2):
         before = memory.residual + values
@@ -219,7 +219,7 @@ def test_what_is_drawn_and_what_is_kept_is_what_there_was(values, density):
         assert (got != 0).sum() <= RandomK(density).quota(len(values), 0)
 
 
-def test_workers_draw_alike_and_every_time_anew():
+def test_randomk_workers_pick_the_same_entries_and_new_ones_each_step():
     """So the mean of their codes is the code of their mean; on another step other entries go."""
     codec, size = RandomK(0.1, feedback=False), 1000
     generator = torch.Generator().manual_seed(10)
@@ -239,7 +239,7 @@ def test_workers_draw_alike_and_every_time_anew():
     assert len(set(drawn)) == 3
 
 
-def test_draws_are_right_on_average():
+def test_randomk_without_feedback_is_unbiased():
     """Each entry within five deviations of itself, over 4,000 draws; sizes that do not divide evenly too."""
     codec, values = RandomK(0.3, feedback=False), torch.arange(1.0, 11.0, dtype=torch.float64)
     memory = Memory.alone(count=10, feedback=False, dtype=torch.float64)
@@ -259,7 +259,7 @@ def test_answers_of_servers_are_not_scaled():
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("workers", [2, 3, 7, 1000])
-def test_the_seed_outlives_a_mean(dtype, workers):
+def test_randomk_seed_survives_averaging_of_the_codes(dtype, workers):
     """However it rounds."""
     for seed in range(20):
         code = RandomK(0.1).send(torch.ones(50, dtype=dtype), Memory.alone(count=50, dtype=dtype, seed=seed))
@@ -273,7 +273,7 @@ def test_the_seed_outlives_a_mean(dtype, workers):
             assert (got != 0).sum() == 5
 
 
-def test_those_out_of_step_are_told():
+def test_randomk_refuses_a_mean_of_codes_with_different_seeds():
     codes = [RandomK(0.1).send(torch.ones(50), Memory.alone(count=50, seed=seed)) for seed in range(2)]
     with pytest.raises(WireError, match="out of step"):
         RandomK(0.1).decode((codes[0] + codes[1]) / 2, torch.zeros(50))

@@ -41,7 +41,7 @@ def noise(size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     pulses=st.sampled_from(("one", "many")),
 )
 @PATIENT
-def test_pulses_and_residual_are_what_there_was(size, seed, dtype, power, spread, pulses):
+def test_threshold_pulses_plus_residual_equal_the_input_exactly(size, seed, dtype, power, spread, pulses):
     """Bit for bit if tau is a power of two: then no difference rounds while |r| < 2^24 tau."""
     tau = 2.0**power
     codec, memory = Threshold(tau, pulses=pulses), Memory.alone(count=size, dtype=dtype)
@@ -55,7 +55,7 @@ def test_pulses_and_residual_are_what_there_was(size, seed, dtype, power, spread
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_with_any_tau_the_sums_agree_nearly(dtype):
+def test_threshold_sent_plus_residual_equals_the_sum_for_any_tau(dtype):
     codec, memory = Threshold(1e-3, exact=False, pulses="many"), Memory.alone(count=1000, dtype=dtype)
     given_, got = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
     for step in range(100):
@@ -84,7 +84,7 @@ def test_many_pulses_keep_up_with_anything():
         assert memory.residual.abs().max() < 0.25
 
 
-def test_pulses_are_no_more_than_can_be_counted():
+def test_threshold_limits_pulses_to_24_bits_and_ignores_nan():
     """What is beyond 2^24 of them waits; what is not a number is not taken."""
     for pulses in ("one", "many"):
         memory = Memory.alone(count=4)
@@ -156,7 +156,7 @@ def test_tau_stays_in_range_however_long_nothing_comes():
     assert memory.numbers["tau"] == 2.0**-100
 
 
-def test_only_one_that_adapts_remembers_its_tau():
+def test_threshold_with_a_fixed_tau_stores_no_tau():
     memory = Memory.alone(count=10)
     sent(Threshold(), torch.ones(10), memory)
     assert "tau" not in memory.numbers
@@ -173,7 +173,7 @@ def test_warm_up_begins_at_a_64th_of_tau():
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_an_answer_has_a_tau_of_its_own(size: float):
+def test_threshold_reply_codec_chooses_its_own_tau(size: float):
     """Parameters have another size than gradients: the largest changes go, in multiples, whatever tau is."""
     codec = Threshold(0.25, high=0.05, warmup=5).reply()
     theirs, mine = torch.zeros(1000), noise(1000, 0) * size
@@ -196,6 +196,6 @@ def test_an_answer_has_a_tau_of_its_own(size: float):
         ("threshold:0.1,pulses=two", "one or many"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text, why):
+def test_threshold_refuses_invalid_settings(text, why):
     with pytest.raises(UsageError, match=why):
         parse_codec(text)

@@ -107,7 +107,7 @@ cases = st.integers(0, 4).flatmap(
     op=st.sampled_from(["sum", "mean", "max", "min"]),
     size=st.integers(8, 64),
 )
-def test_every_worker_gets_the_bits_of_the_rule(case, n, op, size):
+def test_ring_all_reduce_gives_every_worker_the_expected_bits(case, n, op, size):
     lengths, dtypes = case
     if op == "mean":
         dtypes = [dtype if dtype.is_floating_point else torch.float32 for dtype in dtypes]
@@ -146,7 +146,7 @@ def test_bytes_are_within_an_element_per_step_of_the_ideal(count, n, rank):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_the_chunks_of_every_step_are_those_of_the_rule(n):
+def test_ring_sends_the_expected_chunk_in_every_step(n):
     member = simulated(made([n], [torch.float64], n), "sum")
     for p in range(n):
         turns = [turn for turn in member.turns if turn.rank == p]
@@ -156,7 +156,7 @@ def test_the_chunks_of_every_step_are_those_of_the_rule(n):
         assert {turn.to for turn in turns} == {(p + 1) % n}
 
 
-def test_the_bits_of_a_vector_do_not_depend_on_its_company():
+def test_ring_result_of_a_tensor_does_not_depend_on_other_tensors():
     inputs = made([31, 5, 64], [torch.float32] * 3, 5)
     together = simulated(inputs, "mean").outputs[3]
     for at in range(3):
@@ -164,7 +164,7 @@ def test_the_bits_of_a_vector_do_not_depend_on_its_company():
         assert torch.equal(alone[0], together[at])
 
 
-def test_rings_follow_each_other():
+def test_consecutive_ring_all_reduces_do_not_interfere():
     inputs = made([1000], [torch.int64], 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "SEGMENT", 16)
@@ -173,7 +173,7 @@ def test_rings_follow_each_other():
     assert all(torch.equal(member.outputs[rank][0], 16 * total) for rank in range(4))
 
 
-def test_time_over_a_network_is_that_of_the_ring(tmp_path):
+def test_simulated_ring_takes_the_time_of_2_n_minus_1_chunks(tmp_path):
     """2(n-1) turns of a chunk each, over links that carry one thing at a time each way."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nbandwidth = "8 Mbit/s"\nlatency = "0 s"\n')
@@ -191,12 +191,12 @@ def test_time_over_a_network_is_that_of_the_ring(tmp_path):
     ("mean", torch.int64, "the mean of torch.int64"),
     ("median", torch.float32, "op is 'median'; it can be sum, mean, max, min"),
 ])  # fmt: skip
-def test_what_cannot_be_reduced_is_said(op, dtype, message):
+def test_ring_refuses_integer_means_and_unknown_operations(op, dtype, message):
     with pytest.raises(UsageError, match=message):
         simulated(made([3], [dtype], 2), op)
 
 
-def test_workers_with_different_sizes_are_told():
+def test_ring_raises_if_workers_have_tensors_of_different_sizes():
     inputs = [[torch.zeros(4)], [torch.zeros(6)]]
     with pytest.raises(pr.PolyrhythmError, match="same sizes and dtypes"):
         simulated(inputs, "sum")
@@ -246,7 +246,7 @@ class Real:
 
 
 @pytest.mark.parametrize("n, listen", [(1, "unix:"), (2, "unix:"), (3, "tcp:127.0.0.1:0"), (4, "unix:")])
-def test_on_real_processes(n, listen, tmp_path):
+def test_ring_all_reduce_on_real_processes(n, listen, tmp_path):
     pr.run(Real(tmp_path), workers=n, strategy="local", listen=listen, runs=None, threads=1, timeout=60)
     assert len(list(tmp_path.iterdir())) == n
 
@@ -318,7 +318,7 @@ def together(nodes: list[ProcessNode], inputs: list[list[Tensor]], op: str = "su
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_connections_that_break_change_nothing(seed, monkeypatch):
+def test_ring_result_is_the_same_after_broken_connections(seed, monkeypatch):
     monkeypatch.setattr(ring, "SEGMENT", 1 << 14)
     inputs = made([1_000_001, 7], [torch.float32, torch.int64], 3)
     wanted = [by_hand([given[at] for given in inputs], "sum") for at in range(2)]
@@ -342,7 +342,7 @@ def test_connections_that_break_change_nothing(seed, monkeypatch):
     assert all(torch.equal(a, b) for given in inputs for a, b in zip(given, wanted, strict=True))
 
 
-def test_who_is_told_of_a_lost_peer_tells_the_next():
+def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
     """Worker 3 of 4 is gone and only worker 0 hears of it; worker 1 and 2 do not wait for worker 3 itself."""
     with ring_of(4, wait=20.0) as (nodes, _):
         inputs = made([100], [torch.float32], 4)
@@ -428,7 +428,7 @@ def spawn(function: Any, n: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_over_torch_distributed(n, tmp_path):
+def test_ring_all_reduce_over_torch_distributed(n, tmp_path):
     spawn(over_gloo, n, tmp_path)
     assert all((tmp_path / f"done {rank}").exists() for rank in range(n))
 
@@ -438,6 +438,6 @@ def test_over_torch_distributed_a_lost_neighbour_is_named(tmp_path):
     assert (tmp_path / "done 0").exists()
 
 
-def test_without_a_process_group_it_says_so():
+def test_ring_over_torch_distributed_needs_a_process_group():
     with pytest.raises(UsageError, match="init_process_group"):
         ring.all_reduce_distributed(torch.zeros(3))

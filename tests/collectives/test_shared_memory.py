@@ -101,7 +101,9 @@ def expected(column: list[Tensor], op: str) -> Tensor:
     op=st.sampled_from(["sum", "mean", "max", "min"]),
     private=st.booleans(),
 )
-def test_a_sum_in_rank_order(shape: list[tuple[int, torch.dtype]], n: int, op: str, private: bool) -> None:
+def test_shared_memory_reduction_has_the_bits_of_rank_order(
+    shape: list[tuple[int, torch.dtype]], n: int, op: str, private: bool
+) -> None:
     """Whatever is reduced, and wherever it lies, all get the bits of one reduction in rank order."""
     if op == "mean":
         shape = [(count, dtype) for count, dtype in shape if dtype.is_floating_point]
@@ -120,7 +122,7 @@ def test_a_sum_in_rank_order(shape: list[tuple[int, torch.dtype]], n: int, op: s
         assert all(torch.equal(places[rank][at], result) for rank in range(n))
 
 
-def test_many_are_begun_before_the_first_is_joined() -> None:
+def test_many_shared_memory_reductions_may_be_in_flight_at_once() -> None:
     """More than a board has room for, in bursts, joined in any order, by members at different paces."""
     team, rounds, n = Team(3), 100, 3
     places = [
@@ -146,7 +148,7 @@ def test_many_are_begun_before_the_first_is_joined() -> None:
         assert all((places[rank][k] == 3 * k + 3).all() for k in range(rounds))
 
 
-def test_the_first_of_a_host_and_back() -> None:
+def test_shared_memory_reduces_to_the_first_member_and_copies_back() -> None:
     """Reduced into the buffers of the first only, then copied from there."""
     team = Team(3)
     places = [team.lend(rank, torch.arange(10.0) * (rank + 1)) for rank in range(3)]
@@ -160,7 +162,9 @@ def test_the_first_of_a_host_and_back() -> None:
 @pytest.mark.parametrize(
     "theirs", [("max", 4, torch.float32), ("sum", 5, torch.float32), ("sum", 4, torch.float64)]
 )
-def test_members_that_do_different_things_are_told(theirs: tuple[str, int, torch.dtype]) -> None:
+def test_shared_memory_raises_if_members_run_different_collectives(
+    theirs: tuple[str, int, torch.dtype],
+) -> None:
     """Another operation, length or dtype: an error for both, and nothing is overwritten."""
     team = Team(2)
     places = [team.lend(0, torch.ones(4)), team.lend(1, torch.ones(theirs[1], dtype=theirs[2]))]
@@ -171,7 +175,7 @@ def test_members_that_do_different_things_are_told(theirs: tuple[str, int, torch
     assert all((place == 1).all() for place in places)
 
 
-def test_who_waits_in_vain_is_told() -> None:
+def test_shared_memory_wait_ends_with_an_error_if_a_member_is_lost() -> None:
     """While a member is missing the others ask whether it makes sense to wait; the answer ends the wait."""
     asked: list[Sequence[int]] = []
 

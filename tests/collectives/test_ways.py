@@ -40,7 +40,7 @@ real_ways = pytest.mark.parametrize(("way", "listen"), [*REAL, *TCP])
 # --- choosing ---------------------------------------------------------------------------------------
 
 
-def test_the_table_knows_every_case() -> None:
+def test_auto_chooses_the_collective_by_hosts_and_size() -> None:
     """One host shares memory; several hosts do inside and ring across; lonely workers go by size."""
     assert choose("auto", ["a"] * 4, 1) == choose("auto", ["a"] * 2, 1 << 30) == "shared"
     assert (
@@ -55,7 +55,7 @@ def test_the_table_knows_every_case() -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("auto", "shared")])
-def test_a_way_can_be_forced(way: str) -> None:
+def test_an_explicit_collective_overrides_the_automatic_choice(way: str) -> None:
     assert choose(way, ["a", "a", "b"], 1) == way
 
 
@@ -65,7 +65,7 @@ def test_a_way_can_be_forced(way: str) -> None:
     (pr.simulate, {"collective": "shared"}, "simulated ones have one each"),
     (pr.run, {"collective": "shared", "listen": "tcp:127.0.0.1:0"}, "over TCP there is none; use ring"),
 ])  # fmt: skip
-def test_what_cannot_be_forced(how: Any, options: dict[str, Any], message: str) -> None:
+def test_unavailable_collectives_are_refused(how: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         how(Script(), workers=2, strategy="allreduce", runs=None, **options)
 
@@ -74,7 +74,9 @@ def test_what_cannot_be_forced(how: Any, options: dict[str, Any], message: str) 
 
 
 @real_ways
-def test_every_way_trains_the_same_model(tmp_path: Path, way: str, listen: str) -> None:
+def test_every_collective_trains_the_same_model_as_the_simulator(
+    tmp_path: Path, way: str, listen: str
+) -> None:
     """Bit for bit where sums are taken in rank order; up to rounding around a ring."""
     script = Script(optimizer=MOMENTUM, size=50, shuffle=True)
     options: dict[str, Any] = {"workers": 3, "strategy": "allreduce", "runs": tmp_path, "threads": 1}
@@ -158,7 +160,7 @@ def member(
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab", "abbc", "ab", "aaa"])
-def test_hosts_share_memory_inside_and_ring_across(tmp_path: Path, hosts: str) -> None:
+def test_auto_all_reduce_across_hosts_gives_all_workers_the_same_result(tmp_path: Path, hosts: str) -> None:
     """The same bits on all workers of all hosts, however many share one, and the right ones."""
     fork = multiprocessing.get_context("fork")
     arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
@@ -285,7 +287,9 @@ def survivor(
     [("shared", "aaaa"), ("direct", "aaaa"), ("ring", "aaaa"), ("ring", "abcd"), ("direct", "abcd")]
     + [("hierarchical", hosts) for hosts in ("aabb", "abbb", "aabc")],
 )
-def test_every_survivor_is_told_who_died(tmp_path: Path, way: str, hosts: str) -> None:
+def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
+    tmp_path: Path, way: str, hosts: str
+) -> None:
     """All others get an error that names the dead, soon, also those that wait for somebody else."""
     fork = multiprocessing.get_context("fork")
     arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
@@ -323,13 +327,15 @@ def test_every_survivor_is_told_who_died(tmp_path: Path, way: str, hosts: str) -
     (torch.zeros(3), "median", "op is 'median'; it can be sum, mean, max, min"),
 ])  # fmt: skip
 @pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
-def test_all_ways_refuse_the_same(tensor: torch.Tensor, op: str, message: str, way: str) -> None:
+def test_every_collective_refuses_the_same_invalid_input(
+    tensor: torch.Tensor, op: str, message: str, way: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         once(Once([tensor, tensor], op), way)
 
 
 @pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
-def test_all_ways_take_the_same(tmp_path: Path, way: str) -> None:
+def test_every_collective_takes_scalars_and_large_half_precision_means(tmp_path: Path, way: str) -> None:
     """A tensor of no dimension, and the mean of short floats whose sum would overflow."""
     for values in (torch.tensor(2.0), torch.full((5,), 40000.0, dtype=torch.float16)):
         script = Once([values, values], "mean", tmp_path / "result.pt")
@@ -338,7 +344,7 @@ def test_all_ways_take_the_same(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_one_worker_can_have_any_way(way: str, tmp_path: Path) -> None:
+def test_one_worker_can_use_every_collective(way: str, tmp_path: Path) -> None:
     script = Script(optimizer=MOMENTUM)
     summary = pr.run(script, workers=1, strategy="allreduce", collective=way, runs=tmp_path, threads=1)
     assert same(trained(summary), alone(script))
@@ -369,7 +375,7 @@ def once(script: Once, way: str) -> None:
         pr.run(script, collective=way, **options)
 
 
-def test_the_board_is_the_first_thing_in_an_arena() -> None:
+def test_the_board_is_allocated_at_the_start_of_each_arena() -> None:
     """So everybody knows where everybody's is."""
     arenas = Arenas(2, 1 << 20)
     assert [arenas.allocate(index, BOARD) for index in range(2)] == [0, 0]

@@ -15,7 +15,7 @@ def sha256(array: np.ndarray) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def test_the_arrays_are_those_of_the_source() -> None:
+def test_digits_file_has_the_hashes_of_its_source() -> None:
     with files("polyrhythm.data").joinpath("digits.npz").open("rb") as file:
         stored = np.load(file, allow_pickle=False)
         images, labels = stored["images"], stored["labels"]
@@ -25,7 +25,7 @@ def test_the_arrays_are_those_of_the_source() -> None:
     assert sha256(labels) == "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0"
 
 
-def test_shapes_and_ranges() -> None:
+def test_digits_shapes_dtypes_and_value_ranges() -> None:
     for part, size in zip(digits(), (1437, 360), strict=True):
         images, labels = part.tensors
         assert images.shape == (size, 1, 8, 8) and images.dtype == torch.float32
@@ -46,12 +46,12 @@ def test_the_split_never_changes() -> None:
     )
 
 
-def test_the_two_parts_are_the_whole() -> None:
+def test_digits_train_and_test_sets_partition_the_images() -> None:
     with files("polyrhythm.data").joinpath("digits.npz").open("rb") as file:
         whole = sorted(image.tobytes() for image in np.load(file)["images"])
     parts = torch.cat([part.tensors[0] for part in digits()])
     assert sorted(image.tobytes() for image in (parts * 16).numpy().astype(np.uint8)) == whole
 
 
-def test_all_share_one_copy() -> None:
+def test_digits_returns_the_same_tensors_on_every_call() -> None:
     assert digits()[0].tensors[0] is digits()[0].tensors[0]

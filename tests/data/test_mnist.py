@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_reads_plain_and_gzipped(folder: Path) -> None:
+def test_mnist_reads_plain_and_gzipped_files(folder: Path) -> None:
     train, test = mnist(folder)
     images, labels = train.tensors
     assert images.shape == (3, 1, 28, 28) and images.dtype == torch.float32
@@ -39,7 +39,7 @@ def test_reads_plain_and_gzipped(folder: Path) -> None:
     assert len(test) == 2
 
 
-def test_all_share_one_copy(folder: Path) -> None:
+def test_mnist_returns_the_same_dataset_on_every_call(folder: Path) -> None:
     assert mnist(folder)[0] is mnist(str(folder))[0]
 
 
@@ -99,7 +99,7 @@ def test_a_corrupt_file_is_named_in_one_line(
     assert IMAGES in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_label_out_of_range(folder: Path) -> None:
+def test_mnist_refuses_a_label_out_of_range(folder: Path) -> None:
     (folder / f"{LABELS}.gz").write_bytes(gzip.compress(idx(3, values=bytes([1, 2, 10]))))
     with pytest.raises(UsageError, match="has label 10; labels must be 0 to 9"):
         mnist(folder)

@@ -101,7 +101,7 @@ def test_full_rounds_are_one_batch_per_worker(size: int, batch: int, workers: in
 
 @settings(deadline=None)
 @given(**sizes, own=some.booleans(), died=some.integers(0, 3))
-def test_a_plain_mean_over_workers_is_the_union(
+def test_factor_weighted_mean_over_workers_is_the_mean_of_the_round(
     size: int, batch: int, workers: int, own: bool, died: int
 ) -> None:
     """Full rounds count 1; in all of them, the mean of factor * batch mean is the mean of the round. Whoever
@@ -139,7 +139,7 @@ def test_no_batch_is_longer_than_asked(size: int, batch: int, workers: int) -> N
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_single_examples_are_shared_too(workers: int) -> None:
+def test_batches_of_one_example_are_shared_among_all_workers(workers: int) -> None:
     """With batches of one, every worker gets one, and none stands idle in a full round."""
     shares = dealt(workers, lambda: DataLoader(Numbers(4 * workers), batch_size=1))
     assert all(samples == 1 for share in shares for _, samples in share)
@@ -163,7 +163,7 @@ def test_one_worker_has_the_order_that_the_seed_draws() -> None:
 
 
 @pytest.mark.parametrize("generator", [False, True])
-def test_epochs_differ_and_repeat(generator: bool) -> None:
+def test_shuffled_epochs_differ_and_repeat_with_the_same_seed(generator: bool) -> None:
     """Each epoch is shuffled anew; the same seed gives the same epochs, another seed gives others."""
 
     def make(seed: int) -> Shared:
@@ -199,7 +199,7 @@ def test_batches_of_the_users_own_sampler_stay_whole(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_range_stays_a_range(workers: int) -> None:
+def test_range_batches_reach_the_dataset_as_ranges(workers: int) -> None:
     """A dataset may then take a slice: rows one after the other need no list of their numbers."""
 
     class Blocks(Numbers):
@@ -229,7 +229,7 @@ def test_a_plain_batch_sampler_keeps_its_size() -> None:
     assert [len(indexes) for share in shares for indexes, _ in share] == [4] * 6
 
 
-def test_processes_may_load() -> None:
+def test_shared_loader_gives_the_same_batches_with_num_workers() -> None:
     """With num_workers the batches and their counts are the same, in the same order."""
 
     def make(loaders: int) -> Shared:
@@ -241,14 +241,14 @@ def test_processes_may_load() -> None:
     assert several.counts == none.counts
 
 
-def test_it_is_still_the_users_loader() -> None:
+def test_shared_loader_forwards_attributes_to_the_dataloader() -> None:
     """What is asked of it and not of us, such as the dataset, is answered by the DataLoader."""
     loader = DataLoader(Numbers(8), batch_size=3)
     shared = Shared(loader, 0, 2)
     assert (shared.dataset, shared.batch_size) == (loader.dataset, 3)
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_iterable_datasets_and_unbatched_loaders_are_refused() -> None:
     """A stream has no indexes, and a loader without batches has nothing to deal out."""
 
     class Stream(IterableDataset[int]):
@@ -287,7 +287,9 @@ def test_leases_shrink_towards_the_end(batches: int, workers: int) -> None:
 
 
 @given(some.integers(1, 60), some.integers(2, 6), some.integers(1, 3), some.randoms(use_true_random=False))
-def test_what_a_lost_worker_held_comes_back(batches: int, workers: int, epochs: int, chance: Any) -> None:
+def test_leases_of_lost_workers_are_redone_or_counted_as_undone(
+    batches: int, workers: int, epochs: int, chance: Any
+) -> None:
     """However steps and losses interleave, every batch is finished once or counted as undone."""
     leases = Leases()
     held: dict[int, Lease] = {}
@@ -338,7 +340,7 @@ def test_a_lost_worker_returns_the_leases_of_all_its_loaders() -> None:
     assert leases.undone == 0
 
 
-def test_what_is_given_back_comes_again() -> None:
+def test_returned_leases_are_handed_out_again() -> None:
     """The rest of a lease is the next one's, in the same epoch or a later one, but not in an earlier one."""
     leases = Leases()
     assert leases.take(0, 0, 3, 16, 1) == Lease(3, 0, 8)
@@ -349,7 +351,7 @@ def test_what_is_given_back_comes_again() -> None:
     assert leases.give_back(1, 0, 0) == leases.undone == 0
 
 
-def test_what_is_loaded_ahead_is_still_held() -> None:
+def test_a_lost_worker_returns_batches_prefetched_but_not_seen() -> None:
     """A worker that is lost returns what it had leased and not seen, over several leases, and no more."""
     leases = Leases()
     assert leases.take(0, 0, 0, 40, 1) == Lease(0, 0, 8)
@@ -396,7 +398,7 @@ def test_a_leased_epoch_is_a_partition(size: int, batch: int, workers: int, seed
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
-def test_who_leaves_early_gives_the_rest_back(loaders: int) -> None:
+def test_a_worker_that_breaks_out_of_an_epoch_returns_its_leases(loaders: int) -> None:
     """After a `break` the epoch is over for that worker, and the others get what it has not seen."""
 
     def make() -> DataLoader[Any]:

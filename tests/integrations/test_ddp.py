@@ -71,7 +71,7 @@ def test_replicas_stay_the_same_bits(ranks: Found, codec: str, dtype: str) -> No
 @pytest.mark.parametrize(
     "codec", ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
 )
-def test_what_is_owed_moves_with_its_parameters(ranks: Found, codec: str) -> None:
+def test_ddp_hook_residuals_follow_parameters_when_buckets_change(ranks: Found, codec: str) -> None:
     """All that was got, with the mean of what is owed, is the mean of all that was given, after every step.
 
     Though after the first the buckets are others.
@@ -89,7 +89,7 @@ def test_what_is_owed_moves_with_its_parameters(ranks: Found, codec: str) -> Non
         torch.testing.assert_close(got + owed, total, rtol=0, atol=2e-5)
 
 
-def test_all_is_the_plain_mean(ranks: Found) -> None:
+def test_ddp_hook_with_topk_of_density_1_gives_the_plain_mean(ranks: Found) -> None:
     """Density 1, in full: bit for bit what DDP gives without a hook."""
     for step, got in enumerate(ranks[0]["owe"]["topk:1,values=fp32"]["got"]):
         assert torch.equal(got, (script.given(0, step) + script.given(1, step)) / 2)
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec:
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in script.LOTS])
-def test_a_scaler_changes_nothing(ranks: Found, codec: str) -> None:
+def test_ddp_hook_gives_the_same_bits_with_a_grad_scaler(ranks: Found, codec: str) -> None:
     """Scales are powers of two, and a step that is skipped leaves no trace: bit for bit as without one."""
     for rank in ranks:
         assert rank["scaled"][codec]["skipped"] > 5
@@ -124,7 +124,7 @@ def test_nothing_is_compiled_in_backward(ranks: Found) -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"])
-def test_a_state_that_was_saved_goes_on(ranks: Found, codec: str) -> None:
+def test_ddp_hook_resumes_exactly_from_saved_state(ranks: Found, codec: str) -> None:
     """Bit for bit, though buckets begin again as they were before the first step.
 
     Matrix products may round by where in a bucket a matrix lies.
@@ -135,7 +135,7 @@ def test_a_state_that_was_saved_goes_on(ranks: Found, codec: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=near)
 
 
-def test_layers_that_are_left_out_travel_as_they_are(ranks: Found) -> None:
+def test_ddp_hook_sends_excluded_layers_uncompressed(ranks: Found) -> None:
     got, bounds = ranks[0]["left out"]["got"], ranks[0]["left out"]["bounds"]
     mean = (script.given(0, 0) + script.given(1, 0)) / 2
     for number, (low, high) in enumerate(zip([0, *bounds], bounds, strict=False)):
@@ -163,16 +163,16 @@ def test_layers_that_are_left_out_travel_as_they_are(ranks: Found) -> None:
         (11, "saved by a hook with a model, and this one is without"),
     ],
 )
-def test_mistakes_are_told(ranks: Found, number: int, says: str) -> None:
+def test_ddp_hook_explains_usage_errors(ranks: Found, number: int, says: str) -> None:
     assert says in ranks[0]["mistakes"][number]
 
 
-def test_without_a_process_group_it_says_what_is_missing() -> None:
+def test_ddp_hook_needs_an_initialized_process_group() -> None:
     with pytest.raises(UsageError, match="init_process_group first"):
         pr.integrations.ddp.hook("fp16")
 
 
-def test_the_command_line_starts_without_it() -> None:
+def test_cli_starts_without_importing_torch_for_integrations() -> None:
     """Nothing of torch is imported for the sake of integrations."""
     text = (
         "import sys, polyrhythm as pr, polyrhythm.cli\nassert 'torch' not in sys.modules\n"
@@ -205,7 +205,9 @@ class Ours:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"])
-def test_one_bucket_is_what_allreduce_does(ranks: Found, simulate: Any, codec: str) -> None:
+def test_ddp_hook_with_one_bucket_gives_the_bits_of_allreduce(
+    ranks: Found, simulate: Any, codec: str
+) -> None:
     """All parameters in one bucket, learning rates that change: the bits of `allreduce` with that codec."""
     ours = Ours()
     simulate(ours, f"allreduce+{codec}", 2)
@@ -214,7 +216,7 @@ def test_one_bucket_is_what_allreduce_does(ranks: Found, simulate: Any, codec: s
 
 
 @pytest.mark.slow
-def test_the_example_learns() -> None:
+def test_ddp_hook_example_learns() -> None:
     done = torchrun("examples/ddp_hook.py", "--codec=topk:0.05", "--epochs=4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

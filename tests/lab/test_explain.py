@@ -13,7 +13,7 @@ from polyrhythm.lab import explain
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 16])
-def test_every_step_is_that_of_the_rule(n):
+def test_explained_ring_follows_the_ring_algorithm_step_by_step(n):
     what = explain.ring(n)
     assert [(step.phase, step.step) for step in what.steps] == [
         (phase, k) for phase in ("share-reduce", "share-only") for k in range(n - 1)
@@ -36,7 +36,7 @@ def test_every_step_is_that_of_the_rule(n):
 
 
 @pytest.mark.parametrize("n, length", [(4, 17), (4, 3), (3, 0), (5, 1), (7, 100), (16, 16)])
-def test_what_was_sent_is_counted_three_ways(n, length):
+def test_explained_ring_counts_elements_as_the_formula_does(n, length):
     what = explain.ring(n, length)
     assert what.elements == what.formula
     assert what.nbytes == [8 * sent for sent in what.elements]
@@ -49,7 +49,7 @@ def cells(line: str) -> list[str]:
     return re.findall(r"\S+", line)
 
 
-def test_the_drawing_shows_the_trace(capsys):
+def test_explain_ring_prints_every_step_of_the_trace(capsys):
     assert main(["explain", "ring", "--workers", "4"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
@@ -71,7 +71,7 @@ def test_the_drawing_shows_the_trace(capsys):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_it_fits_a_terminal_and_marks_what_changed(n):
+def test_ring_drawing_fits_80_columns_and_marks_changed_chunks(n):
     what = explain.ring(n)
     plain = explain.draw(what)
     assert max(map(len, plain.splitlines())) <= 80
@@ -84,7 +84,7 @@ def test_a_chunk_without_elements_is_shown_as_such():
     assert " - " in explain.draw(explain.ring(4, 2))
 
 
-def test_json_has_all_of_it(capsys):
+def test_explain_ring_json_has_the_whole_trace(capsys):
     assert main(["explain", "ring", "-n", "3", "--length", "7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == explain.ring(3, 7).plain()
@@ -98,7 +98,7 @@ def test_json_has_all_of_it(capsys):
     (17, None, "--workers 17: the drawing has room for 2 to 16"),
     (4, -1, "--length -1: it must be 0 to 1,048,576"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_said(n, length, message, capsys):
+def test_explain_ring_refuses_sizes_out_of_range(n, length, message, capsys):
     with pytest.raises(UsageError, match=message):
         explain.ring(n, length)
     more = [] if length is None else ["--length", str(length)]

@@ -40,7 +40,7 @@ def run_to_the_end(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[st
 
 
 @pytest.mark.parametrize("strategy", [*LOCKSTEP, "async"])
-def test_raises(strategy: str) -> None:
+def test_a_worker_that_raises_ends_the_run_and_shows_its_traceback_once(strategy: str) -> None:
     """The traceback of a worker that raises is shown, once, and the error says which one and what."""
     error, output, _ = run_to_the_end(strategy, do="raise")
     assert error == "worker 1 failed: RuntimeError: the user's own mistake"
@@ -50,14 +50,14 @@ def test_raises(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", LOCKSTEP)
-def test_killed_in_lockstep(strategy: str) -> None:
+def test_a_killed_worker_ends_a_lockstep_run_and_is_named(strategy: str) -> None:
     """Where no worker can go on without the other, a killed one ends the run, by name."""
     error, output, _ = run_to_the_end(strategy, do="kill")
     assert error.startswith("worker 1 was killed by SIGKILL; ")
     assert "Traceback" not in output
 
 
-def test_killed_on_its_own(tmp_path: Path) -> None:
+def test_asynchronous_workers_finish_the_data_of_a_killed_worker(tmp_path: Path) -> None:
     """Asynchronous workers train on without a killed one, and on every example that it had taken."""
     error, _, summary = run_to_the_end("async", do="kill", folder=tmp_path, pause=0.02)
     assert not error
@@ -66,7 +66,7 @@ def test_killed_on_its_own(tmp_path: Path) -> None:
     assert set(trained) == set(range(EXAMPLES))
 
 
-def test_two_killed_at_once(tmp_path: Path) -> None:
+def test_asynchronous_run_survives_two_workers_killed_at_once(tmp_path: Path) -> None:
     """Two deaths in one moment hold up nobody: the one that is left trains on every example."""
     error, _, summary = run_to_the_end("async", do="kill two", folder=tmp_path, pause=0.02)
     assert not error
@@ -76,7 +76,7 @@ def test_two_killed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
-def test_server_killed(strategy: str, tmp_path: Path) -> None:
+def test_a_killed_server_ends_the_run_and_is_named(strategy: str, tmp_path: Path) -> None:
     """Nobody can go on without a server; the error names it and says what is lost."""
     error, output, _ = run_to_the_end(strategy, do="kill the server", folder=tmp_path)
     assert error == "server 0 was killed by SIGKILL; its part of the parameters is gone"
@@ -84,14 +84,14 @@ def test_server_killed(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "who"), [("allreduce", "worker 1"), ("sync", "server 0")])
-def test_hangs(strategy: str, who: str) -> None:
+def test_timeout_error_says_who_waited_for_whom_and_how_long(strategy: str, who: str) -> None:
     """No wait is endless: the error says who waited for whom, for what and for how long."""
     error, _, _ = run_to_the_end(strategy, do="hang", timeout=2.0)
     assert re.match(r"(worker [02]|server 0) waited 2\.\d+ s for ", error)
     assert who in error
 
 
-def test_vanishes() -> None:
+def test_a_worker_that_exits_mid_training_counts_as_lost() -> None:
     """A worker that ends its process in the middle of training has not finished, whatever its exit code."""
     error, _, _ = run_to_the_end("allreduce", do="vanish")
     assert error.startswith("worker 1 ended before it had finished; ")
@@ -101,7 +101,7 @@ def test_vanishes() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_exit_code(strategy: str) -> None:
+def test_nonzero_sys_exit_is_a_failure_and_zero_is_not(strategy: str) -> None:
     """`sys.exit(3)` is a failure, `sys.exit(0)` at the end of the script is not."""
     assert run_to_the_end(strategy, do="exit 3")[0] == "worker 1 ended the script with exit code 3"
     error, _, summary = run_to_the_end(strategy, do="exit 0")
@@ -109,7 +109,7 @@ def test_exit_code(strategy: str) -> None:
     assert summary["samples"] == EXAMPLES
 
 
-def test_progress_bar() -> None:
+def test_only_the_last_state_of_a_progress_bar_is_printed() -> None:
     """Of a progress bar, which rewrites its line, the last state is shown; other bytes do no harm."""
 
     def script() -> None:
@@ -121,7 +121,7 @@ def test_progress_bar() -> None:
     assert output.getvalue() == "[worker 0] 100 %\n[worker 0] \ufffd\n"
 
 
-def test_after_torch_with_threads() -> None:
+def test_run_starts_after_torch_has_used_several_threads() -> None:
     """A process whose torch has worked with several threads can start a run: its nodes do not hang."""
     code = """if True:
         import torch, polyrhythm as pr
@@ -145,14 +145,14 @@ def test_after_torch_with_threads() -> None:
     assert error.startswith("2 threads per worker cannot be had")
 
 
-def test_data_processes() -> None:
+def test_dataloader_processes_end_with_a_killed_worker() -> None:
     """Processes that a DataLoader started end with their worker, also with one that is killed."""
     error, _, summary = run_to_the_end("async", do="kill", processes=2, pause=0.02)
     assert not error
     assert list(summary["lost"]) == ["worker 1"]
 
 
-def test_a_codec_that_cannot_be_prepared(tmp_path: Path) -> None:
+def test_a_codec_with_a_broken_dependency_fails_with_its_error(tmp_path: Path) -> None:
     """A library that a codec needs is broken: the workers say so, each for itself."""
     (tmp_path / "google_crc32c.py").write_text("")
     (tmp_path / "train.py").write_text(

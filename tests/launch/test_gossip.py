@@ -21,7 +21,9 @@ def run_with_kills(folder: Path, strategy: str, kills: dict[int, int], **options
 
 
 @each_value(("strategy, victim", [("gossip", 0), *((each, 2) for each in FAMILY)]), ("restarts", [0, 1]))
-def test_a_neighbour_is_killed(tmp_path: Path, strategy: str, restarts: int, victim: int) -> None:
+def test_gossip_continues_after_a_neighbour_is_killed(
+    tmp_path: Path, strategy: str, restarts: int, victim: int
+) -> None:
     """The three others go on, with another in its place or without, and what they agree on is trained."""
     summary = run_with_kills(tmp_path, strategy, {victim: 5}, restarts=restarts)
     assert summary["lost"] == {f"worker {victim}": "was killed by SIGKILL"}
@@ -31,7 +33,7 @@ def test_a_neighbour_is_killed(tmp_path: Path, strategy: str, restarts: int, vic
 
 
 @pytest.mark.parametrize("strategy", FAMILY)
-def test_over_tcp(tmp_path: Path, strategy: str) -> None:
+def test_gossip_over_tcp_gives_the_same_bits_and_survives_a_kill(tmp_path: Path, strategy: str) -> None:
     """Without shared memory it is the same; undisturbed, to the last bit."""
     plain, tcp = (run_with_kills(tmp_path, strategy, {}, listen=how) for how in ("unix:", "tcp:127.0.0.1:0"))
     assert plain["digest"] == tcp["digest"]
@@ -40,7 +42,9 @@ def test_over_tcp(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", FAMILY)
-def test_all_but_one_are_killed(tmp_path: Path, strategy: str) -> None:
+def test_last_gossip_worker_trains_on_alone_after_all_others_are_killed(
+    tmp_path: Path, strategy: str
+) -> None:
     """The last one has no neighbours, and trains on alone."""
     summary = run_with_kills(tmp_path, strategy, {0: 3, 1: 9, 3: 9})
     assert set(summary["lost"]) == {"worker 0", "worker 1", "worker 3"}

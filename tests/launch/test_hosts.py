@@ -157,7 +157,7 @@ def simulated(script: Script, strategy: str, folder: Path, workers: int = 4) -> 
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "local:4", "sync"])
-def test_lockstep_is_the_same_run(hosts: Hosts, strategy: str) -> None:
+def test_lockstep_run_on_two_hosts_gives_the_bits_of_the_simulator(hosts: Hosts, strategy: str) -> None:
     """Sums in rank order give the bits of the simulator, wherever the workers are."""
     script = Script(optimizer=MOMENTUM, shuffle=True)
     begun = hosts.run(script, workers=4, here=2, strategy=strategy, collective="direct")
@@ -171,7 +171,7 @@ def test_lockstep_is_the_same_run(hosts: Hosts, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("first", [2, 1])
-def test_sites_of_two_hosts(hosts: Hosts, first: int) -> None:
+def test_two_level_run_on_two_hosts_matches_the_simulator(hosts: Hosts, first: int) -> None:
     """A host may be a site: it shares memory inside, and one of its workers talks to the other host.
 
     Or a site has workers on two hosts, which exchange as the workers of several hosts do.
@@ -191,7 +191,7 @@ def test_sites_of_two_hosts(hosts: Hosts, first: int) -> None:
         assert summary["digest"] == expected["digest"]
 
 
-def test_a_host_says_at_which_site_it_is(hosts: Hosts) -> None:
+def test_a_joining_host_gets_ranks_of_its_own_site(hosts: Hosts) -> None:
     """Whoever joins first: a machine gets the ranks of its own site, so what is inside stays inside."""
     cluster = hosts.folder / "cluster.toml"
     cluster.write_text(
@@ -215,7 +215,7 @@ def test_a_host_says_at_which_site_it_is(hosts: Hosts) -> None:
     assert begun.end()["summary"]["lost"] == {}
 
 
-def test_three_hosts_by_default(hosts: Hosts) -> None:
+def test_default_allreduce_on_three_hosts_matches_the_simulator(hosts: Hosts) -> None:
     """In shared memory inside hosts and by a ring between them, sums differ in the last bits only."""
     script = Script(optimizer=MOMENTUM, shuffle=True)
     begun = hosts.run(script, workers=5, here=2, strategy="allreduce")
@@ -232,7 +232,7 @@ def test_three_hosts_by_default(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["async", "ssp:2"])
-def test_asynchronous(hosts: Hosts, strategy: str) -> None:
+def test_asynchronous_run_on_two_hosts_trains_on_every_example(hosts: Hosts, strategy: str) -> None:
     """Workers of two hosts push to servers on the first; every example is trained on."""
     begun = hosts.run(partial(train, epochs=2), workers=3, here=1, strategy=strategy, servers=2)
     joined = hosts.join(partial(train, epochs=2), workers=2)
@@ -245,7 +245,7 @@ def test_asynchronous(hosts: Hosts, strategy: str) -> None:
     assert "[worker 0] worker 0 is done" in begun.text and "worker 0 is done" not in joined.text
 
 
-def test_no_worker_here(hosts: Hosts) -> None:
+def test_the_first_host_may_run_servers_only(hosts: Hosts) -> None:
     """The host where the run began may have servers only."""
     begun = hosts.run(train, workers=2, here=0, strategy="async")
     assert hosts.join(train, workers=2).end()["code"] == 0
@@ -265,7 +265,7 @@ def lending(folder: Path) -> None:
     (folder / f"shares {node.me}").write_text(json.dumps(shares))
 
 
-def test_memory_is_lent_inside_a_host_only(hosts: Hosts) -> None:
+def test_shared_memory_is_used_only_between_nodes_of_one_host(hosts: Hosts) -> None:
     """By reference to a neighbour, over whatever connection; as bytes to all who cannot see the memory."""
     program = partial(lending, hosts.folder)
     begun = hosts.run(program, workers=3, here=1, strategy="async")
@@ -280,7 +280,7 @@ def test_memory_is_lent_inside_a_host_only(hosts: Hosts) -> None:
 # --- who may not join ---------------------------------------------------------------------------------------
 
 
-def test_wrong_key(hosts: Hosts) -> None:
+def test_a_host_with_the_wrong_key_is_refused_and_the_run_continues(hosts: Hosts) -> None:
     """Whoever has another key learns nothing and disturbs nobody."""
     begun = hosts.run(train, workers=2, here=1, strategy="allreduce")
     other = hosts.folder / "other.key"
@@ -294,7 +294,7 @@ def test_wrong_key(hosts: Hosts) -> None:
     assert begun.end()["code"] == 0
 
 
-def test_too_many_and_full(hosts: Hosts) -> None:
+def test_hosts_with_too_many_workers_cannot_join(hosts: Hosts) -> None:
     """Both sides say why; nothing else happens, and whoever fits joins."""
     program = partial(patient, hosts.folder)
     begun = hosts.run(program, workers=3, here=1, strategy="async")
@@ -311,7 +311,9 @@ def test_too_many_and_full(hosts: Hosts) -> None:
     assert joined.end()["code"] == begun.end()["code"] == 0
 
 
-def test_another_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_another_polyrhythm_version_is_refused(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = hosts.run(train, workers=2, here=1, strategy="allreduce")
     with monkeypatch.context() as patch:
         patch.setattr("polyrhythm.launch.joiner.__version__", "9.9")
@@ -323,7 +325,7 @@ def test_another_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts.join(train).end()["code"] == begun.end()["code"] == 0
 
 
-def test_another_model(hosts: Hosts) -> None:
+def test_hosts_with_different_models_fail_on_both_sides(hosts: Hosts) -> None:
     """The run fails on both hosts, and says that models differ."""
     begun = hosts.run(Script(), workers=2, here=1, strategy="allreduce")
     joined = hosts.join(train).end()
@@ -331,7 +333,7 @@ def test_another_model(hosts: Hosts) -> None:
     assert begun.end()["error"] == joined["error"]
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_join_refuses_a_bad_address_or_key_file(tmp_path: Path) -> None:
     key = tmp_path / "run.key"
     key.write_bytes(bytes(32))
     key.chmod(0o600)
@@ -361,7 +363,9 @@ def test_nobody_listens(tmp_path: Path) -> None:
         ({"collective": "shared"}, "shared needs all workers on one host; use hierarchical"),
     ],
 )
-def test_what_a_run_on_several_hosts_needs(tmp_path: Path, how: dict[str, Any], why: str) -> None:
+def test_a_multi_host_run_refuses_missing_or_invalid_options(
+    tmp_path: Path, how: dict[str, Any], why: str
+) -> None:
     given = {"listen": "tcp:127.0.0.1:0", "key": tmp_path / "run.key", "here": 1} | how
     with pytest.raises(pr.UsageError, match=re.escape(why)):
         pr.run(train, workers=2, runs=None, **given)
@@ -454,7 +458,7 @@ def test_a_killed_remote_worker_is_replaced_on_its_host(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
+def test_a_killed_remote_launcher_counts_as_the_loss_of_its_workers(hosts: Hosts, strategy: str) -> None:
     """It counts as the death of all its workers, and they die with it."""
     begun, joined = begin(hosts, strategy)
     os.kill(joined.pid, signal.SIGKILL)
@@ -469,7 +473,7 @@ def test_a_killed_remote_launcher(hosts: Hosts, strategy: str) -> None:
         assert outcome["summary"]["batches_undone"] == 0
 
 
-def test_a_killed_remote_zygote(hosts: Hosts) -> None:
+def test_a_killed_remote_zygote_takes_its_workers_out_of_the_run(hosts: Hosts) -> None:
     """Its launcher says so, takes its workers out of the run and leaves nothing."""
     begun, joined = begin(hosts, "allreduce")
     psutil.Process(joined.pid).children()[0].kill()
@@ -478,7 +482,7 @@ def test_a_killed_remote_zygote(hosts: Hosts) -> None:
     assert begun.end(SOON)["error"].startswith(f"worker 1 ended ({why}) on 127.0.0.1 (workers 1 and 2); ")
 
 
-def test_the_last_workers_go_with_their_host(hosts: Hosts) -> None:
+def test_a_new_worker_saves_the_result_if_the_host_of_all_workers_dies(hosts: Hosts) -> None:
     """What servers hold is brought home by one more worker, where the servers are."""
     begun, joined = begin(hosts, "async", here=0, workers=2)
     os.kill(joined.pid, signal.SIGKILL)
@@ -490,7 +494,7 @@ def test_the_last_workers_go_with_their_host(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_a_killed_first_launcher(hosts: Hosts, strategy: str) -> None:
+def test_joined_hosts_end_if_the_first_launcher_is_killed(hosts: Hosts, strategy: str) -> None:
     begun, joined = begin(hosts, strategy)
     os.kill(begun.pid, signal.SIGKILL)
     outcome = joined.end(SOON)
@@ -499,7 +503,7 @@ def test_a_killed_first_launcher(hosts: Hosts, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_interrupted_where_it_began(hosts: Hosts, strategy: str) -> None:
+def test_ctrl_c_on_the_first_host_ends_the_run_on_all_hosts(hosts: Hosts, strategy: str) -> None:
     begun, joined = begin(hosts, strategy)
     os.killpg(begun.pid, signal.SIGINT)
     assert begun.end(SOON) == {"error": "interrupted", "code": 130}
@@ -507,7 +511,7 @@ def test_interrupted_where_it_began(hosts: Hosts, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_interrupted_where_it_joined(hosts: Hosts, strategy: str) -> None:
+def test_ctrl_c_on_a_joined_host_takes_its_workers_out_of_the_run(hosts: Hosts, strategy: str) -> None:
     begun, joined = begin(hosts, strategy)
     os.killpg(joined.pid, signal.SIGINT)
     assert joined.end(SOON) == {"error": "interrupted", "code": 130}
@@ -520,7 +524,7 @@ def test_interrupted_where_it_joined(hosts: Hosts, strategy: str) -> None:
         assert outcome["summary"]["lost"] == {"worker 1": lost, "worker 2": lost}
 
 
-def test_leaves_before_the_run_begins(hosts: Hosts) -> None:
+def test_another_host_may_replace_one_that_left_before_the_start(hosts: Hosts) -> None:
     """Another may come in its place."""
     begun = hosts.run(train, workers=3, here=1, strategy="allreduce")
     first = hosts.join(train)
@@ -533,7 +537,7 @@ def test_leaves_before_the_run_begins(hosts: Hosts) -> None:
     assert begun.end()["code"] == 0
 
 
-def test_interrupted_while_it_waits(hosts: Hosts) -> None:
+def test_ctrl_c_while_waiting_for_hosts_ends_joined_hosts_too(hosts: Hosts) -> None:
     """Whoever has joined goes too."""
     begun = hosts.run(train, workers=3, here=1, strategy="allreduce")
     joined = hosts.join(train)
@@ -543,7 +547,7 @@ def test_interrupted_while_it_waits(hosts: Hosts) -> None:
     assert begun.end(SOON)["code"] == joined.end(SOON)["code"] == 130
 
 
-def test_a_mistake_in_the_script_of_another_host(hosts: Hosts) -> None:
+def test_an_exception_on_a_remote_host_is_reported_on_both_hosts(hosts: Hosts) -> None:
     """The traceback is shown where it happened, the error on both hosts."""
     program = partial(train, do="raise", rank=2, step=4, folder=hosts.folder)
     begun, joined = begin(hosts, "allreduce", program=program)
@@ -555,7 +559,7 @@ def test_a_mistake_in_the_script_of_another_host(hosts: Hosts) -> None:
 # --- as a person types it -----------------------------------------------------------------------------------
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_join_command_printed_by_run_works(tmp_path: Path) -> None:
     """The line that `run` shows is the command to type; both end with exit code 0."""
     command = [sys.executable, "-m", "polyrhythm"]
     key, runs = str(tmp_path / "run.key"), str(tmp_path / "runs")

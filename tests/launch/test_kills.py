@@ -90,7 +90,9 @@ def accuracy(summary: dict[str, Any], test_set: TensorDataset) -> float:
     [("async", 6.0, 1.5), ("async", 60.0, 3.0), ("async:max_staleness=3", 15.0, 1.5)],
     quick=1,
 )
-def test_kill_after_kill(tmp_path: Path, strategy: str, seconds: float, period: float) -> None:
+def test_async_run_survives_a_random_worker_kill_every_few_seconds(
+    tmp_path: Path, strategy: str, seconds: float, period: float
+) -> None:
     """All is trained, the parameters are whole, and the log's laws hold."""
     train_set, test_set = digits()
     steps = EPOCHS * -(-len(train_set) // BATCH)

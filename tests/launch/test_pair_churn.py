@@ -55,7 +55,9 @@ def run_with_kills(
 
 
 @each_value(("strategy", ["adpsgd", "push:1", "noloco:3"]), ("rank", [0, 1]), ("restarts", [0, 1]))
-def test_one_of_four_is_killed(tmp_path: Path, strategy: str, rank: int, restarts: int) -> None:
+def test_pairwise_strategies_continue_after_one_of_four_workers_is_killed(
+    tmp_path: Path, strategy: str, rank: int, restarts: int
+) -> None:
     """The others go on, and whoever takes its place is soon one of them."""
     summary = run_with_kills(tmp_path, strategy, {rank: 7}, restarts)
     if not pr.parse(strategy).lockstep:
@@ -63,23 +65,23 @@ def test_one_of_four_is_killed(tmp_path: Path, strategy: str, rank: int, restart
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push:1", "noloco:3"])
-def test_over_tcp(tmp_path: Path, strategy: str) -> None:
+def test_pairwise_strategies_replace_a_killed_worker_over_tcp(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
 
 
 @few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
-def test_large_answers(tmp_path: Path, strategy: str) -> None:
+def test_pairwise_strategies_survive_a_kill_with_large_models_over_tcp(tmp_path: Path, strategy: str) -> None:
     """More than a connection takes at once: they are given beside the thread that listens."""
     run_with_kills(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
-def test_two_at_once_come_back(tmp_path: Path, strategy: str) -> None:
+def test_pairwise_strategies_replace_two_workers_killed_at_once(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {0: 6, 1: 6}, 2)
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
-def test_one_is_left(tmp_path: Path, strategy: str) -> None:
+def test_pairwise_strategies_finish_with_one_surviving_worker(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
 
 

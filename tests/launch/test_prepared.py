@@ -25,7 +25,7 @@ optimizer.step()
     [("broadcast", True), ("allreduce", False), ("allreduce+topk", True), ("allreduce / local:2+topk", True)],
     quick=2,
 )
-def test_what_takes_long_is_loaded_once(tmp_path: Path, strategy: str, there: bool) -> None:
+def test_numba_is_imported_before_forking_only_if_needed(tmp_path: Path, strategy: str, there: bool) -> None:
     """By the process that all workers are forked from, and only if it is needed."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "polyrhythm", "run", "train.py", "--workers=2", f"--strategy={strategy}"]

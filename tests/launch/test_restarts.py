@@ -96,13 +96,13 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, count: str) -> N
     assert summary["metrics"] == {"epoch": EPOCHS - 1}
 
 
-def test_over_tcp(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_over_tcp(tmp_path: Path) -> None:
     summary = run_with_kills(tmp_path, {1: 1}, restarts=1, listen="tcp:127.0.0.1:0")
     assert summary["joined"] == 1
     check_trained(tmp_path)
 
 
-def test_the_only_worker(tmp_path: Path) -> None:
+def test_the_replacement_of_the_only_worker_resumes_from_the_servers(tmp_path: Path) -> None:
     """The servers wait for the one that comes; its own parameters are theirs, not those it begins with."""
     summary = run_with_kills(tmp_path, {0: 1}, restarts=1, workers=1)
     assert summary["joined"] == 1 and summary["batches_undone"] == 0
@@ -111,7 +111,7 @@ def test_the_only_worker(tmp_path: Path) -> None:
     assert [line["version"] for line in applied] == list(range(1, len(applied) + 1))
 
 
-def test_no_restart_left(tmp_path: Path) -> None:
+def test_a_worker_out_of_restarts_is_not_replaced(tmp_path: Path) -> None:
     """The others train on without one that died too often; if it was the last, the run fails and says so."""
     summary = run_with_kills(tmp_path, {1: 3}, restarts=2)
     assert summary["joined"] == 2
@@ -124,20 +124,20 @@ def test_no_restart_left(tmp_path: Path) -> None:
         )  # the third: one is replaced, one rescues
 
 
-def test_dies_before_it_joins(tmp_path: Path) -> None:
+def test_a_replacement_that_dies_at_startup_is_replaced_in_turn(tmp_path: Path) -> None:
     """A replacement that dies at once counts as a death, and is replaced in turn."""
     summary = run_with_kills(tmp_path, {1: 3}, restarts=3, at="start")
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL 3 times"}
     check_trained(tmp_path)
 
 
-def test_all_at_once(tmp_path: Path) -> None:
+def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
     summary = run_with_kills(tmp_path, {0: 2, 1: 2, 2: 1}, restarts=5, workers=3)
     assert summary["joined"] == 5 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 
 
-def test_more_deaths_than_spare_memory(tmp_path: Path) -> None:
+def test_shared_memory_of_dead_workers_is_reused_by_replacements(tmp_path: Path) -> None:
     """The memory of the dead is used again, once no server refers to it."""
     summary = run_with_kills(tmp_path, {0: 3, 1: 3}, restarts=6, servers=2)
     assert summary["joined"] == 6 and summary["batches_undone"] == 0
@@ -151,14 +151,14 @@ def test_lockstep_has_no_restarts(tmp_path: Path) -> None:
         run_with_kills(tmp_path, {1: 1}, restarts=3, strategy="sync")
 
 
-def test_the_last_worker_is_rescued(tmp_path: Path) -> None:
+def test_the_last_worker_is_replaced_once_even_without_restarts(tmp_path: Path) -> None:
     """What servers hold is not lost when the last worker dies: once, another brings it home, asked or not."""
     summary = run_with_kills(tmp_path, {0: 1}, restarts=0, workers=1)
     assert summary["joined"] == 1 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 
 
-def test_fails_while_a_replacement_is_on_its_way(tmp_path: Path) -> None:
+def test_a_run_that_fails_while_a_replacement_starts_cleans_up(tmp_path: Path) -> None:
     """Nothing is left of it: neither the one that was to come, nor its memory."""
 
     def script() -> None:
@@ -181,13 +181,13 @@ def test_fails_while_a_replacement_is_on_its_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_tells(tmp_path: Path) -> None:
+def test_cli_reports_lost_and_replaced_workers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "run", str(SCRIPT), "--runs", str(tmp_path / "runs"), "-q"]
     command += ["-s", "async", "--restarts", "2", "--", "--do", "kill", "--pause", "0.02"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "lost: worker 1 was killed by SIGKILL 3 times; replaced 2 times\n" in done.stdout
 
 
-def test_restarts_are_checked() -> None:
+def test_negative_restarts_are_refused() -> None:
     with pytest.raises(pr.UsageError, match="restarts is -1; it must be 0 or more"):
         pr.run(lambda: None, restarts=-1, runs=None)

@@ -93,7 +93,9 @@ def wait_until(condition: Callable[[], object]) -> None:
     ("number", [signal.SIGINT, signal.SIGTERM]),
     ("stage", ["starting", "training", "hanging"]),
 )
-def test_polite(start: Callable[..., Run], stage: str, number: signal.Signals) -> None:
+def test_ctrl_c_and_sigterm_end_the_run_with_exit_code_130(
+    start: Callable[..., Run], stage: str, number: signal.Signals
+) -> None:
     """Ctrl-C and SIGTERM end everything soon, at any time, in one line and with exit code 130."""
     strategy = "async" if stage == "training" else "sync"
     run = start("-q", "-s", strategy, "--", "--do", "hang" if stage == "hanging" else "")
@@ -109,7 +111,7 @@ def test_polite(start: Callable[..., Run], stage: str, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("victim", ["launcher", "zygote"])
-def test_killed(start: Callable[..., Run], victim: str) -> None:
+def test_a_killed_launcher_or_zygote_leaves_no_processes(start: Callable[..., Run], victim: str) -> None:
     """Even a launcher or zygote that is killed leaves nothing, not even the processes of a DataLoader."""
     run = start("-s", "async", "--", "--processes", "2")
     wait_until(run.trains)
@@ -133,7 +135,7 @@ def test_both_killed_while_a_worker_is_stuck(start: Callable[..., Run]) -> None:
     run.check_gone(within=4.0)
 
 
-def test_killed_while_starting(start: Callable[..., Run]) -> None:
+def test_a_launcher_killed_during_startup_leaves_no_processes(start: Callable[..., Run]) -> None:
     """A launcher that is killed before there are nodes leaves nothing either."""
     run = start("-s", "async", "--")
     wait_until(lambda: len(run.processes()) == 2)
@@ -141,7 +143,7 @@ def test_killed_while_starting(start: Callable[..., Run]) -> None:
     run.check_gone()
 
 
-def test_second_signal(start: Callable[..., Run]) -> None:
+def test_repeated_ctrl_c_does_not_stop_the_cleanup(start: Callable[..., Run]) -> None:
     """The second Ctrl-C of the impatient does not stop the cleaning up."""
     run = start("-q", "-s", "sync", "--", "--do", "hang")
     wait_until(run.trains)
@@ -154,7 +156,9 @@ def test_second_signal(start: Callable[..., Run]) -> None:
 
 
 @few("number", [signal.SIGINT, signal.SIGTERM], quick=1)
-def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Signals) -> None:
+def test_ctrl_c_and_sigterm_end_the_run_during_worker_replacements(
+    start: Callable[..., Run], number: signal.Signals
+) -> None:
     """Worker 1 dies in its third step, in each of its lives: at whatever stage of that, all ends soon."""
     run = start("-s", "async", "--restarts", "1000", "--", "--do", "kill")
     wait_until(run.trains)
@@ -170,7 +174,7 @@ def test_polite_amid_replacements(start: Callable[..., Run], number: signal.Sign
     ("strategy", ["hogwild", "hogwild:lock=yes"]),
     ("number", [signal.SIGINT, signal.SIGKILL]),
 )
-def test_memory_and_locks_of_all_workers_go_too(
+def test_ended_hogwild_runs_leave_no_processes_or_shared_memory(
     start: Callable[..., Run], strategy: str, number: signal.Signals
 ) -> None:
     """Ctrl-C, or a launcher that is killed: no process, also none that waits for a lock, and no memory."""

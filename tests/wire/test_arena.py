@@ -47,7 +47,7 @@ def test_the_files_cannot_change_their_size():
     arenas.close()
 
 
-def test_closing_leaves_no_file_and_may_leave_a_view():
+def test_closed_arenas_leave_no_descriptors_and_keep_views_valid():
     before = set(os.listdir("/proc/self/fd"))
     arenas = Arenas(3, 1 << 20)
     piece = arenas.view(0)[:10]

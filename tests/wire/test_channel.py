@@ -108,13 +108,13 @@ def test_a_wrong_key_is_a_clear_error_at_both_ends(address, encrypt):
         assert "does not have the key of this run" in str(end)
 
 
-def test_encryption_cannot_be_talked_away():
+def test_a_peer_cannot_turn_encryption_off():
     for end in pair("tcp:127.0.0.1", True, encrypt_there=False):
         assert isinstance(end, WireError)
         assert "opposite" in str(end)
 
 
-def test_reflecting_what_a_node_says_proves_nothing():
+def test_handshake_resists_a_reflection_attack():
     a, b = sockets("unix:")
 
     def mirror():
@@ -128,7 +128,7 @@ def test_reflecting_what_a_node_says_proves_nothing():
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(handshake._HELLO.size)])
-def test_a_stranger_gets_no_further_than_the_hello(data):
+def test_handshake_refuses_arbitrary_bytes(data):
     a, b = sockets("unix:")
     a.sendall(data)
     with pytest.raises((WireError, TimeoutError)):
@@ -216,7 +216,7 @@ def test_ciphers_without_encrypt_into_speak_the_same():
     right.release()
 
 
-def test_nobody_reading_ends_a_send():
+def test_a_send_that_nobody_reads_times_out_and_closes_the_channel():
     left, right = pair("unix:")
     left.wait = 0.05
     with pytest.raises(BlockingIOError):
@@ -227,7 +227,7 @@ def test_nobody_reading_ends_a_send():
     right.release()
 
 
-def test_addresses():
+def test_address_parsing_refuses_malformed_addresses():
     assert split("tcp:[::1]:80") == ("tcp", "[::1]:80")
     for bad in ("", "here", "udp:x:1", "tcp:host:port"):
         with pytest.raises(UsageError, match="no address"):

@@ -35,7 +35,7 @@ def slope(rank, step, count):
     ["async+topk:0.05,dense=1d", "async+topk:0.05", "async+int4:dense=0", "async:prefetch=yes+topk:0.05"],
     quick=1,
 )
-def test_lost_answers_are_given_again(strategy):
+def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     """Two workers push at once while connections break: what the server believes each has is what it has,
     bit for bit, each push counts once, and with what was left out all gradients are in the model."""
     chosen, total = parse(strategy), sum(part.numel() for part in model()[0].parameters())

@@ -40,7 +40,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_name_is_one_place_in_every_process(arenas: Arenas) -> None:
+def test_named_shared_memory_is_the_same_in_every_process(arenas: Arenas) -> None:
     """Whoever asks first, in whatever order; it is zero at first, and stays when they are gone."""
 
     def child(names: str) -> None:
@@ -56,7 +56,7 @@ def test_a_name_is_one_place_in_every_process(arenas: Arenas) -> None:
     assert bytes(common.memory("d", 1 << 20)) == bytes(1 << 20)
 
 
-def test_many_ask_at_once(arenas: Arenas) -> None:
+def test_concurrent_requests_for_named_memory_do_not_overlap(arenas: Arenas) -> None:
     """No two names share a place, and no name has two."""
 
     def child(rank: int) -> None:
@@ -74,7 +74,7 @@ def test_many_ask_at_once(arenas: Arenas) -> None:
             assert bytes(common.memory(f"of {rank} {number}", 5)) == bytes([rank + 1] * 5)
 
 
-def test_what_cannot_be(arenas: Arenas) -> None:
+def test_invalid_requests_for_named_memory_are_refused(arenas: Arenas) -> None:
     common = Common(arenas)
     common.memory("x", 8)
     with pytest.raises(PolyrhythmError, match="shared memory 'x' has 8 bytes, and 9 were asked for"):
@@ -108,7 +108,7 @@ def test_a_lock_excludes(arenas: Arenas) -> None:
     assert Common(arenas).memory("word", 8).cast("q")[0] == 600
 
 
-def test_the_death_of_its_holder_frees_it(arenas: Arenas) -> None:
+def test_death_of_the_holder_releases_a_named_lock(arenas: Arenas) -> None:
     common = Common(arenas)
     word, lock = common.memory("word", 1), common.lock("x")
 
@@ -127,7 +127,7 @@ def test_the_death_of_its_holder_frees_it(arenas: Arenas) -> None:
     lock.release()
 
 
-def test_who_waits_gets_it_before_who_had_it(arenas: Arenas) -> None:
+def test_named_lock_goes_to_a_waiter_before_its_last_holder(arenas: Arenas) -> None:
     common = Common(arenas)
     word, lock = common.memory("word", 1), common.lock("x")
 
@@ -151,7 +151,7 @@ def test_who_waits_gets_it_before_who_had_it(arenas: Arenas) -> None:
         os.waitpid(waiter, 0)
 
 
-def test_a_lock_is_made_once_whoever_comes_first(arenas: Arenas) -> None:
+def test_concurrently_requested_named_lock_is_created_once(arenas: Arenas) -> None:
     """Processes that all ask for new locks at once: made anew while one has it, it would exclude nobody."""
 
     def child() -> None:
@@ -200,7 +200,7 @@ def end(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -> None:
+def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas) -> None:
     """In the room and at the door; when it goes on, or dies, the lock is as good as ever."""
     holder = stopped_with(arenas, "x")
     lock = Common(arenas).lock("x", 1, gives_up(1.2))
@@ -219,7 +219,7 @@ def test_a_stopped_holder_is_named_and_not_waited_for_for_ever(arenas: Arenas) -
     lock.release()
 
 
-def test_who_is_stopped_at_the_door_is_named(arenas: Arenas) -> None:
+def test_waiting_behind_a_stopped_lock_waiter_names_it(arenas: Arenas) -> None:
     """Nobody has the room then, and yet all wait."""
     lock = Common(arenas).lock("x", 0)
     lock.take()
@@ -235,7 +235,9 @@ def test_who_is_stopped_at_the_door_is_named(arenas: Arenas) -> None:
     lock.release()
 
 
-def test_a_line_that_moves_on_is_not_given_up(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_timeout_restarts_when_the_holder_changes(
+    arenas: Arenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time counts from when it was seen to be another's turn: many who are quick are not one who is stuck."""
     holder = stopped_with(arenas, "x")
     turns = [3, 3, 4, 4, 4, 5]
@@ -253,7 +255,7 @@ def test_a_line_that_moves_on_is_not_given_up(arenas: Arenas, monkeypatch: pytes
     end(holder)
 
 
-def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
+def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
     holder = stopped_with(arenas, "x")
     word = Common(arenas).memory("word", 1)
 
@@ -275,7 +277,7 @@ def test_ctrl_c_is_heard_while_waiting(arenas: Arenas) -> None:
     end(holder)
 
 
-def test_whoever_has_it_may_die_anywhere(arenas: Arenas) -> None:
+def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
     """At the door, in the room, between: killed again and again, it is always to be had in the end."""
     lock = Common(arenas).lock("x", 0, gives_up(20))
 
@@ -296,7 +298,7 @@ def test_whoever_has_it_may_die_anywhere(arenas: Arenas) -> None:
             os.waitpid(each, 0)
 
 
-def test_what_a_thread_took_another_cannot_release(arenas: Arenas) -> None:
+def test_a_named_lock_is_released_only_by_the_thread_that_took_it(arenas: Arenas) -> None:
     lock = Common(arenas).lock("x")
     lock.take()
     failed: list[str] = []

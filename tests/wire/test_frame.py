@@ -103,7 +103,7 @@ def test_claims_about_sizes_allocate_nothing(claim):
         (Header("x", -1), ">= 0"),
     ],
 )
-def test_what_is_wrong_is_named(header, complaint):
+def test_errors_of_malformed_frames_name_the_defect_and_the_sender(header, complaint):
     with pytest.raises(WireError, match=complaint) as caught:
         decode(encode(header), "server 2", BOUNDS)
     assert "server 2" in str(caught.value)
@@ -120,7 +120,7 @@ def test_the_prefix_is_checked():
             decode(bad)
 
 
-def test_what_cannot_be_sent_is_refused_by_the_sender():
+def test_encoding_refuses_unsupported_or_too_large_fields():
     with pytest.raises(UsageError, match="plain values"):
         encode(Header("x", 1, fields={"f": object()}))
     with pytest.raises(UsageError, match="send a tensor"):

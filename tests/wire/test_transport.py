@@ -158,7 +158,7 @@ def test_ask_and_answer_between_processes(address, lend):
     arenas.close()
 
 
-def test_lent_tensors_do_not_travel():
+def test_tensors_in_shared_arenas_are_not_sent_over_the_socket():
     arenas = Arenas(1, 1 << 30)
     with nodes(arenas=arenas, host="h") as (server, worker):
         proxy = Proxy(server.address)
@@ -198,7 +198,7 @@ def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
         assert worker.bytes_sent == 12
 
 
-def test_between_hosts_arenas_are_not_named():
+def test_tensors_between_hosts_are_sent_as_bytes():
     mine, theirs = Arenas(1, 1 << 20), Arenas(1, 1 << 20)
     options = {"server": {"arenas": theirs, "host": "elsewhere"}, "worker": {"arenas": mine, "host": "h"}}
     with nodes(**options) as (server, worker):
@@ -252,7 +252,7 @@ def test_wake_ends_the_receives_that_wait_now():
         assert server.receive(timeout=5).kind == "x"
 
 
-def test_refusals_and_misuse():
+def test_refused_requests_and_transport_misuse_raise_errors():
     with nodes() as (server, worker):
         pending = worker.ask(SERVER, "x")
         message = server.receive()
@@ -354,7 +354,7 @@ def test_a_wrong_key_cannot_join_and_others_are_served(address):
     assert len(errors) == 1 and "key of this run" in errors[0]
 
 
-def test_a_peer_is_who_it_was_introduced_as():
+def test_a_peer_with_an_unexpected_identity_is_refused():
     with nodes() as (server, worker):
         worker.introduce(Peer("server", 5), server.address)
         with pytest.raises(WireError, match=r"server 5 at .* is server 0"):
@@ -377,7 +377,7 @@ def test_bytes_between_hosts_are_secret(encrypt):
 
 
 @pytest.mark.parametrize("encrypt", [True, False])
-def test_traffic_is_what_passes_between_the_sockets(encrypt):
+def test_traffic_counts_the_bytes_on_the_sockets_exactly(encrypt):
     """To the byte, and what a connection had sent still counts when it has ended."""
     with nodes("tcp:127.0.0.1", encrypt=encrypt) as (server, worker):
         proxy = Proxy(server.address)
@@ -418,7 +418,7 @@ def test_tampering_is_detected_and_the_node_lives_on():
         proxy.close()
 
 
-def test_bad_bytes_from_a_peer_fail_its_asks_and_end_only_its_connection():
+def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
     errors = []
     with nodes(worker={"on_error": errors.append}) as (server, worker):
         pending = worker.ask(SERVER, "x")
@@ -441,7 +441,7 @@ def test_too_large_a_message_is_refused_before_memory_is_taken():
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_cut_connection_repeats_the_ask_but_not_its_delivery(address):
+def test_a_request_resent_after_a_broken_connection_is_delivered_once(address):
     with nodes(address) as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
@@ -458,7 +458,7 @@ def test_a_cut_connection_repeats_the_ask_but_not_its_delivery(address):
         proxy.close()
 
 
-def test_an_ask_whose_answer_was_lost_comes_again_as_a_duplicate():
+def test_a_request_whose_reply_was_lost_is_redelivered_as_duplicate():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
@@ -475,7 +475,7 @@ def test_an_ask_whose_answer_was_lost_comes_again_as_a_duplicate():
         proxy.close()
 
 
-def test_an_answer_without_bytes_is_repeated_by_itself():
+def test_a_lost_reply_without_tensors_is_resent_automatically():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
@@ -488,7 +488,7 @@ def test_an_answer_without_bytes_is_repeated_by_itself():
         proxy.close()
 
 
-def test_asks_survive_many_cuts_and_each_is_counted_once():
+def test_requests_over_broken_connections_are_counted_exactly_once():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
@@ -556,7 +556,7 @@ def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers,
         assert not heard[0].duplicate and worker.bytes_sent == 4 * len(buffers)
 
 
-def test_a_restarted_peer_is_not_taken_for_its_own_repetition():
+def test_messages_of_a_restarted_peer_are_not_duplicates():
     with nodes() as (server, worker):
         worker.send(SERVER, "x")
         assert server.receive(timeout=5).sequence == 1
@@ -569,7 +569,7 @@ def test_a_restarted_peer_is_not_taken_for_its_own_repetition():
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_replacement_that_is_here_before_the_news_of_the_death(address):
+def test_a_replacement_may_connect_before_the_death_is_reported(address):
     """Its connection outlives the word that its former life is lost, and is answered; numbers go on."""
     with nodes(address) as (server, worker):
         old = worker.ask(SERVER, "push")
@@ -592,7 +592,7 @@ def test_a_replacement_that_is_here_before_the_news_of_the_death(address):
             old.wait(5)
 
 
-def test_only_what_arrived_before():
+def test_receive_before_returns_only_messages_that_arrived_earlier():
     """A busy node can be told how far to read."""
     with nodes() as (server, worker):
         worker.send(SERVER, "x", fields={"n": 1})
@@ -627,7 +627,7 @@ def test_a_full_queue_holds_the_sender_back():
         thread.join(5)
 
 
-def test_lost_ends_waits_and_names_all():
+def test_losing_a_peer_ends_waits_with_an_error_that_names_it():
     with nodes() as (server, worker):
         worker.send(SERVER, "last words")
         pending = worker.ask(SERVER, "push")
@@ -679,7 +679,7 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
         made[0].close()
 
 
-def test_every_wait_ends_and_says_who_waited_for_whom():
+def test_every_transport_wait_times_out_and_names_both_peers():
     with nodes(wait=0.2, queue=1) as (_, worker):
         for wait, whom in (
             (lambda: worker.ask(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
@@ -713,7 +713,7 @@ def test_close_ends_all_waits():
             worker.send(SERVER, "x")
 
 
-def test_a_request_memory_is_used_again_only_after_the_answer():
+def test_request_memory_is_reused_only_after_the_reply():
     with nodes() as (server, worker):
         first, second = (worker.ask(SERVER, "x", [floats(*[n] * 1000)]) for n in (1, 2))
         messages = [server.receive(timeout=5) for _ in range(2)]
@@ -731,7 +731,7 @@ def test_a_request_memory_is_used_again_only_after_the_answer():
         third.wait(5)
 
 
-def test_a_socket_that_vanishes_in_the_handshake_is_nothing_special():
+def test_sockets_closed_during_the_handshake_are_ignored():
     with nodes() as (server, worker):
         for _ in range(5):
             socket.socket.close(dial(server.address))
@@ -768,7 +768,7 @@ def test_a_slow_message_holds_up_nobody_else(size):
 
 
 @pytest.mark.parametrize("queue", [1, 2, 64])
-def test_one_who_waits_for_something_else_disturbs_nobody(queue):
+def test_a_thread_waiting_for_another_kind_does_not_block_receives(queue):
     """With another thread waiting for another kind, a flood is still taken in to its end."""
     number = 2000
     with nodes(server={"queue": queue}) as (server, worker):
@@ -786,7 +786,7 @@ def test_one_who_waits_for_something_else_disturbs_nobody(queue):
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_what_is_expected_is_received_in_its_place(address):
+def test_an_expected_message_is_received_into_its_buffer(address):
     with nodes(address) as (server, worker):
         place = Buffer("float32", memoryview(bytearray(4 * 100_000)))
         withdraw = server.expect(WORKER, "x", [place])
@@ -806,7 +806,7 @@ def test_what_is_expected_is_received_in_its_place(address):
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_nothing_is_written_to_a_place_that_was_withdrawn(bulk):
+def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
     size = 1 << (23 if bulk else 20)
     with nodes("tcp:127.0.0.1", encrypt=False) as (server, _):
         place = Buffer("uint8", memoryview(bytearray(size)))
@@ -831,7 +831,7 @@ def test_nothing_is_written_to_a_place_that_was_withdrawn(bulk):
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_two_that_send_to_each_other_read_meanwhile(address):
+def test_peers_sending_to_each_other_do_not_deadlock(address):
     """More than the connection holds, both ways at once, and nobody receives before all is sent."""
     with nodes(address) as (server, worker):
         worker.ask(SERVER, "hello")

@@ -70,7 +70,7 @@ def test_each_worker_has_a_stream_of_its_own(tmp_path: Path) -> None:
     assert alone[0] != costs(tmp_path, text, seed=1).step_time(1, 0.0)
 
 
-def test_another_process_draws_the_same_and_needs_no_torch() -> None:
+def test_step_times_are_the_same_in_every_process_and_need_no_torch() -> None:
     code = (
         "import sys; from polyrhythm.worlds.cluster import Cluster; "
         "costs = Cluster.load(sys.argv[1]).place(12, 1, 7); "
@@ -144,7 +144,7 @@ def test_a_wide_link_takes_several_narrow_ones_at_once(tmp_path: Path) -> None:
     assert arrivals(costs(tmp_path, LINKS), *sent) == pytest.approx([1.3, 1.3, 1.8])
 
 
-def test_what_comes_first_is_taken_first(tmp_path: Path) -> None:
+def test_a_downlink_serves_messages_in_order_of_arrival(tmp_path: Path) -> None:
     """A message from afar does not hold up one that was sent later and is here earlier."""
     far = '[[hosts]]\ncount = 1\nlatency = "1 s"\n[[hosts]]\n[servers]\nbandwidth = "1 MB/s"'
     sent = (W0, S0, MB, 0.0), (W1, S0, MB, 0.5)
@@ -218,7 +218,7 @@ def test_any_number_in_any_unit_round_trips(
     assert quantity(f"{number!r}{gap}{unit}", units) == number * units[unit]
 
 
-def test_units_mean_what_they_say() -> None:
+def test_units_of_time_and_bandwidth_are_converted() -> None:
     for text in ("8 Gbit/s", "1 GB/s", "1000 MB/s", "8e6kbit/s", "1000000000 B/s"):
         assert quantity(text, BYTES_PER_SECOND) == 1e9
     for text in ("1 s", "1000 ms", "1e6 us", "1000000000ns"):
@@ -293,14 +293,14 @@ def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
         ("x = " + "[" * 5000, "not valid TOML: "),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+def test_cluster_file_errors_are_one_line_and_name_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         cluster(tmp_path, text)
     assert line(caught).startswith(f"{tmp_path / 'c.toml'}: ")
     assert message in line(caught)
 
 
-def test_no_file_no_text_no_readable_file(tmp_path: Path) -> None:
+def test_missing_or_unreadable_cluster_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     for name, message in (
         ("none.toml", "no such file"),
@@ -347,7 +347,7 @@ latency = "20 ms"
 """
 
 
-def test_who_is_at_which_site(tmp_path: Path) -> None:
+def test_workers_are_assigned_to_sites_in_group_order(tmp_path: Path) -> None:
     """In the order of their groups, those without a worker included; without sites, nobody is anywhere."""
     assert cluster(tmp_path, TWO).places(5) == {"a": [0, 1], "b": [2, 3, 4]}
     assert cluster(tmp_path, TWO).places(2) == {"a": [0, 1], "b": []}
@@ -385,7 +385,7 @@ def test_a_site_takes_messages_in_the_order_in_which_they_come(tmp_path: Path) -
     assert arrivals(these, *sent) == pytest.approx([2.122, 1.122])
 
 
-def test_a_server_at_no_site_is_beyond_the_links(tmp_path: Path) -> None:
+def test_a_server_without_a_site_is_reached_over_the_site_link(tmp_path: Path) -> None:
     """And one at a site is on the same side of it as the workers there."""
     assert arrivals(costs(tmp_path, TWO), (W2, S0, MB, 0.0)) == pytest.approx([0.021 + 1.0])
     near = TWO + '[servers]\nsite = "b"\n'
@@ -439,7 +439,7 @@ def test_without_limits_sites_cost_nothing(places: list[int]) -> None:
     ],
 )
 def test_a_mistake_about_sites_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    test_a_mistake_is_one_line_that_names_the_file(tmp_path, text, message)
+    test_cluster_file_errors_are_one_line_and_name_the_file(tmp_path, text, message)
 
 
 def test_a_colocated_server_is_where_its_worker_is(tmp_path: Path) -> None:

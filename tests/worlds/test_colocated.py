@@ -104,7 +104,7 @@ def test_servers_of_their_own_take_longer(simulate_sync: Callable[..., Any], wor
 
 
 @pytest.mark.parametrize("workers", COUNTS)
-def test_what_the_links_carry(
+def test_colocated_servers_balance_the_bytes_on_all_links(
     simulate_sync: Callable[..., Any], carried: Counter[tuple[str, int]], workers: int
 ) -> None:
     """Per step each host sends (N-1)/N |w| as a worker and as much as a server, and takes in the same.
@@ -137,7 +137,7 @@ def place(tmp_path: Path, text: str, workers: int = 2) -> Costs:
     return Cluster.load(path).place(workers, workers, 0, colocated=True)
 
 
-def test_a_host_has_one_link_for_both(tmp_path: Path) -> None:
+def test_worker_and_colocated_server_share_one_host_link(tmp_path: Path) -> None:
     """Worker and server queue on the same uplink and downlink; hosts differ, and so do their links."""
     slow = '[[hosts]]\ncount = 1\nbandwidth = "1 B/s"\nlatency = "3 s"\n[[hosts]]\nlatency = "5 s"\n'
     costs = place(tmp_path, slow)
@@ -150,7 +150,7 @@ def test_a_host_has_one_link_for_both(tmp_path: Path) -> None:
     assert arrivals(costs, (w0, s0, 10, 100.0)) == [100.0]  # within a host
 
 
-def test_only_the_time_of_an_update_is_the_servers_own(simulate_sync: Callable[..., Any]) -> None:
+def test_colocated_servers_spend_their_own_update_time(simulate_sync: Callable[..., Any]) -> None:
     """With [servers] step_time each of the N pushes takes the server its time."""
     free = f'[[hosts]]\nstep_time = "{STEP:g} s"\n[servers]\nstep_time = "2 s"\nspeed = 4\n'
     assert durations(simulate_sync(Steps(3, size=4), 4, "colocated", free)) == {STEP + 4 * 0.5}
@@ -169,7 +169,9 @@ def test_the_same_bits_as_with_dedicated_servers(simulate_sync: Callable[..., An
 
 
 @pytest.mark.parametrize("strategy", ["sync", None])
-def test_on_real_processes(tmp_path: Path, strategy: str | None) -> None:
+def test_colocated_servers_on_real_processes_match_the_simulator(
+    tmp_path: Path, strategy: str | None
+) -> None:
     """As many servers as workers, the same bits, and the run folder says what was asked for.
 
     The strategy may be known only from the script.
@@ -205,7 +207,7 @@ def test_a_strategy_without_servers_refuses(program: Any) -> None:
         pr.simulate(program, workers=2, strategy=strategy, servers="colocated")
 
 
-def test_other_words_are_refused() -> None:
+def test_unknown_values_of_servers_are_refused() -> None:
     for function in (pr.run, pr.simulate):
         with pytest.raises(pr.UsageError, match="servers is 'collocated'; it must be a whole number or"):
             function(Steps(1), strategy="sync", servers="collocated", runs=None)  # type: ignore[operator]

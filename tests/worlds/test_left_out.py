@@ -55,7 +55,7 @@ def test_all_examples_are_trained_on_or_left_out(simulate: Any, strategy: str, b
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_so_it_is_on_real_processes(tmp_path: Path, restarts: int) -> None:
+def test_samples_and_left_out_samples_add_up_on_real_processes(tmp_path: Path, restarts: int) -> None:
     """By what the dead one has said last: what it has not said, nobody knows."""
     summary = pr.run(
         Part(kills=True), workers=3, strategy="gossip", runs=tmp_path, threads=1, restarts=restarts
@@ -65,12 +65,12 @@ def test_so_it_is_on_real_processes(tmp_path: Path, restarts: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip", "adpsgd"])
-def test_what_a_script_leaves_is_not_left_out(simulate: Any, strategy: str) -> None:
+def test_examples_skipped_by_the_script_do_not_count_as_left_out(simulate: Any, strategy: str) -> None:
     for script in (Part(), Part(leaves=2)):
         assert simulate(script, strategy, 3)["samples_left_out"] == 0
 
 
-def test_leases_are_handed_out_again(simulate: Any) -> None:
+def test_strategies_with_leases_leave_no_examples_out_after_a_death(simulate: Any) -> None:
     assert simulate(Part(), "adpsgd", 3, cluster=DIES)["samples_left_out"] == 0
 
 
@@ -88,7 +88,9 @@ def main():
 """
 
 
-def test_it_is_said_if_there_is_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_reports_left_out_examples_only_if_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "dies.toml").write_text(DIES)
     torch.manual_seed(0)

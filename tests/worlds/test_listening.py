@@ -97,7 +97,7 @@ def run_nearest(world: str, folder: Path, dies: dict[int, int], strategy: str, *
 
 @pytest.mark.parametrize("world", ["simulated", "real"])
 @pytest.mark.parametrize("locked", ["no", "yes"])
-def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) -> None:
+def test_peer_strategy_result_is_the_mean_of_all_replicas(tmp_path: Path, world: str, locked: str) -> None:
     """Nobody leaves before one has brought home the mean of all replicas, though each ends when it likes."""
     summary = run_nearest(world, tmp_path, {}, f"nearest:locked={locked}")
     last = [torch.load(tmp_path / f"{rank} 0.pt") for rank in range(3)]
@@ -109,7 +109,9 @@ def test_the_result_is_the_mean_of_all(tmp_path: Path, world: str, locked: str) 
 
 
 @each_value(("locked", ["no", "yes"]), ("restarts", [0, 1]), ("victim", [0, 2]))
-def test_the_others_go_on(tmp_path: Path, locked: str, restarts: int, victim: int) -> None:
+def test_peer_strategy_survivors_continue_after_a_kill(
+    tmp_path: Path, locked: str, restarts: int, victim: int
+) -> None:
     """A worker is killed: the others train on, with another in its place if there may be one."""
     strategy = f"nearest:locked={locked}"
     summary = run_nearest(
@@ -128,7 +130,7 @@ def test_the_others_go_on(tmp_path: Path, locked: str, restarts: int, victim: in
 
 @pytest.mark.parametrize("locked", ["no", "yes"])
 @pytest.mark.parametrize("back", ["", 'back = "90 ms"\n'])
-def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) -> None:
+def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: str, back: str) -> None:
     cluster = tmp_path / "c.toml"
     cluster.write_text(
         '[[hosts]]\nlatency = "1 ms"\nbandwidth = "1 Mbit/s"\n'
@@ -145,7 +147,7 @@ def test_the_others_go_on_in_simulation(tmp_path: Path, locked: str, back: str) 
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
 
 
-def test_whoever_is_late_is_named(tmp_path: Path) -> None:
+def test_timeout_at_the_end_of_a_peer_run_names_the_late_worker(tmp_path: Path) -> None:
     """At the end all wait for the last: if it takes too long the error says who that is."""
 
     def main() -> None:
@@ -191,7 +193,7 @@ def test_what_a_listener_raises_ends_the_run(tmp_path: Path, world: str) -> None
         run_nearest(world, tmp_path, {}, "nearest:broken=yes")
 
 
-def test_to_ask_one_that_is_gone_fails_where_it_is_waited_for() -> None:
+def test_a_request_to_a_lost_peer_fails_when_it_is_awaited() -> None:
     """So those who ask several at once need to look for the lost in one place only."""
     transport = Transport(Peer("worker", 0), bytes(32))
     try:
@@ -238,7 +240,7 @@ def test_one_that_comes_back_shares_two_loaders(
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "gossip", "push"])
-def test_who_comes_when_all_are_gone_does_not_begin_anew(simulate: Any, strategy: str) -> None:
+def test_a_run_fails_if_all_workers_with_parameters_are_gone(simulate: Any, strategy: str) -> None:
     """What was trained is lost with the last that had it, and the run says so."""
     crash = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [0, 1]\nat = "55 ms"\nback = "80 ms"\n'
     with pytest.raises(PolyrhythmError, match="all that held the parameters are gone"):

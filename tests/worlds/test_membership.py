@@ -52,7 +52,9 @@ CASES = {
 
 
 @each_value(("strategy", ["async", "async:max_staleness=3"]), ("case", CASES))
-def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strategy: str) -> None:
+def test_simulated_crashes_lose_no_batches_and_keep_the_log_consistent(
+    tmp_path: Path, case: str, strategy: str
+) -> None:
     one = simulate_failures(tmp_path, CASES[case], strategy)
     assert one["samples"] >= SCRIPT.size * SCRIPT.epochs
     assert one["batches_undone"] == 0
@@ -67,7 +69,7 @@ def test_all_is_trained_and_the_log_is_lawful(tmp_path: Path, case: str, strateg
     assert one == other
 
 
-def test_the_summary_tells(tmp_path: Path) -> None:
+def test_summary_reports_lost_and_replaced_workers(tmp_path: Path) -> None:
     calm = simulate_failures(tmp_path, "")
     summary = simulate_failures(tmp_path, CASES["again and again"])
     assert calm["joined"] == 0 and calm["lost"] == {} and calm["replaced"] == {}
@@ -79,7 +81,7 @@ def test_the_summary_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [True, False])
-def test_a_joiner_counts_on_from_the_present_epoch(tmp_path: Path, epochs: bool) -> None:
+def test_a_joining_worker_skips_the_epochs_that_are_over(tmp_path: Path, epochs: bool) -> None:
     """It runs through what is over, without a batch, so that its schedulers count on."""
 
     def script() -> None:
@@ -134,7 +136,7 @@ def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str
         simulate_failures(tmp_path, crash([1], "95 ms", back), strategy)
 
 
-def test_nobody_left_fails(tmp_path: Path) -> None:
+def test_a_simulated_run_fails_if_all_workers_crash(tmp_path: Path) -> None:
     with pytest.raises(pr.PolyrhythmError, match="no worker is left to bring the parameters home"):
         simulate_failures(tmp_path, crash([0, 1, 2], "95 ms"))
 
@@ -155,14 +157,14 @@ def test_nobody_left_fails(tmp_path: Path) -> None:
         ('workers = [2]\nat = "1 s"\n[[hosts]]\ncount = 2', "only 2 hosts, so ranks are 0 to 1"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_about_failures_in_cluster_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.toml").write_text(f"[[failures]]\n{text}")
     with pytest.raises(UsageError) as caught:
         Cluster.load(tmp_path / "c.toml")
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_failures_are_read(tmp_path: Path) -> None:
+def test_failures_are_read_from_the_cluster_file(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(crash([1, 2], "500 ms", "1 s") + crash([0], "2 s"))
     assert Cluster.load(tmp_path / "c.toml").failures == (Crash((1, 2), 0.5, 1.0), Crash((0,), 2.0))
 
@@ -205,7 +207,7 @@ class Told:
         return answers[-1] if answers else {}
 
 
-def test_last_is_who_has_nobody_behind() -> None:
+def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     """A worker that is done while another is expected is not the last."""
     told = Told(restarts=1)
     told.here.died(W1, "fell")
@@ -226,7 +228,7 @@ def test_last_is_who_has_nobody_behind() -> None:
     assert told.here.finished and told.here.summary()["joined"] == 1
 
 
-def test_a_replacement_that_dies_before_it_joins() -> None:
+def test_coordinator_counts_replacements_that_die_before_joining() -> None:
     told = Told(restarts=2)
     told.here.died(W1, "fell")
     told.here.died(W1, "fell")
@@ -239,7 +241,7 @@ def test_a_replacement_that_dies_before_it_joins() -> None:
     assert told.say(W0, "bye") == {"last": True}
 
 
-def test_nobody_left_and_none_to_come() -> None:
+def test_coordinator_fails_if_no_worker_is_left_or_expected() -> None:
     told = Told(restarts=1)
     told.here.died(W0, "fell")
     told.here.died(W1, "fell")
@@ -255,7 +257,7 @@ def test_a_finished_worker_is_not_lost() -> None:
     assert told.here.lost == {} and not told.here.expected
 
 
-def test_the_dead_are_not_listened_to() -> None:
+def test_coordinator_ignores_messages_of_a_previous_life() -> None:
     """What a process sent before it died, and that is read after, does nothing to its replacement."""
     told = Told(restarts=1)
     lease = {"loader": 0, "epoch": 0, "batches": 8, "unseen": 0, "steps": 0, "samples": 0}
@@ -332,7 +334,7 @@ def test_totals_of_all_lives_count() -> None:
     assert (summary["steps"], summary["samples"], summary["bytes_sent"]) == (8, 32, 14)
 
 
-def test_memory_is_free_when_every_server_has_let_go() -> None:
+def test_memory_of_a_dead_worker_is_freed_after_all_servers_release_it() -> None:
     told = Told(restarts=1)
     told.here.died(W1, "fell")
     assert told.released == []
@@ -345,7 +347,7 @@ def test_memory_is_free_when_every_server_has_let_go() -> None:
     assert told.released == [(W1, 0)]
 
 
-def test_epochs_that_are_over_are_empty_for_a_newcomer() -> None:
+def test_finished_epochs_have_no_leases_for_a_joining_worker() -> None:
     """Also one that its script left early, with batches to spare; what came back is still handed out."""
     leases = Leases()
     held = leases.take(0, 0, 0, 100, 2)
@@ -359,6 +361,6 @@ def test_epochs_that_are_over_are_empty_for_a_newcomer() -> None:
     assert leases.take(1, 0, 1, 100, 2) is not None
 
 
-def test_a_message_knows_its_life() -> None:
+def test_message_life_is_encoded_in_its_sequence_number() -> None:
     assert Message(W0, "x", 5).life == 0
     assert Message(W0, "x", (3 << 40) + 5).life == 3
