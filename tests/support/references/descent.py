@@ -60,12 +60,21 @@ class Descent:
             model, optimizer, turns = here.prepare(model, optimizer, self.loader())
         seen = self.seen[here.rank] = [model.flat()]
         for step, _ in enumerate(turns, 1):
-            for group, share in zip(optimizer.param_groups, (1.0, 0.25), strict=True):
-                group["lr"] = share * self.rate(step)
+            for group, rate in zip(optimizer.param_groups, self.rates(step)[[0, -1]], strict=True):
+                group["lr"] = float(rate)
             optimizer.zero_grad()
             model(self.gradients[here.rank, step - 1]).backward()
             optimizer.step()
             seen.append(model.flat())
+
+    def rates(self, step: int) -> Tensor:
+        """The learning rate of each element."""
+        return self.rate(step) * torch.tensor([1.0] * (SIZE - ROWS) + [0.25] * ROWS, dtype=torch.float64)
+
+    def sgd(self, x: Tensor, b: Tensor, g: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """One step of the optimizer: the parameters and the momentum after it."""
+        b = self.momentum * b + g + self.decay * x
+        return x - self.rates(step) * b, b
 
     def loader(self) -> Any:
         """One batch per worker and round, each as large as it is said to be."""
@@ -110,8 +119,10 @@ class Run:
         return events(self.summary)
 
     def rate(self, step: int) -> Tensor:
-        """The learning rate of each element: a quarter for the bias."""
-        return self.descent.rate(step) * torch.tensor([1.0] * (SIZE - ROWS) + [0.25] * ROWS).double()
+        return self.descent.rates(step)
+
+    def sgd(self, x: Tensor, b: Tensor, g: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        return self.descent.sgd(x, b, g, step)
 
     def gradient(self, rank: int, step: int) -> Tensor:
         """What a worker's batch counts for: g_i, times its share of the examples if they are unequal."""
@@ -132,10 +143,6 @@ class Run:
         if self.descent.examples is None:
             return float(len(ranks))
         return float(self.descent.examples[list(ranks), after:until].sum())
-
-    def sgd(self, x: Tensor, b: Tensor, g: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        b = self.descent.momentum * b + g + self.descent.decay * x
-        return x - self.rate(step) * b, b
 
 
 @dataclass
