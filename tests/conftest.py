@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from tests.support.runs import run_in
 
 torch.set_num_threads(1)
+# A shell that starts a command in the background lets it ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester", "tests.support.leaks", "tests.support.scheduling"]
 
@@ -25,15 +28,12 @@ pytest_plugins = ["pytester", "tests.support.leaks", "tests.support.scheduling"]
 def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Simulates with a run folder; `cluster` is the text of a cluster file."""
 
-    def simulated(program: Any, strategy: str, workers: int, servers: int = 0, **options: Any) -> Any:
+    def simulated(
+        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **options: Any
+    ) -> Any:
         return run_in(
-            "simulated",
-            program,
-            strategy=strategy,
-            workers=workers,
-            servers=servers,
-            runs=tmp_path,
-            **options,
-        )
+            "simulated", program, strategy=strategy, workers=workers, servers=servers, cluster=cluster,
+            runs=tmp_path, **options,
+        )  # fmt: skip
 
     return simulated

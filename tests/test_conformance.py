@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -41,7 +41,7 @@ from tests.support.programs import (
     trained,
 )
 from tests.support.rows import DEFAULTS, ROWS, Row
-from tests.support.runs import run_in
+from tests.support.runs import WORLDS, run_in
 
 KEYS = {
     "strategy", "workers", "servers", "wall_s", "samples_per_s", "steps", "samples", "bytes_sent",
@@ -75,12 +75,25 @@ def is_plain_alone(row: Row) -> bool:
     )
 
 
-def rows(chosen: Iterable[Row]) -> pytest.MarkDecorator:
-    """Parametrizes a test with rows. All tests of a row run in one process and share its runs."""
-    return pytest.mark.parametrize("row", list(chosen), ids=str)
+# The rows that the quick suite runs in full; the others it runs in simulation, with a few of the tests.
+QUICK = {*DEFAULTS, *(row for row in ROWS if row.strategy.startswith("allreduce+") and not row.cluster)}
 
 
-both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
+def rows(chosen: Iterable[Row], quick: Container[Row] = QUICK) -> pytest.MarkDecorator:
+    """Parametrizes a test with rows, of which those that are not quick are marked slow."""
+    return pytest.mark.parametrize("row", [_param(row, row in quick) for row in chosen])
+
+
+def rows_in_both_worlds(chosen: Iterable[Row]) -> pytest.MarkDecorator:
+    """The same in each world. In simulation all rows are quick."""
+    places = [(world, row) for row in chosen for world in WORLDS]
+    return pytest.mark.parametrize(
+        ("world", "row"), [_param(row, world == "simulated" or row in QUICK, world) for world, row in places]
+    )
+
+
+def _param(row: Row, quick: bool, *world: str) -> Any:
+    return pytest.param(*world, row, id="-".join([*world, str(row)]), marks=() if quick else pytest.mark.slow)
 
 
 # 3 workers, batches of 4: the last round of an epoch has 2 examples, fewer than there are workers.
@@ -117,8 +130,7 @@ def trip(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return once
 
 
-@rows(ROWS)
-@both_worlds
+@rows_in_both_worlds(ROWS)
 def test_every_strategy_trains_and_fills_the_summary(trip: Any, row: Row, world: str) -> None:
     """The loss falls, and the summary has every promised key."""
     summary, _ = trip(row, world)
@@ -130,8 +142,7 @@ def test_every_strategy_trains_and_fills_the_summary(trip: Any, row: Row, world:
     assert summary["bytes_sent"] > 0 and summary["wall_s"] > 0
 
 
-@rows(ROWS)
-@both_worlds
+@rows_in_both_worlds(ROWS)
 def test_every_example_counts_once_per_epoch(trip: Any, row: Row, world: str) -> None:
     """Whatever the sizes, no example is dropped; what idle workers borrow at the end is not counted."""
     summary, read = trip(row, world)
@@ -141,8 +152,7 @@ def test_every_example_counts_once_per_epoch(trip: Any, row: Row, world: str) ->
         assert set(read.values()) == {UNEVEN.epochs}
 
 
-@rows(ROWS)
-@both_worlds
+@rows_in_both_worlds(ROWS)
 def test_the_event_log_adds_up(trip: Any, row: Row, world: str) -> None:
     """The steps in the event log are the steps of the summary; nobody's clock runs backwards."""
     summary, _ = trip(row, world)
@@ -155,8 +165,7 @@ def test_the_event_log_adds_up(trip: Any, row: Row, world: str) -> None:
         assert [line["t"] for line in mine] == sorted(line["t"] for line in mine)
 
 
-@rows(ROWS)
-@both_worlds
+@rows_in_both_worlds(ROWS)
 def test_the_consensus_loads_into_a_plain_model(trip: Any, row: Row, world: str) -> None:
     """The run leaves an ordinary state_dict, and its digest is that of the parameters in it."""
     summary, _ = trip(row, world)
@@ -184,8 +193,7 @@ def test_lockstep_strategies_give_the_same_bits_simulated_and_real(trip: Any, ro
         assert simulated[key] == real[key], key
 
 
-@rows(filter(is_plain_alone, ROWS))
-@both_worlds
+@rows_in_both_worlds(filter(is_plain_alone, ROWS))
 def test_one_worker_is_plain_pytorch(row: Row, world: str, tmp_path: Path) -> None:
     """With one worker every strategy is sequential training, bit for bit."""
     script = Script(
@@ -203,7 +211,7 @@ ALONE = {
 }
 
 
-@rows(filter(is_plain_alone, DEFAULTS))
+@rows(filter(is_plain_alone, ROWS))
 def test_one_worker_is_plain_pytorch_whatever_the_model(row: Row, tmp_path: Path) -> None:
     """Adam, closures, BatchNorm, unused, frozen and tied parameters, groups and dtypes: no difference."""
     for name, script in ALONE.items():
@@ -211,17 +219,17 @@ def test_one_worker_is_plain_pytorch_whatever_the_model(row: Row, tmp_path: Path
             assert same(trained(train(row, script, 1, runs=tmp_path)), alone(script)), name
 
 
-@rows(row for row in DEFAULTS if not takes_adam(row))
+@rows(row for row in ROWS if pr.parse(row.strategy).optimizers == "SGD")
 def test_a_strategy_that_needs_sgd_refuses_adam(row: Row) -> None:
     with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
         train(row, Script(optimizer=ADAM), 2)
 
 
-@rows(DEFAULTS)
+@rows(ROWS, DEFAULTS)
 def test_every_strategy_trains_on_any_number_of_examples(row: Row) -> None:
     """Any number of examples, fewer than workers too, is trained on to the last one."""
     for workers, size in product([2, 5], [1, 2, 9, 41]):
-        summary = train(row, Script(size=size), workers)
+        summary = train(row, Script(size=size), max(workers, row.least))
         assert summary["samples"] == 2 * size, (workers, size)
 
 
@@ -234,7 +242,7 @@ LOOPS = {
 }
 
 
-@rows(DEFAULTS)
+@rows(ROWS, DEFAULTS)
 def test_every_strategy_trains_with_unusual_loops_and_models(row: Row, tmp_path: Path) -> None:
     """Accumulation, clipping, schedulers, closures and unusual models train under every strategy.
 
@@ -253,7 +261,7 @@ def test_every_strategy_trains_with_unusual_loops_and_models(row: Row, tmp_path:
             assert stayed - {"calls"} == {key for key in after if key.startswith(("unused", "frozen"))}
 
 
-@rows(filter(lockstep, DEFAULTS))
+@rows(filter(lockstep, ROWS), DEFAULTS)
 def test_buffers_are_those_of_worker_0(row: Row, tmp_path: Path) -> None:
     """In lockstep the BatchNorm statistics that a run brings home are worker 0's, the same in both worlds."""
     script = Script(model=normed, optimizer=optimizer_for(row), size=50)
@@ -272,8 +280,7 @@ def test_buffers_are_those_of_worker_0(row: Row, tmp_path: Path) -> None:
     assert same(*found)
 
 
-@rows(ROWS)
-@both_worlds
+@rows_in_both_worlds(ROWS)
 def test_state_dicts_are_plain_and_small(row: Row, world: str, tmp_path: Path) -> None:
     """In a script the states have the names and shapes of plain PyTorch, and load into a plain model.
 
@@ -315,7 +322,7 @@ def test_state_dicts_are_plain_and_small(row: Row, world: str, tmp_path: Path) -
         mlp().load_state_dict(torch.load(tmp_path / f"{rank}.pt")[0], strict=True)
 
 
-@rows(ROWS)
+@rows(ROWS, ROWS)
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_may_be_made_before_prepare(row: Row) -> None:
     """A scheduler made before `prepare` counts the steps as well, and does not warn."""
@@ -336,21 +343,22 @@ def test_a_scheduler_may_be_made_before_prepare(row: Row) -> None:
 
 
 @pytest.fixture(scope="session")
-def elsewhere() -> Iterator[Callable[[Row], dict[str, Any]]]:
-    """Simulates the uneven script by a row in another Python process, one that hashes strings differently."""
+def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
+    """Simulates the uneven script by a row, twice, in a Python process that hashes strings differently."""
     code = (
         "import json, sys\n"
         "import tests.conftest  # one thread, as here\n"
         "from tests.support.rows import Row\n"
         "from tests.test_conformance import UNEVEN, train\n"
         "for line in sys.stdin:\n"
-        "    print(json.dumps(train(Row(*json.loads(line)), UNEVEN, 3)), flush=True)\n"
+        "    row = Row(*json.loads(line))\n"
+        "    print(json.dumps([train(row, UNEVEN, 3) for _ in range(2)]), flush=True)\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": str(Path(__file__).parents[1])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as other:
 
-        def ask(row: Row) -> dict[str, Any]:
+        def ask(row: Row) -> list[dict[str, Any]]:
             other.stdin.write(json.dumps(list(row)) + "\n")
             other.stdin.flush()
             return json.loads(other.stdout.readline())
@@ -361,11 +369,11 @@ def elsewhere() -> Iterator[Callable[[Row], dict[str, Any]]]:
 
 @rows(ROWS)
 def test_one_seed_one_result(trip: Any, elsewhere: Any, row: Row) -> None:
-    """In simulation a seed decides everything, in every process: the same one gives the same bits."""
+    """In simulation a seed decides everything: in every process, and however often the row was run there."""
     here, _ = trip(row, "simulated")
-    again = elsewhere(row)
-    differs = {key for key in again if again[key] != here.get(key)}
-    assert differs <= {"folder", "name"}
+    for there in elsewhere(row):
+        differs = {key for key in here | there if here.get(key) != there.get(key)}
+        assert differs <= {"folder"}
     assert train(row, UNEVEN, 3, seed=6)["digest"] != here["digest"]
 
 
@@ -399,11 +407,19 @@ def adds_up(summary: dict[str, Any]) -> None:
         assert all(line["staleness"] >= 0 for line in mine if line["event"] == "apply")
 
 
-@rows(row for row in DEFAULTS if not lockstep(row))
+@rows((row for row in ROWS if not lockstep(row)), DEFAULTS)
 def test_workers_die_and_join_in_simulation(row: Row, tmp_path: Path) -> None:
     """One dies for good, worker 0 dies and comes back: every example is trained on, nothing counts twice."""
     first, again = (
-        run_in("simulated", UNEVEN, strategy=row.strategy, workers=3, runs=tmp_path, cluster=FAILURES)
+        run_in(
+            "simulated",
+            UNEVEN,
+            strategy=row.strategy,
+            workers=3,
+            servers=row.servers,
+            runs=tmp_path,
+            cluster=FAILURES,
+        )
         for _ in range(2)
     )
     assert first["digest"] == again["digest"]
@@ -413,11 +429,13 @@ def test_workers_die_and_join_in_simulation(row: Row, tmp_path: Path) -> None:
     adds_up(first)
 
 
-@rows(row for row in DEFAULTS if not lockstep(row))
+@rows((row for row in ROWS if not lockstep(row)), DEFAULTS)
 def test_workers_die_and_join_on_real_processes(trip: Any, row: Row, tmp_path: Path) -> None:
     """A worker that is killed in the middle is replaced, and the run comes to its end."""
     script = replace(UNEVEN, kills={1: 3}, pause=0.01, seen=tmp_path / "seen")
-    summary = run_in("real", script, strategy=row.strategy, workers=3, runs=tmp_path, restarts=1)
+    summary = run_in(
+        "real", script, strategy=row.strategy, workers=3, servers=row.servers, runs=tmp_path, restarts=1
+    )
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL"} and summary["joined"] == 1
     read = Counter((tmp_path / "seen").read_text().split())
     assert len(read) == UNEVEN.size and min(read.values()) >= UNEVEN.epochs
