@@ -89,6 +89,7 @@ def test_differences_name_the_old_and_the_new_value() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
