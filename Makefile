@@ -43,8 +43,8 @@ golden: $(READY) ## check that all strategies and codecs still compute the same 
 golden-renew: $(READY) ## accept new digests; CHANGELOG.md names the fix that changed them
 	.venv/bin/python -m tests.golden renew
 
-mutants: $(READY) ## plant faults in a copy of the code; the tests must notice each (ONLY=pattern, JOBS=2)
-	.venv/bin/python tests/plant.py $(if $(ONLY),--only '$(ONLY)') $(if $(JOBS),--jobs $(JOBS))
+mutants: $(READY) ## plant faults in a copy of the code; the tests must notice each (ONLY=pattern)
+	.venv/bin/python tests/plant.py $(if $(ONLY),--only '$(ONLY)') --jobs $(JOBS)
 
 demo: $(READY) ## see the strategies side by side
 	.venv/bin/python -m polyrhythm.lab.demo

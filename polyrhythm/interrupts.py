@@ -20,10 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Held:
-    """Stands in for the handler of a signal: remembers that the signal came, or passes it on once released.
-
-    It passes signals on because an exception from another handler can keep `held` from taking it out again.
-    """
+    """Stands in for the handler of a signal while it is held, and remembers that the signal came."""
 
     def __init__(self, number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.number, self.handler = number, handler
@@ -34,6 +31,15 @@ class _Held:
             self.came = True
         else:
             self.handler(number, frame)
+
+    def release(self) -> None:
+        """Puts the handler back, and calls it if its signal came."""
+        self.holding = False  # from here on it passes on what comes before the handler is back
+        current: object = signal.getsignal(self.number)
+        if current is self:
+            signal.signal(self.number, self.handler)
+        if self.came:
+            self.handler(self.number, sys._getframe())
 
 
 @contextlib.contextmanager
@@ -47,21 +53,10 @@ def held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
-    helds = [
-        _Held(number, handler)
-        for number, handler in handlers
-        if callable(handler) and not (isinstance(handler, _Held) and handler.holding)
-    ]
-    try:
-        for each in helds:
-            signal.signal(each.number, each)
+    with contextlib.ExitStack() as stack:  # which releases each signal, even if the handler of another raises
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) and not (isinstance(handler, _Held) and handler.holding):
+                stack.callback((each := _Held(number, handler)).release)
+                signal.signal(number, each)
         yield
-    finally:
-        for each in helds:
-            each.holding = False
-        for each in helds:
-            signal.signal(each.number, each.handler)
-        for each in helds:
-            if each.came:
-                each.handler(each.number, sys._getframe())

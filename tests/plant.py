@@ -3,7 +3,8 @@
     .venv/bin/python tests/plant.py [--only PATTERN] [--jobs N]          (`make mutants`)
 
 The faults are listed in `tests/mutants/*.toml`. Each replaces a text that occurs exactly once in its file,
-and names the tests that must fail because of it. All these tests first run without a fault and must pass.
+and names the tests that must fail because of it. Each selection of tests first runs without a fault, under
+the same conditions, and must pass.
 
 Nothing is changed in the tree itself: each job works in a copy of its own. Importing PyTorch takes longer
 than most of these tests, so this process imports it once and forks for every fault. It must therefore never
@@ -106,23 +107,6 @@ def judge(code: int, output: str) -> Verdict:
     return Verdict("SURVIVED", "") if code == 0 else Verdict("BROKEN", f"pytest exit code {code}")
 
 
-def minimal(tests: Iterable[str]) -> list[str]:
-    """The tests without those that another selection includes: a file its tests, a test its parameters."""
-    every = sorted(set(tests))
-    return [each for each in every if not any(each.startswith((f"{one}::", f"{one}[")) for one in every)]
-
-
-def shares(tests: Sequence[str], count: int) -> list[list[str]]:
-    """Splits tests into so many groups of similar size, those of a file together."""
-    files: dict[str, list[str]] = {}
-    for test in tests:
-        files.setdefault(test.partition("::")[0], []).append(test)
-    groups: list[list[str]] = [[] for _ in range(count)]
-    for each in sorted(files.values(), key=len, reverse=True):
-        min(groups, key=len).extend(each)
-    return groups
-
-
 @dataclass
 class Copy:
     """A copy of the tree in which one fault at a time is planted."""
@@ -135,6 +119,9 @@ class Copy:
         mutated = fault.mutated(path.read_text(encoding="utf-8"))
         self._kept = {each: (each.read_bytes(), each.stat()) for each in [path, *_compiled(path)]}
         path.write_text(mutated, encoding="utf-8")
+        # Python compares whole seconds to know whether its bytecode of a file is old.
+        stat = self._kept[path][1]
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10 * 10**9))
 
     def restore(self) -> None:
         """With the old modification times too, by which numba knows that what it has compiled is fresh."""
@@ -174,15 +161,15 @@ class Running:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def start(copy: Copy, tests: Sequence[str], *, fresh: bool, limit: float) -> Running:
-    """Forks a process that runs these tests in a copy; `fresh`: without a fault, so that it may be cached."""
+def start(copy: Copy, tests: Sequence[str], limit: float) -> Running:
+    """Forks a process that runs these tests in a copy."""
     output = copy.root.with_suffix(".txt")
     sys.stdout.flush()
     if pid := os.fork():
         with suppress(OSError):
             os.setpgid(pid, pid)
         now = time.monotonic()
-        return Running(pid, output, now, now + (1e9 if fresh else LONGEST))
+        return Running(pid, output, now, now + LONGEST)
     code = 70
     try:
         os.setpgid(0, 0)
@@ -197,9 +184,8 @@ def start(copy: Copy, tests: Sequence[str], *, fresh: bool, limit: float) -> Run
         here = {"", str(ROOT), str(ROOT / "tests")}
         sys.path[:] = [str(copy.root), *(each for each in sys.path if each not in here)]
         # A module that is compiled with a fault in it must not be found by the next run.
-        sys.dont_write_bytecode = not fresh
-        if not fresh:
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         import pytest
 
         _no_shrinking()
@@ -249,35 +235,48 @@ class Field:
         self.copies = _copies(root, jobs, parent)
         self.running: dict[int, Running] = {}  # by the number of the copy
 
-    def passes(self, tests: Iterable[str]) -> bool:
-        """Runs the tests without a fault; what fails is printed."""
-        for number, share in enumerate(shares(minimal(tests), len(self.copies))):
-            if share:
-                self.running[number] = start(self.copies[number], share, fresh=True, limit=300.0)
-        fine = True
-        for _, running, code in self._wait():
-            if code:
-                fine = False
-                print(running.output.read_text(errors="replace"))
-        return fine
+    def passes(self, selections: Sequence[tuple[str, ...]]) -> bool:
+        """Runs each selection of tests without a fault, exactly as with one; what fails is printed."""
+        failed = []
+
+        def tell(number: int, verdict: Verdict, output: str) -> None:
+            if verdict.word != "SURVIVED":
+                failed.append(number)
+                print(f"{' '.join(selections[number])}: {verdict.word}\n{output}", flush=True)
+
+        self._run_all([(None, tests) for tests in selections], lambda *given: tell(given[0], *given[2:]))
+        return not failed
 
     def try_all(self, faults: Sequence[Fault], tell: Callable[[Fault, Verdict, float], None]) -> None:
         """Plants each fault, runs its tests and tells the verdict."""
-        waiting, planted = list(reversed(faults)), dict[int, Fault]()
+        self._run_all(
+            [(fault, fault.tests) for fault in faults],
+            lambda number, seconds, verdict, _: tell(faults[number], verdict, seconds),
+        )
 
-        def next_one(number: int) -> None:
+    def _run_all(
+        self,
+        work: Sequence[tuple[Fault | None, Sequence[str]]],
+        done: Callable[[int, float, Verdict, str], None],
+    ) -> None:
+        """Runs tests with or without a fault, one selection per copy at a time."""
+        waiting, current = list(reversed(range(len(work)))), dict[int, int]()
+
+        def next_one(copy: int) -> None:
             if waiting:
-                fault = planted[number] = waiting.pop()
-                self.copies[number].plant(fault)
-                self.running[number] = start(self.copies[number], fault.tests, fresh=False, limit=self.limit)
+                current[copy] = waiting.pop()
+                fault, tests = work[current[copy]]
+                if fault is not None:
+                    self.copies[copy].plant(fault)
+                self.running[copy] = start(self.copies[copy], tests, self.limit)
 
-        for number in range(len(self.copies)):
-            next_one(number)
-        for number, running, code in self._wait():
-            self.copies[number].restore()
-            verdict = judge(code, running.output.read_text(errors="replace"))
-            tell(planted.pop(number), verdict, time.monotonic() - running.began)
-            next_one(number)
+        for copy in range(len(self.copies)):
+            next_one(copy)
+        for copy, running, code in self._wait():
+            self.copies[copy].restore()
+            output = running.output.read_text(errors="replace")
+            done(current.pop(copy), time.monotonic() - running.began, judge(code, output), output)
+            next_one(copy)
 
     def _wait(self) -> Iterator[tuple[int, Running, int]]:
         """Yields each process that has ended, until none is left; more may be started meanwhile."""
@@ -312,10 +311,10 @@ def run(root: Path, faults: Sequence[Fault], jobs: int, trust: bool, limit: floa
     with _folder() as parent:
         field_ = Field(root, min(jobs, len(faults)), parent, limit)
         try:
-            tests = minimal(test for fault in faults for test in fault.tests)
+            selections = sorted({fault.tests for fault in faults})
             if not trust:
-                print(f"{len(tests)} selections of tests without a fault", flush=True)
-                if not field_.passes(tests):
+                print(f"{len(selections)} selections of tests without a fault", flush=True)
+                if not field_.passes(selections):
                     print("these tests fail without a fault: they could notice nothing")
                     return 1
                 print(f"they pass ({time.monotonic() - began:.0f} s); now {len(faults)} faults", flush=True)

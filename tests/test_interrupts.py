@@ -146,6 +146,21 @@ def test_handlers_of_others_are_called() -> None:
             signal.signal(number, handler)
 
 
+def test_two_different_signals_are_both_heard() -> None:
+    """Though the handler of the first raises, and the handlers are back afterwards."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        mine = [signal.getsignal(number) for number in SIGNALS]
+        with pytest.raises(KeyboardInterrupt), held():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert [signal.getsignal(number) for number in SIGNALS] == mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_threads_compile_too(tmp_path: Path) -> None:
     """Handlers run in the main thread only, so in others there is nothing to hold, and no right to do so."""
     found: list[int] = []

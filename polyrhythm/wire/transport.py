@@ -492,8 +492,8 @@ class Transport:
     def _counting(self, to: Peer, buffers: Sequence[Buffer]) -> Iterator[None]:
         """Counts a message, and takes that back if it cannot be sent.
 
-        Before it is sent: whoever gets it may be the last that the run waits for, and another thread may then
-        read the total before this one goes on.
+        It is counted before it is sent: the receiver may be the last that the run waits for, and another
+        thread may then read the total before this one continues.
         """
         if not buffers:
             yield

@@ -121,10 +121,9 @@ class Coordinator:
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
         self._holders: dict[tuple[Peer, int], set[Peer]] = {}  # who may still use a dead worker's memory
-        self._done: set[Peer] = (
-            set()
-        )  # workers that take no more steps, if they stay until the result is home
-        self._leaving: dict[Peer, Respond] = {}  # those of them that wait for that
+        # Workers that take no more steps but stay until the result is home, and those that wait for that.
+        self._done: set[Peer] = set()
+        self._leaving: dict[Peer, Respond] = {}
         self._bringer: Peer | None = None  # who brings it
         self._deals = Deals(workers)
         if strategy is not None:
@@ -276,6 +275,8 @@ class Coordinator:
         Answered when that is true of all: from then on what each has sent in training is final. Until then
         a worker that is done still answers the others.
         """
+        if peer not in self.members:  # it died while the message was on its way
+            return
         self._done.add(peer)
         self._settling.add(peer, respond)
         self._part()

@@ -59,6 +59,7 @@ def run(
 ) -> Golden:
     """What these cases give now, all in one process; `tell` is called with the name of each that is done."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    names = [case.name for case in cases]
     with tempfile.TemporaryFile("w+") as said, subprocess.Popen(
         [sys.executable, "-m", "tests.golden.child"], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
@@ -66,14 +67,14 @@ def run(
     ) as child:  # fmt: skip
         assert child.stdin is not None and child.stdout is not None
         try:
-            with child.stdin as names:
-                json.dump([case.name for case in cases], names)
+            with child.stdin as asked:
+                json.dump(names, asked)
             found = Golden(json.loads(child.stdout.readline() or "{}"), {})
             for line in child.stdout:
                 name, result = json.loads(line)
                 found.cases[name] = result
                 tell(name)
-            if child.wait():
+            if child.wait() or [*found.cases] != names:
                 said.seek(0)
                 raise RuntimeError(f"the golden cases ended with status {child.returncode}:\n{said.read()}")
         finally:

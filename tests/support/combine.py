@@ -27,7 +27,10 @@ def each_value(*axes: Axis, where: Callable[..., bool] = lambda **values: True) 
     """
     names = _names(axes)
     rows = [_Row(axes, places) for places in product(*(enumerate(values) for _, values in axes))]
+    every = {place for row in rows for place in enumerate(row.index)}
     rows = [row for row in rows if where(**dict(zip(names, row.values, strict=True)))]
+    if lost := every - {place for row in rows for place in enumerate(row.index)}:
+        raise ValueError(f"`where` refuses every combination of {', '.join(axes[a][0] for a, _ in lost)}")
     quick = _cover([row.index for row in rows])
     slow = pytest.mark.slow
     return pytest.mark.parametrize(
@@ -53,6 +56,7 @@ class _Row:
         for (names, _), (place, value) in zip(axes, places, strict=True):
             several = "," in names
             if isinstance(value, type(pytest.param())):
+                assert not value.marks, "marks of a value are not supported"
                 self.values += value.values
                 words.append(value.id or names)
             else:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-GRACE = 2.0  # seconds for what is on its way out to be gone
+GRACE = 20.0  # seconds for what is on its way out to be gone
 TOOLS = ("pytest", "hypothesis")  # how the names of the threads begin that the test tools own
 DESCRIPTORS = Path("/proc/self/fd")
 SHARED_MEMORY = Path("/dev/shm")
