@@ -159,8 +159,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def check_same(found: Tensor, law: Tensor, what: str) -> None:
     off = float((found - law).abs().max() / law.abs().max())
     assert off <= 1e-9, (
-        f"{what}: off by {off:.2g} of the largest number. If the strategy breaks this law by design, enter it in "
-        "EXCEPTIONS with the reason; symmetry also fails if `finish` leaves the workers apart"
+        f"{what}: off by {off:.2g} of the largest number. If the strategy breaks this law by design, enter "
+        "it in EXCEPTIONS with the reason; symmetry also fails if `finish` leaves the workers apart"
     )
 
 
