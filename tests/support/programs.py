@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
 import signal
 import time
@@ -130,7 +131,7 @@ class Script:
     loaders: int = 0  # processes that load data
     seen: Path | None = None
     kills: dict[int, int] = field(default_factory=dict)  # the step in whose midst a worker kills itself, once
-    pause: float = 0.0  # seconds a step takes: where nobody waits, others would else take all data before
+    pause: float = 0.0  # seconds that a step takes at least
 
     def __call__(self) -> nn.Module:
         session = pr.init()
@@ -148,8 +149,8 @@ class Script:
 
         def step(batch: Iterable[Tensor] | None) -> None:
             time.sleep(self.pause)
-            if next(steps) == self.kills.get(session.rank) and not session._node.life:  # not its replacement
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.kills:
+                self.die_or_wait(session, next(steps))
             if self.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip)
             optimizer.step(partial(self.backward, model, optimizer, batch) if batch else None)
@@ -170,6 +171,22 @@ class Script:
                 step(None)
         session.log(after=self.loss(session.consensus(), examples))
         return model
+
+    def __post_init__(self) -> None:
+        self.dead = mmap.mmap(-1, 64)  # shared with the processes of a run: which workers have died
+
+    def die_or_wait(self, session: Any, step: int) -> None:
+        """Dies if it is time to; else waits for those that die in this step or before.
+
+        Where no worker waits for another, the survivors would otherwise take all the data before the death.
+        """
+        if self.kills.get(session.rank) == step and not session._node.life:  # not its replacement
+            self.dead[session.rank] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        due = [rank for rank, at in self.kills.items() if at <= step and rank != session.rank]
+        deadline = time.monotonic() + 30
+        while not all(self.dead[rank] for rank in due) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def backward(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Tensor:
         if optimizer is not None:
