@@ -1,4 +1,4 @@
-"""Which tests pytest-xdist runs in the same process, and in which order: the longest groups first."""
+"""Which tests pytest-xdist runs in the same process, and in which order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-# The files that take longest, longest first. One that began last would leave the other processes idle.
-LONGEST = ("test_conformance.py",)
+# Files that take long come first: one that began last would leave the other processes idle. The rows of
+# conformance come last, because they are many small groups.
+FIRST = (
+    "test_signals.py", "test_hosts.py", "test_norms.py", "test_cli.py", "test_ways.py", "test_site_laws.py",
+    "test_failures.py", "test_golden.py", "test_gossip.py", "test_ddp.py", "test_broadcast_laws.py",
+)  # fmt: skip
+LAST = "test_conformance.py"
 ROW = re.compile(r"test_conformance\.py::\w+\[(?:simulated-|real-)?(?P<row>.*)\]$")
 COLLECTED = pytest.StashKey[frozenset[str]]()  # the ids of all tests, those that a marker deselects too
 
@@ -16,8 +21,8 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # the ids of all tests, those tha
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    rank = {name: number for number, name in enumerate(FIRST)} | {LAST: len(FIRST) + 1}
+    items.sort(key=lambda item: rank.get(item.path.name, len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)
