@@ -14,6 +14,7 @@ TINY = ["bench", "servers", "--size", "64KiB", "--workers", "1,2", "--servers", 
 DEFAULTS = {"size": "16MiB", "workers": "1,2,4", "servers": "1,2,4", "step_time": "50ms"}
 
 
+@pytest.mark.slow
 def test_bench_servers_json_reports_every_cell_and_knee(capfd: pytest.CaptureFixture[str]) -> None:
     """One object with every cell, the knees and what they come from; progress is on standard error."""
     assert main([*TINY, "--step-time", "5ms", "--json"]) == 0

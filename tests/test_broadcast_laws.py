@@ -30,7 +30,7 @@ from polyrhythm.strategies import courier
 from polyrhythm.strategies.broadcast import Broadcast
 from polyrhythm.strategies.ledger import Ledger
 from polyrhythm.worlds.simulated.node import SimulatedNode
-from tests.support.combine import few
+from tests.support.combine import each_value, few
 from tests.support.planes import MODELS, Plane, equal
 from tests.support.programs import Examples, Script, Steps, Walk, events, mlp, trained
 from tests.support.runs import run_in
@@ -558,9 +558,7 @@ def test_broadcast_replicas_agree_on_real_processes(tmp_path: Path, shape: str) 
     assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-@pytest.mark.parametrize("shape", ["topology=mesh", "topology=tree"])
-@pytest.mark.parametrize("victim", [0, 2])
+@each_value(("victim", [0, 2]), ("shape", ["topology=mesh", "topology=tree"]), ("restarts", [0, 1]))
 def test_broadcast_continues_after_one_of_four_workers_is_killed(
     tmp_path: Path, shape: str, restarts: int, victim: int
 ) -> None:

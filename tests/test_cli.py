@@ -71,6 +71,7 @@ def test_run_command_prints_a_table_and_prefixes_worker_output(runs: str) -> Non
     assert Path(rest[-1].removeprefix("folder: "), "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_run_and_simulate_json_print_one_json_object(runs: str) -> None:
     """With --json standard output is one JSON object, whatever the script and its children print there."""
     script = Path(runs, "loud.py")
@@ -99,6 +100,7 @@ def test_run_passes_arguments_after_double_dash_to_the_script(runs: str) -> None
     assert summary["metrics"]["accuracy"] > 0.85
 
 
+@pytest.mark.slow
 def test_the_strategy_option_overrides_the_strategy_in_the_script(runs: str) -> None:
     """The strategy in the script counts, servers included, unless the command line gives one."""
     asked = ("--runs", runs, "--json", "--", "--strategy", "async")
@@ -109,6 +111,7 @@ def test_the_strategy_option_overrides_the_strategy_in_the_script(runs: str) -> 
     assert (summary["strategy"], summary["servers"]) == ("local:4", 0)
 
 
+@pytest.mark.slow
 def test_simulate_command_with_64_workers_is_reproducible(runs: str) -> None:
     """Sixty-four virtual workers train on a described cluster, twice with the same bits."""
     cluster = ROOT / "examples" / "cluster.toml"
@@ -122,6 +125,7 @@ def test_simulate_command_with_64_workers_is_reproducible(runs: str) -> None:
     assert {**first, "folder": ""} == {**second, "folder": ""}
 
 
+@pytest.mark.slow
 def test_example_with_missing_data_says_how_to_get_it(runs: str) -> None:
     """An example whose data is missing says how to get it, alone and in a run, and shows no traceback."""
     done = polyrhythm("run", FASHION, "--runs", runs, "--", "--data", "/nowhere")

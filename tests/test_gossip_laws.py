@@ -259,7 +259,7 @@ def test_choco_neighbours_hold_identical_copies_of_sent_parameters(
         ("topk:0.1", "ring"),
         ("sign", "ring"),
     ],
-    quick=6,
+    quick=3,
 )
 def test_choco_without_steps_converges_for_every_codec(simulate: Any, codec: str, topology: str) -> None:
     """Without a learning rate, and with the gamma that follows from the codec, nobody strays."""

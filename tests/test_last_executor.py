@@ -41,7 +41,7 @@ def test_law_of_the_maximum_of_n_sums_matches_monte_carlo(workers: int, period: 
         assert (law.mean, law.deviation) == pytest.approx((1, period**-0.5), abs=1e-6)
 
 
-@few("workers", [1, 2, 4, 8, 16, 64], quick=5)
+@few("workers", [1, 2, 4, 8, 16, 64], quick=3)
 def test_a_round_of_all_takes_the_harmonic_number(workers: int) -> None:
     """The mean time of a round of `allreduce`, in mean steps, is H_N within three standard errors."""
     rounds = 300 if workers == 64 else 600

@@ -643,8 +643,7 @@ class Noisy:
             session.consensus().eval()
 
 
-@both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync"])
+@each_value(("strategy", ["allreduce", "local:3", "sync"]), ("world", WORLDS))
 def test_batch_norm_policies_do_not_change_lockstep_training(
     world: str, strategy: str, tmp_path: Path
 ) -> None:

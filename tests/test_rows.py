@@ -626,6 +626,7 @@ class Stopped:
             model(x).sum().backward()
 
 
+@pytest.mark.slow
 @few("rows", [True, False], quick=1)
 def test_waiting_for_the_lock_of_a_stopped_worker_times_out_and_names_it(rows: bool, tmp_path: Path) -> None:
     """Whoever waits for it gives up when its time is over, and says for whom it waited."""

@@ -253,6 +253,7 @@ def harmonic(n: int) -> float:
     return sum(1 / k for k in range(1, n + 1))
 
 
+@pytest.mark.slow
 @few("needed, spare", [(6, 2), (8, 0), (4, 4)], quick=1)
 def test_first_backup_round_takes_the_expected_order_statistic(
     simulate: Any, needed: int, spare: int
@@ -484,11 +485,12 @@ def test_a_server_steps_on_few_tensors() -> None:
     ),
     ("servers", [2, 3]),
 )
+@few("seeds", [range(3), range(3, 10)], quick=1)
 def test_server_strategies_finish_despite_random_deaths_and_returns(
-    simulate: Any, strategy: str, servers: int
+    simulate: Any, strategy: str, servers: int, seeds: range
 ) -> None:
     """Random deaths and returns, slow links, servers that hear of all at other times: no run gets stuck."""
-    for seed in range(10):
+    for seed in seeds:
         chance = random.Random(f"{strategy}/{servers}/{seed}")
         cluster = (
             '[[hosts]]\nstep_time = { exponential = "10 ms" }\nbandwidth = "1 Mbit/s"\nlatency = "1 ms"\n'

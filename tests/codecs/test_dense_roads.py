@@ -14,7 +14,7 @@ from torch import Tensor
 from polyrhythm.codecs import dense
 from polyrhythm.codecs.dense import plain
 from polyrhythm.strategy import Codec, parse_codec
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.quantizers import ALL, FAIR, LENGTHS, WIDTHS, alone, drawn, sent, units
 
 pytest.importorskip("numba")
@@ -72,7 +72,7 @@ def test_quantizers_warn_once_and_use_tensor_operations_without_numba(
         dense._compiled.cache_clear()
 
 
-@every(FAIR)
+@few("text", FAIR, quick=2)
 def test_stochastic_quantizers_are_unbiased(text: str) -> None:
     """A z-test of 10,000 draws for each of 24 numbers, over streams; another one over indexes."""
     codec = parse_codec(text)

@@ -231,7 +231,7 @@ class Dies:
             raise
 
 
-@few("way, listen", [REAL[0], TCP[0], *REAL[1:], *TCP[1:]], quick=2)
+@few("way, listen", [*TCP, *REAL], quick=1)
 def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, way: str, listen: str) -> None:
     """It lives and says nothing: all others give up in time, and say for whom they waited."""
     with pytest.raises(PolyrhythmError, match=r"waited .* s "):
@@ -244,7 +244,7 @@ def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, way: str, li
     assert any("worker 1" in text for text in told)
 
 
-@real_ways
+@few("way, listen", [*REAL, *TCP], quick=4)
 def test_a_killed_peer_ends_the_run_at_once(tmp_path: Path, way: str, listen: str) -> None:
     """The timeout of half an hour plays no part."""
     began = time.monotonic()

@@ -446,6 +446,7 @@ def test_others_train_on_without_a_killed_remote_worker(hosts: Hosts) -> None:
     assert "worker 2 was killed by SIGKILL on 127.0.0.1; the others train on\n" in begun.text
 
 
+@pytest.mark.slow
 def test_a_killed_remote_worker_is_replaced_on_its_host(hosts: Hosts) -> None:
     """More often than there is spare memory for, too."""
     program = partial(train, do="kill", rank=2, epochs=10, pause=0.02, folder=hosts.folder)
@@ -559,6 +560,7 @@ def test_an_exception_on_a_remote_host_is_reported_on_both_hosts(hosts: Hosts) -
 # --- as a person types it -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_join_command_printed_by_run_works(tmp_path: Path) -> None:
     """The line that `run` shows is the command to type; both end with exit code 0."""
     command = [sys.executable, "-m", "polyrhythm"]

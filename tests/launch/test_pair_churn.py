@@ -80,7 +80,7 @@ def test_pairwise_strategies_replace_two_workers_killed_at_once(tmp_path: Path, 
     run_with_kills(tmp_path, strategy, {0: 6, 1: 6}, 2)
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+@few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
 def test_pairwise_strategies_finish_with_one_surviving_worker(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
 

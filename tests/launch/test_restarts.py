@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
 from tests.scripts.train import EXAMPLES, Numbered, network
+from tests.support.combine import each_value
 from tests.support.programs import events, trained
 
 EPOCHS = 2
@@ -76,8 +77,7 @@ def check_trained(folder: Path) -> None:
     assert {word.partition(".")[2] for word in words} == set(map(str, range(EXAMPLES)))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("count", ["range", "epochs"])
+@each_value(("count", ["range", "epochs"]), ("rank", [0, 1]))
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, count: str) -> None:
     summary = run_with_kills(tmp_path, {rank: 1}, restarts=2, count=count)
     assert summary["joined"] == 1 and summary["replaced"] == {f"worker {rank}": 1}

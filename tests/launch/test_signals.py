@@ -110,7 +110,7 @@ def test_ctrl_c_and_sigterm_end_the_run_with_exit_code_130(
     assert not sockets & {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()}
 
 
-@pytest.mark.parametrize("victim", ["launcher", "zygote"])
+@few("victim", ["launcher", "zygote"], quick=1)
 def test_a_killed_launcher_or_zygote_leaves_no_processes(start: Callable[..., Run], victim: str) -> None:
     """Even a launcher or zygote that is killed leaves nothing, not even the processes of a DataLoader."""
     run = start("-s", "async", "--", "--processes", "2")

@@ -3,7 +3,6 @@
 import threading
 import time
 
-import pytest
 import torch
 from test_transport import KEY, Proxy
 from torch import nn
@@ -14,6 +13,7 @@ from polyrhythm.shard import Shard
 from polyrhythm.strategy import parse
 from polyrhythm.wire import Transport
 from polyrhythm.worlds.processes import ProcessNode
+from tests.support.combine import few
 
 WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
 
@@ -30,7 +30,7 @@ def point():
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync", "softsync:1,pull=next-version", "easgd:1,alpha=0.5"])
+@few("strategy", ["async", "sync", "softsync:1,pull=next-version", "easgd:1,alpha=0.5"], quick=1)
 def test_pushes_survive_cuts_and_count_once(strategy):
     chosen, pushes = parse(strategy), 60
     transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (WORKER, SERVER)}
