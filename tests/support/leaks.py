@@ -65,7 +65,7 @@ def threads() -> set[threading.Thread]:
 
 
 def descriptors() -> Counter[str]:
-    """Open sockets and memfds. Counted by what they point to, for a number is soon used again."""
+    """Open sockets and memfds. Counted by what they point to, because a number is soon used again."""
     found: Counter[str] = Counter()
     for descriptor in DESCRIPTORS.iterdir() if DESCRIPTORS.exists() else ():
         try:

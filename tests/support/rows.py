@@ -32,7 +32,7 @@ MORE = [
     Row("local:3"),
     Row("local:3,momentum=average"),
     Row("local:10,momentum=reset"),
-    Row("local:auto,shortest=2,longest=2"),  # with one choice, for the clocks of the two worlds differ
+    Row("local:auto,shortest=2,longest=2"),  # one choice, because the clocks of the two worlds differ
     Row("average:3,momentum=average"),
     Row("postlocal:3,after=7"),
     Row("slowmo:3,alpha=0.9,momentum=average"),
