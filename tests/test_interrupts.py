@@ -35,7 +35,7 @@ def handlers() -> Iterator[None]:
 
 
 def fresh(folder: Path) -> Any:
-    """A compiled function that this process has not compiled yet; what is compiled is kept in the folder."""
+    """A function that this process has not compiled yet; numba caches it in the folder."""
     path = folder / "loop.py"
     path.write_text("def double(number):\n    return 2 * number\n")
     return compiled(runpy.run_path(str(path))["double"])
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_simulation_that_compiles(tmp_path: Path) -> None:
-    """With the usual line and exit code, and what was compiled is kept."""
+    """With the usual line and exit code; loops that were compiled stay in the cache."""
     (tmp_path / "script.py").write_text(SCRIPT)
     cache = tmp_path / "cache"
     done = subprocess.run(

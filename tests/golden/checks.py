@@ -126,7 +126,7 @@ def contradictions(golden: Golden, known: Iterable[Case]) -> Differences:
 
 
 def report(wrong: Differences, golden: Golden, found: Golden) -> str:
-    """All that is wrong, for a person to read."""
+    """A readable list of all differences."""
     lines = [line for name, each in sorted(wrong.items()) for line in [name, *(f"    {x}" for x in each)]]
     if golden.versions and (other := versions(golden, found)):
         lines += [f"The golden file was made with other versions, which may be the reason: {other}."]

@@ -32,11 +32,7 @@ def each_value(*axes: Axis, where: Callable[..., bool] = lambda **values: True) 
     if lost := every - {place for row in rows for place in enumerate(row.index)}:
         raise ValueError(f"`where` refuses every combination of {', '.join(axes[a][0] for a, _ in lost)}")
     quick = _cover([row.index for row in rows])
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        names,
-        [pytest.param(*row.values, id=row.id, marks=() if row.index in quick else slow) for row in rows],
-    )
+    return _parametrize(names, [(row, row.index in quick) for row in rows])
 
 
 def few(names: str, values: Iterable[Any], quick: int) -> pytest.MarkDecorator:

@@ -89,7 +89,7 @@ def test_nobody_waits_for_one_that_came_back() -> None:
 
 
 def test_the_same_ranks_in_another_life_are_another_group() -> None:
-    """Who took its place has none of what the group has exchanged: they must begin anew with it."""
+    """A replacement has nothing of what the group has exchanged, so the group starts again with it."""
     table = Table()
     table.ask(0, *WORKERS)
     table.told()
