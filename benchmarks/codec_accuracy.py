@@ -84,7 +84,7 @@ MORE = (
 
 def cases() -> list[Case]:
     """Dense, every codec under allreduce, and a few under other strategies."""
-    from polyrhythm.strategy import describe
+    from polyrhythm.core.registry import describe
 
     plain = [SPECIAL.get(row.name, Case(f"allreduce+{row.name}")) for row in describe("codec")]
     return [Case("allreduce"), *plain, *MORE]

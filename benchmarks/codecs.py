@@ -116,8 +116,8 @@ def _speed_rows(
 def _speeds(rounds: int) -> Times:
     import torch
 
-    from polyrhythm.memory import Memory
-    from polyrhythm.strategy import parse_codec
+    from polyrhythm.compress.state import Memory
+    from polyrhythm.core.registry import parse_codec
 
     torch.set_num_threads(1)
     values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
@@ -157,7 +157,7 @@ def _bits(count: int, density: float) -> float:
     """Of an entry, when each is there with this probability."""
     import numpy as np
 
-    from polyrhythm.codecs import entropy
+    from polyrhythm.compress.kernels import entropy
 
     draws = np.random.default_rng(0)
     indexes = np.flatnonzero(draws.random(count) < density)
@@ -171,10 +171,10 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
     import torch
     from torch.nn import functional as F
 
-    from polyrhythm.codecs import entropy
+    from polyrhythm.compress.kernels import entropy
+    from polyrhythm.compress.state import Memory
+    from polyrhythm.core.registry import parse_codec
     from polyrhythm.data import mnist
-    from polyrhythm.memory import Memory
-    from polyrhythm.strategy import parse_codec
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -262,7 +262,7 @@ def _entropy(indexes: Array, size: int) -> float:
 def _warm() -> float:
     import torch
 
-    from polyrhythm.codecs import selection
+    from polyrhythm.compress.kernels import selection
 
     began = time.perf_counter()
     selection.warm(torch.float32)

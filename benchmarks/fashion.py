@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 def missing() -> str:
     """What to tell if the data are not here."""
+    from polyrhythm.core.errors import UsageError
     from polyrhythm.data.mnist import mnist
-    from polyrhythm.errors import UsageError
 
     try:
         mnist()

@@ -137,9 +137,9 @@ def _host(
 
 def node(place: Together, listen: str, crowd: Crowd | None = None, encrypt: bool = False) -> Any:
     """This process as a worker among all of them, without a launcher."""
-    from polyrhythm.node import Peer
+    from polyrhythm.core.peer import Peer
     from polyrhythm.wire import Transport
-    from polyrhythm.worlds.processes import ProcessNode
+    from polyrhythm.worlds.processes.node import ProcessNode
 
     class Unlogged(ProcessNode):
         """A node without a coordinator."""

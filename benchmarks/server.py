@@ -23,7 +23,7 @@ from benchmarks.report import Row, ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message
+    from polyrhythm.core.message import Message
     from polyrhythm.wire.arena import Arenas
 
 WORKERS = 2
@@ -52,7 +52,7 @@ def _apply(tensors: int, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of one update of 16 MiB by a server's optimizer, and of the bare arithmetic, in turn."""
     import torch
 
-    from polyrhythm.shard import Shard
+    from polyrhythm.model.shard import Shard
 
     torch.set_num_threads(1)
     count = 16 * MEBIBYTE // 4
@@ -186,8 +186,8 @@ class Ours(System):
         self, here: Together, servers: int, arenas: Arenas | None = None, encrypt: bool = True
     ) -> None:
         super().__init__(here, servers)
-        from polyrhythm.node import Peer
-        from polyrhythm.strategies.points import Async
+        from polyrhythm.core.peer import Peer
+        from polyrhythm.strategies.server.presets import Async
         from polyrhythm.wire.transport import Transport
 
         listen = "unix:" if arenas else "tcp:127.0.0.1:0"
@@ -205,8 +205,8 @@ class Ours(System):
         import torch
         from torch import nn
 
-        from polyrhythm.replica import Replica
-        from polyrhythm.shard import Shard
+        from polyrhythm.model.replica import Replica
+        from polyrhythm.model.shard import Shard
 
         model = nn.ParameterList([torch.zeros(count)])
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -239,7 +239,7 @@ class Ours(System):
 
 def _counting_node() -> type[Any]:
     """A ProcessNode whose run is over after so many messages, and that keeps its event log to itself."""
-    from polyrhythm.worlds.processes import ProcessNode
+    from polyrhythm.worlds.processes.node import ProcessNode
 
     class Counting(ProcessNode):
         left, over = 0, False

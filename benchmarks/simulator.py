@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from benchmarks.allreduce import network
 from benchmarks.processes import apart
 from benchmarks.report import Row
-from polyrhythm.strategy import Strategy
+from polyrhythm.core.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from polyrhythm.node import Node
-    from polyrhythm.replica import Replica
-    from polyrhythm.shard import Shard
+    from polyrhythm.core.node import Node
+    from polyrhythm.model.replica import Replica
+    from polyrhythm.model.shard import Shard
 
 MAXIMUM_GIB = 3.0
 
@@ -94,7 +94,7 @@ def _world(program: Callable[[], None], workers: int, strategy: str) -> Any:
     """Builds a simulated world; torch has one thread."""
     import torch
 
-    from polyrhythm.strategy import parse
+    from polyrhythm.core.registry import parse
     from polyrhythm.worlds.cluster import Cluster
     from polyrhythm.worlds.simulated import Simulated
 

@@ -218,8 +218,8 @@ def _store(folder: str) -> str:
     """Puts the images where workers read them faster; what to tell if they are not here."""
     import torch
 
+    from polyrhythm.core.errors import UsageError
     from polyrhythm.data.mnist import mnist
-    from polyrhythm.errors import UsageError
 
     try:
         training, testing = mnist()

@@ -108,7 +108,7 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     import polyrhythm as pr
-    from polyrhythm.coder import Coder
+    from polyrhythm.compress.compressor import Coder
     from polyrhythm.data.mnist import mnist
 
     entries: list[int] = []

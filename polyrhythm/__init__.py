@@ -8,26 +8,32 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from polyrhythm import integrations
-    from polyrhythm.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+    from polyrhythm.core.codec import Codec
+    from polyrhythm.core.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+    from polyrhythm.core.message import Message
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
+    from polyrhythm.core.registry import parse
+    from polyrhythm.core.strategy import Strategy
     from polyrhythm.launch import join, run, simulate
-    from polyrhythm.layerwise import LAMB, LARS
-    from polyrhythm.node import Message, Node, Peer
-    from polyrhythm.replica import Replica
-    from polyrhythm.rows import RowSGD
-    from polyrhythm.scaling import LinearScaling
-    from polyrhythm.session import Session, init
-    from polyrhythm.shard import Shard
-    from polyrhythm.strategy import Codec, Strategy, parse
+    from polyrhythm.model.replica import Replica
+    from polyrhythm.model.shard import Shard
+    from polyrhythm.optim.lars_lamb import LAMB, LARS
+    from polyrhythm.optim.linear_scaling import LinearScaling
+    from polyrhythm.optim.sparse_sgd import RowSGD
+    from polyrhythm.session.api import Session, init
 
 # Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
-    "init": "session", "Session": "session", "run": "launch", "simulate": "launch",
-    "join": "launch",
-    "Strategy": "strategy", "Codec": "strategy", "parse": "strategy",
-    "Node": "node", "Message": "node", "Peer": "node", "Replica": "replica", "Shard": "shard",
-    "PolyrhythmError": "errors", "UsageError": "errors", "WireError": "errors", "WaitError": "errors",
-    "PeerLost": "errors", "NotFinite": "errors",
-    "LinearScaling": "scaling", "LARS": "layerwise", "LAMB": "layerwise", "RowSGD": "rows",
+    "init": "session.api", "Session": "session.api",
+    "run": "launch", "simulate": "launch", "join": "launch",
+    "Strategy": "core.strategy", "Codec": "core.codec", "parse": "core.registry",
+    "Node": "core.node", "Message": "core.message", "Peer": "core.peer",
+    "Replica": "model.replica", "Shard": "model.shard",
+    "PolyrhythmError": "core.errors", "UsageError": "core.errors", "WireError": "core.errors",
+    "WaitError": "core.errors", "PeerLost": "core.errors", "NotFinite": "core.errors",
+    "LinearScaling": "optim.linear_scaling", "LARS": "optim.lars_lamb", "LAMB": "optim.lars_lamb",
+    "RowSGD": "optim.sparse_sgd",
 }  # fmt: skip
 
 __all__ = [

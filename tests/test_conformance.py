@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.errors import UsageError
-from polyrhythm.session import session
-from polyrhythm.strategy import describe
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.registry import describe
+from polyrhythm.session.context import session
 from tests.support.programs import (
     ADAM,
     MOMENTUM,

@@ -18,9 +18,9 @@ from types import ModuleType
 import pytest
 
 import polyrhythm as pr
-import polyrhythm.codecs
+import polyrhythm.compress.codecs
 import polyrhythm.strategies
-from polyrhythm.strategy import Row, describe
+from polyrhythm.core.registry import Row, describe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def blocks(text: str, language: str) -> list[str]:
 def modules() -> list[ModuleType]:
     return [
         importlib.import_module(module.name)
-        for package in (polyrhythm.strategies, polyrhythm.codecs)
+        for package in (polyrhythm.strategies, polyrhythm.compress.codecs)
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     ]
 
@@ -107,7 +107,7 @@ def test_readme_local_sgd_step_matches_the_package() -> None:
         return ast.unparse(method.body)
 
     (shown,) = (block for block in blocks(README, "python") if "class LocalSGD" in block)
-    assert step(shown) == step((ROOT / "polyrhythm/strategies/averaging.py").read_text(encoding="utf-8"))
+    assert step(shown) == step((ROOT / "polyrhythm/strategies/local_sgd.py").read_text(encoding="utf-8"))
 
 
 def test_readme_commands_name_existing_files_and_strategies() -> None:

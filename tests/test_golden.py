@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.strategies.averaging import LocalSGD
-from polyrhythm.strategy import Strategy
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.strategies.local_sgd import LocalSGD
 from tests.golden import checks
 from tests.golden.__main__ import RULE, main
 from tests.golden.cases import cases, chosen

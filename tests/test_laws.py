@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.errors import PolyrhythmError
-from polyrhythm.node import Node
-from polyrhythm.replica import Replica
+from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.node import Node
+from polyrhythm.model.replica import Replica
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -131,7 +131,7 @@ class Critic(Script):
     alone: bool = False
 
     def backward(self, model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
-        from polyrhythm.session import session
+        from polyrhythm.session.context import session
 
         if not self.alone and session.get().rank == 0:
             torch.nn.functional.cross_entropy(self.critic(batch[0]), batch[1]).backward()
@@ -627,7 +627,7 @@ class Poisoned(Script):
     """Worker 1 gets a NaN in its third step."""
 
     def backward(self, model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
-        from polyrhythm.session import session
+        from polyrhythm.session.context import session
 
         self.count = getattr(self, "count", Counter())
         rank = session.get().rank

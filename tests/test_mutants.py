@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.strategy import describe
+from polyrhythm.core.registry import describe
 from tests import plant
 from tests.support.scheduling import COLLECTED
 

@@ -31,11 +31,12 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.node import Node
-from polyrhythm.replica import Replica
-from polyrhythm.strategies.averaging import LocalSGD
-from polyrhythm.strategies.outer import DiLoCo
-from polyrhythm.strategy import Strategy, describe
+from polyrhythm.core.node import Node
+from polyrhythm.core.registry import describe
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.replica import Replica
+from polyrhythm.strategies.local_sgd import LocalSGD
+from polyrhythm.strategies.outer_optimizers import DiLoCo
 from tests.support.references.descent import SIZE, Descent, Reference, Run, zero
 from tests.support.references.peers import (
     ad_psgd,
@@ -51,7 +52,7 @@ from tests.support.rows import ROWS as ALL
 from tests.support.rows import Row
 
 # What pins the update rule of each strategy: a reference, or, as a text, a test that does so in another way,
-# as "tests/test_outer_laws.py::test_diloco_by_hand" would.
+# as "tests/strategies/test_outer_optimizer_laws.py::test_diloco_by_hand" would.
 LAWS: dict[str, Reference | str] = {
     "adpsgd": ad_psgd,
     "allreduce": synchronous_rounds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.collectives.arithmetic import reduce, split
-from polyrhythm.errors import PeerLost, WaitError
+from polyrhythm.core.errors import PeerLost, WaitError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node, Peer
+    from polyrhythm.core.message import Message
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
 
 
 def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], op: str, number: int) -> None:

@@ -16,7 +16,8 @@ from polyrhythm.collectives.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Node, Peer
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
 
 
 def all_reduce(

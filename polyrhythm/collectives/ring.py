@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.collectives.arithmetic import checked
-from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Message, Node, Peer, Reply
+    from polyrhythm.core.message import Message, Reply
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
 
 SEGMENT = 1 << 22  # bytes of a segment at most: with smaller ones Python takes longer than the wire
 AHEAD = 4  # segments that a worker may have sent more than it has received; twice as many may be unanswered

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.arithmetic import OPERATIONS, reduce, split
-from polyrhythm.errors import PolyrhythmError
-from polyrhythm.node import Task
+from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.node import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 SIDE, CLASSES = 28, 10

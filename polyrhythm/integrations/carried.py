@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyrhythm.coder import wide
-from polyrhythm.errors import UsageError
+from polyrhythm.compress.compressor import wide
+from polyrhythm.core.errors import UsageError
 
 Remembered = tuple[dict[str, Tensor], dict[str, Any]]  # vectors by name, and notes by place
 

@@ -29,16 +29,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # as torch.distributed has it, but with types
 
-from polyrhythm.coder import Sender, any_within, wide
-from polyrhythm.data.sharing import mix
-from polyrhythm.errors import UsageError
+from polyrhythm.compress.compressor import Sender, any_within, wide
+from polyrhythm.core.codec import Codec
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.registry import parse_codec
 from polyrhythm.integrations.carried import Home, Remembered
 from polyrhythm.integrations.group import Gather, Mean, Rounds
-from polyrhythm.layout import Layout, Piece
-from polyrhythm.strategy import Codec, parse_codec
+from polyrhythm.model.layout import Layout, Piece
+from polyrhythm.session.data import mix
 
 if TYPE_CHECKING:
-    from polyrhythm.node import Node
+    from polyrhythm.core.node import Node
 
 _SPARSE = (
     "{codec}: {who} has sparse gradients, which a codec cannot take: make the embedding with sparse=False"

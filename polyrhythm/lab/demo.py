@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from polyrhythm.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.registry import describe
 from polyrhythm.launch import run
 from polyrhythm.launch.screen import HEAD, Screen, row, table
-from polyrhythm.strategy import describe
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 
 MOST, LONGEST = 16, 1 << 20
 _LISTED = 5  # workers up to which a sum is written out: 0+1+2
@@ -74,7 +74,7 @@ def ring(workers: int, length: int | None = None) -> Explanation:
 
     from polyrhythm.collectives.ring import Turn, all_reduce, bounds, sent_elements
     from polyrhythm.launch import simulate
-    from polyrhythm.session import init
+    from polyrhythm.session.api import init
 
     cuts = [bounds(length, workers, chunk) for chunk in range(workers)]
     vectors = [torch.full((length,), 1 << rank, dtype=torch.int64) for rank in range(workers)]

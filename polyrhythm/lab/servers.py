@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.launch import run
 from polyrhythm.launch.api import MOST
 from polyrhythm.launch.screen import size, table

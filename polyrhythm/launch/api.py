@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from polyrhythm import norms
-from polyrhythm.collectives import choice
-from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError
+from polyrhythm.collectives import choose as choice
+from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError
+from polyrhythm.core.registry import parse
+from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, Spoken, shown
-from polyrhythm.record import RunFolder, name_run
-from polyrhythm.strategy import Strategy, parse
+from polyrhythm.record.folder import RunFolder, name_run
+from polyrhythm.session import batch_norm as norms
 
 if TYPE_CHECKING:
-    from polyrhythm.worlds.coordinator import Coordinator
+    from polyrhythm.coordination.coordinator import Coordinator
 
 Summary = dict[str, Any]
 Servers = int | Literal["colocated"]  # colocated: one beside each worker
@@ -362,7 +363,7 @@ def _summary(coordinator: Coordinator) -> Summary:
 @contextlib.contextmanager
 def _spoken(screen: Screen) -> Iterator[None]:
     """What virtual workers print is shown like what processes print: line by line, with who said it."""
-    from polyrhythm.session import seat
+    from polyrhythm.session.context import seat
 
     def write(text: str) -> None:
         here = seat.get()

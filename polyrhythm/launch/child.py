@@ -12,15 +12,16 @@ from types import TracebackType
 
 import torch
 
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.coordination.coordinator import COORDINATOR
+from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.launch import program
 from polyrhythm.launch.zygote import Passport
-from polyrhythm.member import Member
-from polyrhythm.node import Peer
-from polyrhythm.session import ServerDone, seat, session
+from polyrhythm.session.context import ServerDone, seat, session
+from polyrhythm.session.distributed import Member
 from polyrhythm.wire.transport import Transport
-from polyrhythm.worlds.coordinator import COORDINATOR
-from polyrhythm.worlds.processes import ProcessNode, ProcessSeat
+from polyrhythm.worlds.processes.context import ProcessSeat
+from polyrhythm.worlds.processes.node import ProcessNode
 
 
 def live(

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyrhythm import __version__
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.launch.program import Program
-from polyrhythm.node import Peer
 from polyrhythm.wire.channel import HOST
 
 __all__ = ["HOST", "Guest", "Hosts", "invitation", "listing"]

@@ -15,17 +15,17 @@ import time
 from typing import Any
 
 from polyrhythm import __version__
-from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError, WireError
+from polyrhythm.coordination.coordinator import COORDINATOR, Failure
+from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WireError
+from polyrhythm.core.peer import Peer
 from polyrhythm.launch.hosts import HOST, listing
 from polyrhythm.launch.nodes import Nodes, Rooms, cause, signals, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen
 from polyrhythm.launch.zygote import Passport
-from polyrhythm.node import Peer
 from polyrhythm.wire.channel import Channel, dial, open_channel
 from polyrhythm.wire.frame import Header
 from polyrhythm.wire.handshake import Identity
-from polyrhythm.worlds.coordinator import COORDINATOR, Failure
 
 
 class Joiner:

@@ -7,7 +7,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 
 SIZE = 32
 

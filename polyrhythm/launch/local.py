@@ -17,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyrhythm.errors import Interrupted, PolyrhythmError, UsageError, WaitError
+from polyrhythm.coordination.coordinator import COORDINATOR, Coordinator
+from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WaitError
+from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.hosts import HOST, Hosts, invitation, listing
 from polyrhythm.launch.nodes import GRACE, Nodes, Rooms, cause, signals, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
 from polyrhythm.launch.zygote import Passport
-from polyrhythm.node import LIFE, Peer
-from polyrhythm.record import RunFolder
-from polyrhythm.strategy import Strategy
+from polyrhythm.record.folder import RunFolder
 from polyrhythm.wire.inbox import Incoming
 from polyrhythm.wire.transport import ENDED, Transport
-from polyrhythm.worlds.coordinator import COORDINATOR, Coordinator
 
 SPARE = 16  # arenas for servers that only the script asks for
 FAREWELL = 2 * GRACE + 2.0  # seconds for other hosts to end their nodes

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from polyrhythm.errors import Interrupted, UsageError
+from polyrhythm.core.errors import Interrupted, UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen
 from polyrhythm.launch.zygote import POLITE, Passport, Zygote
-from polyrhythm.node import Peer
 from polyrhythm.wire.arena import Arenas
 
 GRACE = 3.0  # seconds between asking a process to end and ending it

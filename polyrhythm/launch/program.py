@@ -11,7 +11,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from polyrhythm.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PolyrhythmError, UsageError
 
 
 class Program:
@@ -90,7 +90,7 @@ def _ending() -> Iterator[None]:
 
 
 def _who() -> str:
-    from polyrhythm.session import seat
+    from polyrhythm.session.context import seat
 
     here = seat.get()
     return str(here.me) if here else "importing"

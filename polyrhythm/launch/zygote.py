@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from polyrhythm.core.peer import Peer
 from polyrhythm.launch.program import Program
-from polyrhythm.node import Peer
 from polyrhythm.wire.arena import Arenas
 
 _PR_SET_PDEATHSIG = 1
@@ -140,7 +140,7 @@ class _Forker:
         if self._passport.strategy:  # compiled once here too, for numbers of the usual kind
             import torch
 
-            from polyrhythm.strategy import parse
+            from polyrhythm.core.registry import parse
 
             with contextlib.suppress(Exception):  # whatever it is, the nodes will say so
                 parse(self._passport.strategy).prepare(torch.float32)

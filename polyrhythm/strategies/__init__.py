@@ -1,1 +1,1 @@
-"""The strategies: one module a family. `polyrhythm.strategy` finds every class in here that has a name."""
+"""The strategies. `polyrhythm.core.registry` finds every class in here that has a name."""

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.strategies.means import begin_part, in_buckets, join_parts, mean_gradient
-from polyrhythm.strategy import Strategy
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.strategies.reduce_ops import begin_part, in_buckets, join_parts, mean_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.node import Node
-    from polyrhythm.replica import Replica
+    from polyrhythm.core.node import Node
+    from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)

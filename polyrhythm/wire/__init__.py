@@ -1,10 +1,10 @@
 """Messages between nodes: framing, shared memory, connections and the transport. Free of torch."""
 
 from polyrhythm.wire.arena import Arenas
-from polyrhythm.wire.asks import Pending
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.requests import Pending
 from polyrhythm.wire.transport import Transport
 
 __all__ = ["DTYPES", "Arenas", "Buffer", "Incoming", "Pending", "Transport"]

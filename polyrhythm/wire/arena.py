@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 
-from polyrhythm.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError
 
 ALIGNMENT = 64
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

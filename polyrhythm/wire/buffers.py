@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.wire.frame import DTYPES, Part
 
 _KEPT, _SPARE = 4, 1 << 25  # pieces of memory, or as many as have so many bytes

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyrhythm.errors import UsageError, WireError
+from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.wire.frame import PREFIX_SIZE, UNSHARED, Bounds, Header, decode_header, encode, header_length
 from polyrhythm.wire.handshake import TIMEOUT, Identity, Keys, shake
 

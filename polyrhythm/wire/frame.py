@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from polyrhythm.errors import UsageError, WireError
+from polyrhythm.core.errors import UsageError, WireError
 
 VERSION = 1
 MAGIC = b"PRW"

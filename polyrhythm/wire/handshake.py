@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from polyrhythm.errors import UsageError, WireError
-from polyrhythm.node import Peer
+from polyrhythm.core.errors import UsageError, WireError
+from polyrhythm.core.peer import Peer
 
 TIMEOUT = 5.0
 VERSION = 1

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyrhythm.errors import UsageError
-from polyrhythm.node import Peer
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.wire.buffers import Buffer, Pool
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header, Part

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from polyrhythm.errors import UsageError, WireError
-from polyrhythm.node import Peer
+from polyrhythm.core.errors import UsageError, WireError
+from polyrhythm.core.peer import Peer
 from polyrhythm.wire.channel import Channel, dial, hang_up, listen, open_channel, unlink
 from polyrhythm.wire.frame import Bounds
 from polyrhythm.wire.handshake import Identity

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from polyrhythm.errors import PolyrhythmError, WaitError
-from polyrhythm.node import Lock
+from polyrhythm.core.errors import PolyrhythmError, WaitError
+from polyrhythm.core.node import Lock
 
 SIZE = 64  # a line of the cache: the mutex, and in its last 8 bytes the rank of whoever has it, plus 1
 HOLDER = 56

@@ -24,18 +24,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
-from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-from polyrhythm.node import LIFE, Peer
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+from polyrhythm.core.peer import LIFE, Peer
 from polyrhythm.wire.arena import Arenas
-from polyrhythm.wire.asks import Asks, Pending, waited
 from polyrhythm.wire.buffers import Buffer, copy, parts_of, shape
 from polyrhythm.wire.channel import STALL, Channel
-from polyrhythm.wire.engine import Engine
 from polyrhythm.wire.frame import Bounds, Header, Part
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Inbox, Incoming, Line, Reading
 from polyrhythm.wire.links import Links
-from polyrhythm.wire.places import Place, Places, drain
+from polyrhythm.wire.poller import Engine
+from polyrhythm.wire.receive_targets import Place, Places, drain
+from polyrhythm.wire.requests import Asks, Pending, waited
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
 ENDED = "!ended"  # what arrives when a connection has ended that nobody makes anew

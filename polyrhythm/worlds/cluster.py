@@ -45,8 +45,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from polyrhythm.errors import UsageError
-from polyrhythm.worlds.costs import Costs, Host, Site, StepTime, Straggler
+from polyrhythm.core.errors import UsageError
+from polyrhythm.worlds.cost_model import Costs, Host, Site, StepTime, Straggler
 from polyrhythm.worlds.tables import BYTES_PER_SECOND, SECONDS, Table, hint
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES_PER_SECOND = {

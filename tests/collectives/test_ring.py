@@ -26,9 +26,9 @@ from torch import Tensor
 import polyrhythm as pr
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.ring import Turn, bounds, sent_elements
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.wire import Transport
-from polyrhythm.worlds.processes import ProcessNode
+from polyrhythm.worlds.processes.node import ProcessNode
 from tests.wire.test_transport import Proxy
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

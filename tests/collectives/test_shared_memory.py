@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
-from polyrhythm.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError
 from polyrhythm.wire.arena import Arenas
 
 DTYPES = [

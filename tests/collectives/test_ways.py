@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.collectives.choice import RING_CHUNK, WAYS, choose
+from polyrhythm.collectives.choose import RING_CHUNK, WAYS, choose
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.node import Peer
+from polyrhythm.coordination.coordinator import COORDINATOR
+from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.wire import Transport
 from polyrhythm.wire.arena import Arenas
-from polyrhythm.worlds.coordinator import COORDINATOR
-from polyrhythm.worlds.processes import ProcessNode
+from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import few
 from tests.support.programs import MOMENTUM, Script, alone, distance, same, trained
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.data import mnist
-from polyrhythm.errors import UsageError
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from polyrhythm.strategy import describe, parse
+from polyrhythm.core.registry import describe, parse
 
 World = Literal["simulated", "real"]
 

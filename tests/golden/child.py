@@ -20,8 +20,8 @@ import safetensors.torch
 import torch
 
 import polyrhythm as pr
-from polyrhythm.codecs.kernels import missing
-from polyrhythm.strategy import parse
+from polyrhythm.compress.kernels import missing
+from polyrhythm.core.registry import parse
 from tests.golden import arithmetic
 from tests.golden.cases import Case, cases
 from tests.golden.program import Script

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import polyrhythm as pr
-from polyrhythm.errors import UsageError
-from polyrhythm.strategy import describe
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.registry import describe
 from tests.support.combine import each_value
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from polyrhythm.cli import main
-from polyrhythm.errors import UsageError
+from polyrhythm.cli.entry import main
+from polyrhythm.core.errors import UsageError
 from polyrhythm.lab import explain
 
 

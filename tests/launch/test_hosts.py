@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.launch.screen import Screen
-from polyrhythm.session import session
+from polyrhythm.session.context import session
 from tests.scripts.train import EXAMPLES, Numbered, network, train
 from tests.support.programs import MOMENTUM, Script, distance, events, same, trained
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.data.sharing import mix
 from polyrhythm.launch.screen import Screen
+from polyrhythm.session.data import mix
 from tests.support.combine import each_value, few
 from tests.support.planes import layers, slopes
 from tests.support.programs import FEATURES, Script, distance, events, mlp, trained

@@ -174,7 +174,7 @@ def scaled(codec: str) -> dict[str, Any]:
 
 def compiled() -> list[int]:
     """How much is compiled: before there is a hook, when there is one, and after a step."""
-    from polyrhythm.codecs.dense import loops
+    from polyrhythm.compress.kernels.dense import loops
 
     def count() -> int:
         return sum(len(getattr(each, "signatures", ())) for each in vars(loops).values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyrhythm.node import LIFE
+from polyrhythm.core.peer import LIFE
 from tests.support.programs import events
 
 

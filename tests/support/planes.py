@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.replica import Replica
-from polyrhythm.strategy import describe, parse_codec
+from polyrhythm.core.registry import describe, parse_codec
+from polyrhythm.model.replica import Replica
 from tests.support.programs import Half, Mixed
 
 # As they are by default, unless that would hardly send anything of a model as small as the one here.

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
-from polyrhythm.data.sharing import mix
+from polyrhythm.session.data import mix
 
 FEATURES, CLASSES = 5, 3
 

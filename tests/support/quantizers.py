@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyrhythm.codecs.dense import plain
-from polyrhythm.memory import Memory
-from polyrhythm.strategy import Codec
+from polyrhythm.compress.kernels.dense import plain
+from polyrhythm.compress.state import Memory
+from polyrhythm.core.codec import Codec
 
 NEAREST = ["fp8", "fp8:100", "int8", "int8:9", "int4", "int4:33"]
 FAIR = ["int8:rounding=stochastic", "int4:rounding=stochastic", "qsgd", "qsgd:3,block=8", "terngrad:0"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from polyrhythm.strategy import describe
+from polyrhythm.core.registry import describe
 
 
 class Row(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.wire import Arenas
 
 

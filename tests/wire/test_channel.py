@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from polyrhythm.errors import UsageError, WireError
-from polyrhythm.node import Peer
+from polyrhythm.core.errors import UsageError, WireError
+from polyrhythm.core.peer import Peer
 from polyrhythm.wire import handshake
 from polyrhythm.wire.channel import RECORD, dial, listen, open_channel, split
 from polyrhythm.wire.frame import Header, Part

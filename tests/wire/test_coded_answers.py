@@ -8,11 +8,11 @@ from test_pushes import Quiet
 from test_transport import KEY, Proxy
 from torch import nn
 
-from polyrhythm.node import Peer
-from polyrhythm.replica import Replica
-from polyrhythm.shard import Shard
-from polyrhythm.strategies.desk import known_to
-from polyrhythm.strategy import parse
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.registry import parse
+from polyrhythm.model.replica import Replica
+from polyrhythm.model.shard import Shard
+from polyrhythm.strategies.server.server_loop import known_to
 from polyrhythm.wire import Transport
 from tests.support.combine import few
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from polyrhythm.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.wire import Arenas, mutex
-from polyrhythm.wire.common import Common
+from polyrhythm.wire.shared_region import Common
 
 
 @pytest.fixture

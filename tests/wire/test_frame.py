@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyrhythm.wire
-from polyrhythm.errors import UsageError, WireError
+from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.wire.frame import DTYPES, MAX_HEADER, PREFIX_SIZE, Bounds, Header, Part, decode, encode
 
 BOUNDS = Bounds(inline=1 << 20, arenas=4, arena_size=1 << 16)

@@ -7,12 +7,12 @@ import torch
 from test_transport import KEY, Proxy
 from torch import nn
 
-from polyrhythm.node import Peer
-from polyrhythm.replica import Replica
-from polyrhythm.shard import Shard
-from polyrhythm.strategy import parse
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.registry import parse
+from polyrhythm.model.replica import Replica
+from polyrhythm.model.shard import Shard
 from polyrhythm.wire import Transport
-from polyrhythm.worlds.processes import ProcessNode
+from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import few
 
 WORKER, SERVER = Peer("worker", 0), Peer("server", 0)

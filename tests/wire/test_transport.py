@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from polyrhythm.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-from polyrhythm.node import Peer
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+from polyrhythm.core.peer import Peer
 from polyrhythm.wire import Arenas, Buffer, Transport
 from polyrhythm.wire.channel import Channel, dial, hang_up, listen, open_channel
 from polyrhythm.wire.frame import Header, Part, encode

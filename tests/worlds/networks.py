@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from polyrhythm.node import Message, Peer
-from polyrhythm.worlds.costs import Costs
+from polyrhythm.core.message import Message
+from polyrhythm.core.peer import Peer
+from polyrhythm.worlds.cost_model import Costs
 from polyrhythm.worlds.simulated.fibers import Loop
 from polyrhythm.worlds.simulated.network import Network
 

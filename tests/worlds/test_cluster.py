@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import arrivals
 
-from polyrhythm.errors import UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.worlds.cluster import Cluster
-from polyrhythm.worlds.costs import Costs, Host, Site
+from polyrhythm.worlds.cost_model import Costs, Host, Site
 from polyrhythm.worlds.tables import BYTES_PER_SECOND, SECONDS, quantity
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

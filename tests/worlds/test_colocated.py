@@ -15,7 +15,7 @@ from networks import arrivals
 
 import polyrhythm as pr
 from polyrhythm.worlds.cluster import Cluster
-from polyrhythm.worlds.costs import Costs
+from polyrhythm.worlds.cost_model import Costs
 from tests.support.programs import Script, Steps, events
 from tests.support.runs import run_in
 

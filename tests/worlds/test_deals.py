@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import polyrhythm as pr
-from polyrhythm.node import Peer
-from polyrhythm.worlds.coordinator import Coordinator
-from polyrhythm.worlds.leases import Deals
+from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.coordination.leases import Deals
+from polyrhythm.core.peer import Peer
 
 W0, W1, W2 = (Peer("worker", rank) for rank in range(3))
 WORKERS = (W0, W1, W2)

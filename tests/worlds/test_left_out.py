@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.cli import main as command
+from polyrhythm.cli.entry import main as command
 from tests.support.programs import MOMENTUM, Examples, mlp
 
 SIZE, EPOCHS = 90, 4

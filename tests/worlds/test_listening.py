@@ -16,13 +16,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.errors import PeerLost, PolyrhythmError
-from polyrhythm.node import Peer
-from polyrhythm.session import session
-from polyrhythm.strategies.peers import Peers, others
-from polyrhythm.strategy import Strategy, describe
+from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.registry import describe
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.session.context import session
+from polyrhythm.strategies.decentralized.base import Peers, others
 from polyrhythm.wire.transport import Transport
-from polyrhythm.worlds.processes import ProcessNode
+from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import each_value
 from tests.support.programs import Examples, events, mlp, trained
 

@@ -11,11 +11,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.errors import UsageError
-from polyrhythm.node import Message, Peer
+from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.coordination.leases import Leases
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.message import Message
+from polyrhythm.core.peer import Peer
 from polyrhythm.worlds.cluster import Cluster, Crash
-from polyrhythm.worlds.coordinator import Coordinator
-from polyrhythm.worlds.leases import Leases
 from tests.support.combine import each_value
 from tests.support.logs import check_laws
 from tests.support.programs import Examples, Script, events

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.node import Message
+from polyrhythm.core.message import Message
 from polyrhythm.worlds.simulated.fibers import Loop
 
 if TYPE_CHECKING:
-    from polyrhythm.worlds.costs import Costs
+    from polyrhythm.worlds.cost_model import Costs
 
 # A message on its way to its host: that, its bytes, how long it takes from the first to the last of them, and
 # what is called with it then.

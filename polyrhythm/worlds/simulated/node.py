@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import GreenletExit
 
-from polyrhythm.errors import UsageError
-from polyrhythm.node import LIFE, Coding, Field, Lock, Message, Node, Peer, Reply, Task
-from polyrhythm.part import Part, first_number
-from polyrhythm.worlds.simulated.circle import Circle
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.message import Field, Message, Reply
+from polyrhythm.core.node import Coding, Lock, Node, Task
+from polyrhythm.core.part import Part, first_number
+from polyrhythm.core.peer import LIFE, Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
+from polyrhythm.worlds.simulated.group import Circle
 from polyrhythm.worlds.simulated.waits import Asked, SimulatedLock, SimulatedReply, SimulatedTask, leave
 
 if TYPE_CHECKING:

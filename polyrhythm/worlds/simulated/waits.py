@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.errors import PeerLost, PolyrhythmError
-from polyrhythm.node import Lock, Message, Peer, Reply, Task
+from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.message import Message, Reply
+from polyrhythm.core.node import Lock, Task
+from polyrhythm.core.peer import Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 
 if TYPE_CHECKING:

@@ -12,24 +12,24 @@ import torch
 from greenlet import GreenletExit
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from polyrhythm.errors import PolyrhythmError, UsageError
-from polyrhythm.member import Member
-from polyrhythm.node import Peer
-from polyrhythm.session import ServerDone, seat, session
-from polyrhythm.worlds.coordinator import Coordinator
-from polyrhythm.worlds.simulated.circle import Meetings
+from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.peer import Peer
+from polyrhythm.session.context import ServerDone, seat, session
+from polyrhythm.session.distributed import Member
+from polyrhythm.worlds.simulated.context import SimulatedSeat
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
+from polyrhythm.worlds.simulated.group import Meetings
 from polyrhythm.worlds.simulated.network import Network
 from polyrhythm.worlds.simulated.node import Notice, SimulatedNode
-from polyrhythm.worlds.simulated.seat import SimulatedSeat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.record import RunFolder
-    from polyrhythm.strategy import Strategy
+    from polyrhythm.core.strategy import Strategy
+    from polyrhythm.record.folder import RunFolder
     from polyrhythm.worlds.cluster import Cluster, Crash
-    from polyrhythm.worlds.costs import Costs
+    from polyrhythm.worlds.cost_model import Costs
 
 
 class Simulated:

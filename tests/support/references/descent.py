@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.strategy import Strategy
+from polyrhythm.core.strategy import Strategy
 from tests.support.programs import events, trained
 
 ROWS, COLUMNS = 4, 5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyrhythm.topology import pairs
+from polyrhythm.strategies.decentralized.topology import pairs
 from tests.support.references.descent import Outcome, Run, mean, zero
 
 

@@ -1,0 +1,1 @@
+"""Compression: codecs, what a sender keeps between messages, and the compiled loops underneath."""

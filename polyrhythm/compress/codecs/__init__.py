@@ -1,0 +1,1 @@
+"""The codecs. `polyrhythm.core.registry` finds every class in here that has a name."""

@@ -1,0 +1,77 @@
+"""Codecs that only shorten each number: half the bytes, and sums that still make sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from polyrhythm.core.codec import Codec
+from polyrhythm.core.errors import WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.compress.state import Memory
+
+PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """16-bit floats with 11 bits of precision; what is beyond their range becomes the largest of them.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("allreduce+fp16").codec)
+    fp16
+    """
+
+    name: ClassVar[str] = "fp16"
+    paper: ClassVar[str] = "Micikevicius et al. 2018, Mixed Precision Training"
+    summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return _shortened(values, values.half())
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        _add(code, into, scale, "float16")
+
+
+@dataclass(frozen=True)
+class BFloat(Codec):
+    """16-bit floats with the range of 32-bit ones and 8 bits of precision.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("diloco:100+bf16").codec)
+    bf16
+    """
+
+    name: ClassVar[str] = "bf16"
+    paper: ClassVar[str] = "Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training"
+    summable: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return _shortened(values, values.bfloat16())
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        _add(code, into, scale, "bfloat16")
+
+
+def _shortened(values: Tensor, code: Tensor) -> Tensor:
+    """What is beyond the range becomes the largest; what is infinite stays so, or nobody would notice."""
+    import torch
+
+    beyond = code.isinf()
+    if bool(beyond.any()):
+        most = torch.finfo(code.dtype).max
+        code = code.where(~beyond | values.isinf(), code.clamp(-most, most))
+    return code
+
+
+def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
+    if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
+        raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
+    # In pieces, for the whole in full width would be a new copy of the vector.
+    for low in range(0, len(into), PIECE):
+        into[low : low + PIECE].add_(code[low : low + PIECE].to(into.device), alpha=scale)

@@ -1,0 +1,219 @@
+"""Codecs that give every number a few bits: here 8-bit floats, and whole numbers of 8 or 4 bits.
+
+A code is bytes: 8 of header (which codec and width, and how many numbers), the units of the blocks, and the
+digits. How long it has to be follows from the vector it is for, so nothing is made by what a message says.
+
+Units are as wide as the values. Rounding to the nearest multiple of a unit is exact to undo: what is sent and
+what is left make up the value to the last bit, for a number and the multiple next to it are within a factor
+of two of each other, and the difference of such floats is exact. That does not hold for what is rounded by
+lot, nor for signs, where a small number may be sent as a large one: there it holds to half a bit of the
+larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from polyrhythm.compress.kernels import dense
+from polyrhythm.core.codec import Codec
+from polyrhythm.core.errors import UsageError, WireError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from polyrhythm.compress.state import Memory
+
+HEADER = 8
+
+
+@dataclass(frozen=True)
+class Quantizer(Codec):
+    """What all of them share: the header, and how a code is checked before it is believed."""
+
+    form: ClassVar[int]  # the first byte of its codes; another one when the format changes
+
+    def header(self, like: Tensor) -> bytes:
+        return bytes([self.form, like.element_size()]) + len(like).to_bytes(6, "little")
+
+    def made(self, like: Tensor, length: int) -> Tensor:
+        """An empty code for such a vector, with its header."""
+        import torch
+
+        code = torch.empty(HEADER + length, dtype=torch.uint8)
+        code[:HEADER] = torch.frombuffer(bytearray(self.header(like)), dtype=torch.uint8)
+        return code
+
+    def opened(self, code: Tensor, into: Tensor, length: int, more: bool = False) -> Tensor:
+        """What follows the header; WireError if this is no code for such a vector."""
+        import torch
+
+        if code.dtype != torch.uint8 or code.dim() != 1:
+            raise WireError(f"{self.name}: a code is a row of bytes, not {code.dim()}-D {code.dtype}")
+        if len(code) < HEADER or bytes(code[:HEADER].tolist()) != self.header(into):
+            raise WireError(f"{self.name}: not a code for {len(into)} numbers of {into.dtype}")
+        if len(code) < HEADER + length or (len(code) > HEADER + length and not more):
+            raise WireError(
+                f"{self.name}: a code for {len(into)} numbers has {HEADER + length} bytes"
+                f"{' or more' if more else ''}, not {len(code)}"
+            )
+        return code[HEADER:]
+
+    def units(self, body: Tensor, count: int, dtype: torch.dtype, most: float) -> Tensor:
+        """The units at the head of a body, each of which may be taken `most` times."""
+        from polyrhythm.compress.kernels.dense.plain import units_between
+
+        units = body[: count * dtype.itemsize].clone().view(dtype)  # a copy: a message lies where it will
+        if not bool(((units >= 0) & (units <= units_between(dtype, most)[1])).all()):
+            raise WireError(f"{self.name}: a unit that is negative, not finite or too large")
+        return units
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        import torch
+
+        from polyrhythm.compress.state import Memory
+
+        memory = Memory.alone(3, feedback=self.feedback, dtype=dtype)
+        values = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+        self.decode(self.send(values, memory), values)
+
+
+def blocks_of(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def check_block(block: int) -> None:
+    if not 8 <= block <= 1 << 20:
+        raise UsageError("block must be from 8 to 1048576")
+
+
+@dataclass(frozen=True)
+class Float8(Quantizer):
+    """8-bit floats with 4 bits of precision, times a power of two that every block has.
+
+    The power brings the largest number of a block to 448 or just below, the largest of these floats; what is
+    2**15 times smaller still has one bit.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("allreduce+fp8:128").codec)
+    fp8:128
+    """
+
+    name: ClassVar[str] = "fp8"
+    main: ClassVar[str] = "block"
+    paper: ClassVar[str] = "Micikevicius et al. 2022, FP8 Formats for Deep Learning"
+    hops: ClassVar[bool] = True
+    form: ClassVar[int] = 1
+
+    block: int = 256
+    feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, None)
+
+    def send(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, memory.residual)
+
+    def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
+        import torch
+
+        blocks = blocks_of(len(values), self.block)
+        code = self.made(values, 2 * blocks + len(values))
+        powers, body = code[HEADER : HEADER + 2 * blocks].view(torch.int16), code[HEADER + 2 * blocks :]
+        dense.road(values).floats(values, residual, self.block, powers, body)
+        return code
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        import torch
+
+        from polyrhythm.compress.kernels.dense.plain import limits
+
+        blocks = blocks_of(len(into), self.block)
+        body = self.opened(code, into, 2 * blocks + len(into))
+        powers, body = body[: 2 * blocks].clone().view(torch.int16), body[2 * blocks :]
+        least, most = limits(into.dtype)
+        if not bool(((powers >= least) & (powers <= most)).all()):
+            raise WireError("fp8: a power of two that is beyond the floats")
+        if dense.road(body).largest_float(body) == 0x7F:
+            raise WireError("fp8: a code that holds NaN")
+        dense.road(into).add_floats(powers, body, into, scale, self.block)
+
+
+@dataclass(frozen=True)
+class Integers(Quantizer):
+    """Whole multiples of a unit; the largest magnitude of a block is `top` units."""
+
+    top: ClassVar[int]
+    hops: ClassVar[bool] = True
+
+    block: int = 256
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    def reply(self) -> Codec:
+        return replace(self, rounding="nearest")  # see `stochastic`: lots are for sums, not for differences
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, None, memory)
+
+    def send(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, memory.residual, memory)
+
+    def _size(self, count: int) -> int:
+        return count if self.top > 7 else dense.size(count, self.block, 2)
+
+    def _encode(self, values: Tensor, residual: Tensor | None, memory: Memory) -> Tensor:
+        wide = values.element_size() * blocks_of(len(values), self.block)
+        code = self.made(values, wide + self._size(len(values)))
+        units, body = code[HEADER : HEADER + wide].view(values.dtype), code[HEADER + wide :]
+        seed = None if self.rounding == "nearest" else memory.stream()
+        dense.road(values).integers(values, residual, self.block, self.top, seed, units, body)
+        return code
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        blocks = blocks_of(len(into), self.block)
+        wide = into.element_size() * blocks
+        body = self.opened(code, into, wide + self._size(len(into)))
+        units = self.units(body, blocks, into.dtype, self.top)
+        dense.road(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
+
+
+@dataclass(frozen=True)
+class Int8(Integers):
+    """8-bit whole numbers, times the largest magnitude of every block over 127.
+
+    Rounded to the nearest, with feedback, or by lot so that the expectation is right, where none is needed.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("async+int8:rounding=stochastic,feedback=no").codec)
+    int8:feedback=false,rounding=stochastic
+    """
+
+    name: ClassVar[str] = "int8"
+    main: ClassVar[str] = "block"
+    paper: ClassVar[str] = "Dettmers 2016, 8-Bit Approximations for Parallelism in Deep Learning"
+    form: ClassVar[int] = 2
+    top: ClassVar[int] = 127
+
+
+@dataclass(frozen=True)
+class Int4(Integers):
+    """4-bit whole numbers, two to a byte, times the largest magnitude of every block over 7.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("diloco+int4:64").codec)
+    int4:64
+    """
+
+    name: ClassVar[str] = "int4"
+    main: ClassVar[str] = "block"
+    paper: ClassVar[str] = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization"
+    form: ClassVar[int] = 3
+    top: ClassVar[int] = 7

@@ -1,0 +1,92 @@
+"""One bit a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from polyrhythm.compress.codecs.quantize import HEADER, Quantizer
+from polyrhythm.compress.kernels import dense
+from polyrhythm.core.codec import Codec
+from polyrhythm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.compress.state import Memory
+
+
+@dataclass(frozen=True)
+class Sign(Quantizer):
+    """One bit a number: its sign, times the mean magnitude of the layer; or a majority vote.
+
+        sent = sgn(p) · mean|p|,   e ← p − sent          p = g + e, what was not sent before
+
+    With `vote` plain signs are sent, nothing is kept, and all go on with the sign of their sum, 0 for a tie
+    (signSGD with majority vote). `momentum` votes by a running mean of the gradient (Signum). One bit has no
+    zero: a zero votes up and down in turn.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("allreduce+sign:vote=yes,momentum=0.9").codec)
+    sign:feedback=false,vote=true,momentum=0.9
+    """
+
+    name: ClassVar[str] = "sign"
+    paper: ClassVar[str] = "Karimireddy et al. 2019, Error Feedback Fixes SignSGD"
+    form: ClassVar[int] = 6
+
+    vote: bool = False
+    momentum: float = 0.0
+    feedback: bool = field(default=True, kw_only=True)
+    per: Literal["vector", "layer"] = field(default="layer", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise UsageError("momentum must be from 0 to below 1")
+        if self.momentum and not self.vote:
+            raise UsageError("momentum is for vote=yes; otherwise give it to the optimizer")
+        if self.vote:  # there is nothing to keep: a vote has no size
+            object.__setattr__(self, "feedback", False)
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, None, memory)
+
+    def send(self, values: Tensor, memory: Memory) -> Tensor:
+        return self._encode(values, memory.residual, memory)
+
+    def _encode(self, values: Tensor, residual: Tensor | None, memory: Memory) -> Tensor:
+        import torch
+
+        from polyrhythm.compress.kernels.dense.plain import units_between
+
+        if self.momentum:
+            values = memory.buffer("momentum").lerp_(values, 1 - self.momentum)
+        wide = 0 if self.vote else values.element_size()
+        code = self.made(values, wide + dense.size(len(values), dense.BITS, 8))
+        body = code[HEADER + wide :]
+        mean = dense.road(values).signs(values, residual, self.vote and memory.count % 2 == 1, body)
+        if self.vote:
+            return code
+        unit = torch.tensor([mean], dtype=values.dtype).clamp_(max=units_between(values.dtype, 1)[1])
+        code[HEADER : HEADER + wide] = unit.view(torch.uint8)
+        if residual is not None:
+            dense.road(residual).add_signs(body, residual, -unit.item())
+        return code
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        wide = 0 if self.vote else into.element_size()
+        body = self.opened(code, into, wide + dense.size(len(into), dense.BITS, 8))
+        unit = scale if self.vote else (self.units(body, 1, into.dtype, 1) * scale).item()
+        dense.road(into).add_signs(body[wide:], into, unit)
+
+    @property
+    def gradients_only(self) -> bool:
+        return self.vote
+
+    def agree(self, mean: Tensor) -> None:
+        if self.vote:
+            mean.sign_()
+
+    def reply(self) -> Codec:
+        # What a server has to say has a size, and it knows what a worker still lacks.
+        return replace(self, vote=False, momentum=0.0)

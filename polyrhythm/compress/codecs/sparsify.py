@@ -1,0 +1,170 @@
+"""Codecs that send a few entries of a vector: the largest, or some drawn by lot. The rest waits."""
+
+from __future__ import annotations
+
+import binascii
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from polyrhythm.compress.codecs.warmup import density_now
+from polyrhythm.compress.kernels import selection
+from polyrhythm.core.codec import Codec
+from polyrhythm.core.errors import UsageError, WireError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from polyrhythm.compress.state import Memory
+
+
+@dataclass(frozen=True)
+class Sparse(Codec):
+    """Codecs that send a share of a vector's entries, in the format of `kernels.entropy`."""
+
+    density: float = 0.01
+    warmup: int = 0
+    feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise UsageError("density must be more than 0 and at most 1, as in 0.01")
+        if self.warmup < 0:
+            raise UsageError("warmup must be 0 or more")
+
+    def quota(self, length: int, count: int) -> int:
+        """How many entries of a vector may go the count-th time: one at least."""
+        return min(length, max(1, round(length * density_now(self.density, self.warmup, count))))
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        selection.add(code, into, scale)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        selection.warm(dtype)
+
+
+@dataclass(frozen=True)
+class TopK(Sparse):
+    """The share `density` of the entries with the largest magnitudes, as 16-bit floats; the rest waits.
+
+    r <- r + g; I = the k largest |r_i|; sends r_I; r_I <- r_I - what was sent of it. `values=fp32` sends
+    them as they are; `pick=sampled` takes the threshold from a sample, so sometimes a few less than k go,
+    `pick=exact` always k. For `warmup` times more is sent: from 25 % geometrically down to `density`.
+
+    >>> import torch
+    >>> from polyrhythm.compress.state import Memory
+    >>> memory, got = Memory.alone(count=4), torch.zeros(4)
+    >>> codec = TopK(0.25)
+    >>> codec.decode(codec.send(torch.tensor([0.5, -3.0, 1.0, 2.5]), memory), got)
+    >>> got, memory.residual
+    (tensor([ 0., -3.,  0.,  0.]), tensor([0.5000, 0.0000, 1.0000, 2.5000]))
+    """
+
+    name: ClassVar[str] = "topk"
+    main: ClassVar[str | None] = "density"
+    paper: ClassVar[str] = "Aji, Heafield 2017, Sparse Communication for Distributed Gradient Descent"
+
+    values: Literal["fp16", "fp32"] = "fp16"
+    pick: Literal["sampled", "exact"] = "sampled"
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        indexes = selection.largest(values, self.quota(len(values), memory.count), exact=self.pick == "exact")
+        return selection.pack(values, indexes, half=self.values == "fp16")[0]
+
+    def send(self, values: Tensor, memory: Memory) -> Tensor:
+        if memory.residual is None:
+            return self.encode(values, memory)
+        quota = self.quota(len(values), memory.count)
+        indexes = selection.largest(memory.residual, quota, plus=values, exact=self.pick == "exact")
+        code, got = selection.pack(memory.residual, indexes, half=self.values == "fp16")
+        selection.take(memory.residual, indexes, got)
+        return code
+
+
+FRONT = 10  # places before the values: eight bytes of the seed, and two to check them by
+
+
+@dataclass(frozen=True)
+class RandomK(Sparse):
+    """The share `density` of the entries, drawn by lot, by the same lots on all workers: no indexes travel.
+
+    The vector is cut into k cells, and each gives one entry at random. Since all workers draw alike, codes
+    can be summed on the way. With `feedback=no` a value is multiplied by the size of its cell, which makes
+    the code right on average; with feedback what was not drawn waits, and nothing is scaled.
+
+    >>> import torch
+    >>> from polyrhythm.compress.state import Memory
+    >>> memory, got = Memory.alone(count=6), torch.zeros(6)
+    >>> codec = RandomK(0.5)
+    >>> codec.decode(codec.send(torch.arange(1.0, 7.0), memory), got)
+    >>> got + memory.residual
+    tensor([1., 2., 3., 4., 5., 6.])
+    """
+
+    name: ClassVar[str] = "randomk"
+    main: ClassVar[str | None] = "density"
+    paper: ClassVar[str] = "Wangni et al. 2018, Gradient Sparsification for Communication-Efficient Learning"
+    summable: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+        import torch
+
+        seed = memory.shared_stream()
+        indexes, cells = _lots(seed, len(values), self.quota(len(values), memory.count))
+        drawn = values[indexes.to(values.device)]
+        if not self.feedback:
+            drawn *= cells.to(values)
+        return torch.cat([_front(seed).to(values), drawn])
+
+    def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        count = len(code) - FRONT
+        if not code.dtype.is_floating_point or not 0 <= count <= len(into):
+            raise WireError(f"{len(code)} numbers of {code.dtype} are no draw from {len(into)}")
+        seed = _seed(code[:FRONT].double().cpu())
+        indexes = _lots(seed, len(into), count)[0].to(into.device)
+        into.index_add_(0, indexes, code[FRONT:].to(into), alpha=scale)
+
+    def reply(self) -> Codec:
+        # A server's answer is no estimate of the difference: what it leaves out is in the next difference.
+        return replace(self, feedback=True)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Nothing to compile: drawing is a handful of tensor operations."""
+
+
+def _front(seed: int) -> Tensor:
+    """A seed as numbers that stand being summed and divided by the thousand: bytes."""
+    import torch
+
+    data = seed.to_bytes(8, "little")
+    check = binascii.crc_hqx(data, 0)
+    return torch.tensor([*data, check >> 8, check & 255]).double()
+
+
+def _seed(front: Tensor) -> int:
+    """The seed that a front is of, though it may have been rounded; WireError if it is of none."""
+    import torch
+
+    whole = front.round()
+    if bool(((whole >= 0) & (whole < 256) & ((front - whole).abs() < 0.25)).all()):
+        seed = int.from_bytes(bytes(int(each) for each in whole[:8]), "little")
+        if torch.equal(whole, _front(seed)):
+            return seed
+    raise WireError("the seed of a random draw is damaged, or those who drew together were out of step")
+
+
+def _lots(seed: int, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """One index out of each of `count` cells of nearly equal size, ascending; and the sizes."""
+    import numpy as np
+    import torch
+
+    if not count:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    bounds = np.arange(count + 1, dtype=np.int64) * length // count
+    cells = np.diff(bounds)
+    state: Any = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    state ^= state >> np.uint64(31)
+    inside = (state >> np.uint64(32)) * cells.astype(np.uint64) >> np.uint64(32)
+    return torch.from_numpy(bounds[:-1] + inside.astype(np.int64)), torch.from_numpy(cells)

@@ -1,0 +1,1 @@
+"""The types that everything else is written in: strategies, nodes, messages, errors, the grammar."""

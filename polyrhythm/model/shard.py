@@ -1,0 +1,292 @@
+"""Shard: a server's range of the flat vectors, with the user's own optimizer working on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.collectives.arithmetic import cut
+from polyrhythm.model.layout import (
+    ELEMENTWISE,
+    Empty,
+    Layout,
+    Span,
+    State,
+    check_optimizer,
+    private,
+    spans_of,
+)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What a shard has of one parameter: from `low` to `high` of it, at `begin` to `end` of its vector."""
+
+    index: int
+    group: int
+    part: int
+    begin: int
+    end: int
+    low: int
+    high: int
+
+
+@dataclass
+class _Unit:
+    """One tensor that the optimizer works on: slices that lie end to end."""
+
+    slices: list[_Slice]
+    parameter: nn.Parameter
+    part: int
+    begin: int
+    end: int
+
+
+def _along(value: Any, parameter: Tensor) -> bool:
+    """Whether a value of an optimizer's state has a number for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+
+
+class Shard:
+    """A server's range of the flat vector, with the user's own optimizer working on it.
+
+    A parameter that lies wholly in the range keeps its shape; one that is cut becomes a flat slice, which
+    is the same to every element-wise optimizer. For others no parameter is cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        count: int,
+        empty: Empty = private,
+    ) -> None:
+        check_optimizer(optimizer)
+        self.layout = Layout(model, optimizer)
+        self.layout.check_servers(count)
+        self.optimizer = optimizer
+        self.start, self.stop = self.layout.ranges(count)[index]
+        whole = self.layout.vectors()
+        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
+            self.layout.view(whole, piece).copy_(parameter.detach())
+        mine = cut(whole, self.start, self.stop)
+        self.parameters = tuple(empty(part.numel(), part.dtype, part.device) for part in mine)
+        for place, part in zip(self.parameters, mine, strict=True):
+            place.copy_(part)
+        self.version = 0
+        self.clocks: dict[int, int] = {}
+        self.seen: dict[int, int] = {}
+        self.notes: dict[str, Any] = {}  # what else a strategy remembers
+        self._spans: dict[frozenset[int], list[tuple[int, int, int, int]]] = {}
+        self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters that came with the last push
+        self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self._slices: list[_Slice] = []
+        self._units: list[_Unit] = []
+        self._absent: frozenset[int] | None = None  # which parameters the last push had no gradient for
+        self._take_over()
+
+    @property
+    def total(self) -> int:
+        return self.stop - self.start
+
+    def _take_over(self) -> None:
+        """Gives the optimizer this range's slices instead of the model's parameters, state included."""
+        offsets = [0] * len(self.parameters)
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for index, piece, low, high in self.layout.groups(self.start, self.stop):
+            begin = offsets[piece.part]
+            end = offsets[piece.part] = begin + high - low
+            slice_ = _Slice(index, piece.group, piece.part, begin, end, low, high)
+            self._slices.append(slice_)
+            shape = piece.shape if high - low == piece.shape.numel() else torch.Size([high - low])
+            unit = self._unit([slice_], shape)
+            self._units.append(unit)
+            old = self.layout.parameters[index]
+            if old in state:
+                self.optimizer.state[unit.parameter] = {
+                    key: value.reshape(-1)[low:high].reshape(shape).clone()
+                    if isinstance(value, Tensor) and value.shape == piece.shape and value.dim()
+                    else copy.deepcopy(value)
+                    for key, value in state[old].items()
+                }
+        self._hand_over()
+        for parameter in self.layout.parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def _unit(self, slices: list[_Slice], shape: torch.Size) -> _Unit:
+        first, last = slices[0], slices[-1]
+        flat = self.parameters[first.part][first.begin : last.end]
+        return _Unit(slices, nn.Parameter(flat.view(shape)), first.part, first.begin, last.end)
+
+    def _hand_over(self) -> None:
+        """Gives the optimizer the present units to work on."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [unit.parameter for unit in self._units if unit.slices[0].group == number]
+
+    def _arrange(self, absent: frozenset[int]) -> None:
+        """Lets the optimizer work on as few tensors as it can, for each costs it some 0.02 ms.
+
+        To an optimizer that treats each element alike it is the same whether parameters lie end to end in one
+        tensor. It is not if some of them have no gradient: the first push decides which are left out, and if
+        that changes each goes on by itself. Nor is it for short floats, whose rounding depends on where in a
+        tensor they are.
+        """
+        if self._absent is None and type(self.optimizer) in ELEMENTWISE:
+            self._join(absent)
+        elif len(self._units) < len(self._slices):
+            self._part()
+        self._absent = absent
+
+    def _join(self, absent: frozenset[int]) -> None:
+        runs: list[list[_Unit]] = []
+        for unit in self._units:
+            if runs and self._fits(runs[-1], unit, absent):
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+        self._units = [run[0] if len(run) == 1 else self._joined(run) for run in runs]
+        self._hand_over()
+
+    def _fits(self, run: list[_Unit], unit: _Unit, absent: frozenset[int]) -> bool:
+        """Whether a unit can continue a run of others."""
+        last, slice_ = run[-1], unit.slices[0]
+        one, two = (self.optimizer.state.get(each.parameter, {}) for each in (last, unit))
+        return (
+            (last.part, last.end, last.slices[0].group) == (unit.part, unit.begin, slice_.group)
+            and (last.slices[0].index in absent) == (slice_.index in absent)
+            and unit.parameter.dtype in (torch.float32, torch.float64)
+            and one.keys() == two.keys()
+            and all(_along(two[key], unit.parameter) or bool(one[key] == two[key]) for key in two)
+        )
+
+    def _joined(self, run: list[_Unit]) -> _Unit:
+        slices = [slice_ for unit in run for slice_ in unit.slices]
+        whole = self._unit(slices, torch.Size([run[-1].end - run[0].begin]))
+        states = [self.optimizer.state.pop(unit.parameter, {}) for unit in run]
+        if states[0]:
+            self.optimizer.state[whole.parameter] = {
+                key: torch.cat([state[key].reshape(-1) for state in states])
+                if _along(value, run[0].parameter)
+                else value
+                for key, value in states[0].items()
+            }
+        return whole
+
+    def _part(self) -> None:
+        """Undoes `_join`: each parameter goes on by itself, with its part of the state."""
+        state = {slice_: self._entry(unit, slice_) for unit in self._units for slice_ in unit.slices}
+        self.optimizer.state.clear()
+        self._units = []
+        for slice_ in self._slices:
+            shape = self.layout.pieces[slice_.index].shape
+            whole = slice_.high - slice_.low == shape.numel()
+            unit = self._unit([slice_], shape if whole else torch.Size([slice_.high - slice_.low]))
+            self._units.append(unit)
+            if state[slice_]:
+                self.optimizer.state[unit.parameter] = {
+                    key: value.clone().view_as(unit.parameter)
+                    if _along(value, unit.parameter)
+                    else copy.deepcopy(value)
+                    for key, value in state[slice_].items()
+                }
+        self._hand_over()
+
+    def _entry(self, unit: _Unit, slice_: _Slice) -> dict[str, Any]:
+        """The optimizer's state for one slice of a unit, its tensors flat."""
+        start, stop = slice_.begin - unit.begin, slice_.end - unit.begin
+        return {
+            key: value.detach().reshape(-1)[start:stop] if _along(value, unit.parameter) else value
+            for key, value in self.optimizer.state.get(unit.parameter, {}).items()
+        }
+
+    def state(self) -> State:
+        """The optimizer's state for this range, for `Replica.restore`."""
+        slices, tensors = [], []
+        for unit in self._units:
+            for slice_ in unit.slices:
+                entry = self._entry(unit, slice_)
+                plain = {name: value for name, value in entry.items() if not isinstance(value, Tensor)}
+                held = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+                count = slice_.high - slice_.low
+                names = [
+                    (name, None if value.dim() > 0 and value.numel() == count else list(value.shape))
+                    for name, value in held.items()
+                ]
+                slices.append((slice_.index, slice_.low, slice_.high, plain, names))
+                tensors += [value.detach().reshape(-1) for value in held.values()]
+        return slices, tensors
+
+    def buffer(self, name: str, exact: bool = False) -> tuple[Tensor, ...]:
+        """Persistent vectors as long as this range by name, zero at first; `exact`: at least 32 bits."""
+        if name not in self.buffers:
+            short = (torch.float16, torch.bfloat16) if exact else ()
+            self.buffers[name] = tuple(
+                torch.zeros_like(part, dtype=torch.float32 if part.dtype in short else part.dtype)
+                for part in self.parameters
+            )
+        return self.buffers[name]
+
+    def spans(self, groups: Sequence[dict[str, Any]], absent: Iterable[int] = ()) -> list[Span]:
+        """This range by parameter group, with these settings, without the absent parameters."""
+        missing = frozenset(absent)
+        if missing not in self._spans:
+            slices = ((each.index, each.group, each.part, each.begin, each.end) for each in self._slices)
+            self._spans = {missing: spans_of(slices, missing)}  # as a rule the next push has the same
+        return [Span(groups[group], group, *rest) for group, *rest in self._spans[missing]]
+
+    def silent(self, update: Sequence[Tensor], absent: Sequence[int]) -> list[int]:
+        """Those of the absent parameters that an update brings nothing for."""
+        named = frozenset(absent)
+        told = {
+            each.index
+            for each in self._slices
+            if each.index in named and bool(update[each.part][each.begin : each.end].any())
+        }
+        return [index for index in absent if index not in told]
+
+    def momentum(self) -> tuple[Tensor, ...] | None:
+        """The momentum that the user's SGD keeps for this range; None if it has none yet."""
+        gathered = self.buffer("momentum of the optimizer")
+        known = False
+        for unit in self._units:
+            value = self.optimizer.state.get(unit.parameter, {}).get("momentum_buffer")
+            if value is not None:
+                gathered[unit.part][unit.begin : unit.end].copy_(value.reshape(-1))
+                known = True
+        return gathered if known else None
+
+    def shift(self, direction: Sequence[Tensor], factor: float = 1.0) -> None:
+        """One update of this range without the optimizer."""
+        for part, change in zip(self.parameters, direction, strict=True):
+            part.add_(change, alpha=factor)
+        self.version += 1
+
+    def apply(
+        self, gradient: Sequence[Tensor], absent: Sequence[int] = (), groups: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """One update of this range by the user's optimizer, with the pusher's hyper-parameters."""
+        if groups != self._settings:
+            self._settings = groups
+            for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
+                for key, value in settings.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        missing = frozenset(absent)
+        if missing != self._absent:
+            self._arrange(missing)
+        for unit in self._units:
+            if unit.slices[0].index not in missing:
+                unit.parameter.grad = gradient[unit.part][unit.begin : unit.end].view_as(unit.parameter)
+        self.optimizer.step()
+        for unit in self._units:
+            unit.parameter.grad = None  # the gradient is lent: it may not outlive the answer
+        self.version += 1

@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate rules for large batches and sparse rows."""

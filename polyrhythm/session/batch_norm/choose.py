@@ -1,0 +1,45 @@
+"""The policy of a worker, from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.node import Node
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.replica import Replica
+from polyrhythm.session.batch_norm.borrowed import leave_no_trace
+from polyrhythm.session.batch_norm.policies import Mean, Policy, Rank0, Recompute, tracking
+from polyrhythm.session.batch_norm.pooling import Total
+from polyrhythm.session.batch_norm.sync import Sync
+from polyrhythm.session.data import SharedLoader
+
+
+def choose(
+    name: str, node: Node, replica: Replica, loaders: Sequence[SharedLoader], samples: Callable[[], int],
+    seed: int, total: Total, strategy: Strategy,
+) -> Policy | None:  # fmt: skip
+    """Made by all workers at the same place, once they have started; None if there is nothing to do."""
+    model = replica.model
+    if name != "sync" and any(loader.lends for loader in loaders):
+        leave_no_trace(replica)
+    if name == "local":
+        return None
+    if name == "sync":
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return None
+        made = Sync(model, node, replica, total)
+        made.start()
+        return made
+    if not tracking(model):
+        return None
+    if name == "recompute":
+        if not loaders:
+            raise UsageError("batch_norm=recompute needs the training loader: give it to session.prepare()")
+        return Recompute(model, node, loaders[0], seed)
+    merged = Rank0(model, node, samples) if name == "rank0" else Mean(model, node, samples)
+    if strategy.stays:
+        merged.live(together=strategy.lockstep)
+    return merged

@@ -1,0 +1,282 @@
+"""The policies: what `consensus()` and the final model show as BatchNorm's statistics.
+
+In training mode the running statistics play no part, so they are merged where they are seen and not in every
+step: `agree` is called by all workers, at `consensus()` and when the script is done; `show` puts the result
+into the copy of the model that is shown. Only BatchNorm's buffers are touched, never others. Where workers go
+on without one that dies, nothing waits for all of them (see `living`), and the one that brings the result
+looks once more, when all are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyrhythm.core.node import Node
+from polyrhythm.core.peer import Peer
+from polyrhythm.session.batch_norm.calls import Call
+from polyrhythm.session.batch_norm.hooks import Hook
+from polyrhythm.session.batch_norm.living import Given, Living
+from polyrhythm.session.batch_norm.pooling import pool, pooled
+from polyrhythm.session.data import SharedLoader, mix, seed_all
+
+BATCHES = 100  # that `recompute` looks at, at most
+
+NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's statistics
+
+State = dict[str, tuple[Tensor, ...]]  # by the name of the module: mean, variance, batches tracked
+
+
+def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm modules that have running statistics, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+
+
+def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
+    assert module.running_mean is not None and module.running_var is not None
+    assert module.num_batches_tracked is not None
+    return module.running_mean, module.running_var, module.num_batches_tracked
+
+
+class Policy:
+    """What a policy may do. `local` does nothing, and needs none of this."""
+
+    waits: ClassVar[bool] = False  # whether workers wait for each other in the middle of a pass
+
+    def __init__(self, model: nn.Module, node: Node) -> None:
+        self.model, self.node = model, node
+        self.agreed: State = {}
+
+    def agree(self) -> None:
+        """Runs on all workers at the same place."""
+
+    def finish(self) -> None:
+        """Runs on all workers when the script is done."""
+        self.agree()
+
+    def collect(self) -> None:
+        """Runs on the worker that brings the result, when all are done."""
+
+    def show(self, model: nn.Module) -> None:
+        """Puts the statistics into this copy of the model."""
+        modules = tracking(model)
+        for name, values in self.agreed.items():
+            for place, value in zip(statistics(modules[name]), values, strict=True):
+                place.copy_(value.view_as(place))
+
+
+class Merged(Policy):
+    """Made of what several workers have. `living`: whoever is there, for they go on without the others."""
+
+    def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
+        super().__init__(model, node)
+        self.living: Living | None = None
+        self._samples = samples
+        self._came_with()
+        model.register_load_state_dict_post_hook(Hook(self._came_with))  # type: ignore[no-untyped-call]
+
+    def live(self, together: bool) -> None:
+        """From here on nobody waits for the dead. One that comes in place of another goes on with what the
+        others have: the lowest that has trained."""
+        self.living = Living(self.node, self._own, together)
+        if self.node.life:
+            given = self.living.now()
+            del given[self.node.me]
+            if given:
+                *values, _, self._before = _lowest(given).tensors
+                self._take(values)
+                self.show(self.model)
+                self.agreed, self._here = {}, self._tracked()
+
+    def finish(self) -> None:
+        if self.living is None:
+            self.agree()
+
+    def collect(self) -> None:
+        if self.living is not None:
+            self.merge(self.living.now())
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        """Agrees on what these have, by rank."""
+        raise NotImplementedError
+
+    def _own(self) -> Given:
+        """All statistics; then the batches tracked here, and those that were before the run."""
+        values = [value for module in tracking(self.model).values() for value in statistics(module)]
+        flat = (value.flatten().cpu().clone() for value in values)
+        return Given((*flat, self._tracked() - self._here, self._before), self._samples())
+
+    def _take(self, values: Sequence[Tensor]) -> None:
+        """Agrees on these statistics, in the order of `_own`."""
+        self.agreed = {
+            name: tuple(values[at : at + len(NAMES)])
+            for name, at in zip(tracking(self.model), range(0, len(values), len(NAMES)), strict=True)
+        }
+
+    def _came_with(self, *_: Any) -> None:
+        self._before = self._here = self._tracked()
+
+    def _tracked(self) -> Tensor:
+        return torch.tensor([int(statistics(module)[2]) for module in tracking(self.model).values()])
+
+
+class Rank0(Merged):
+    """Those of worker 0: one broadcast. Where workers may die, those of the lowest that is there."""
+
+    def agree(self) -> None:
+        if self.living is not None:
+            return self.merge(self.living.all())
+        own = {name: statistics(module) for name, module in tracking(self.model).items()}
+        self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
+        self.node.broadcast(*(value for each in self.agreed.values() for value in each))
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        *values, _, _ = _lowest(given).tensors
+        self._take(values)
+
+
+def _lowest(given: dict[Peer, Given]) -> Given:
+    """Of those that have trained: one that has just come has what others had, or nothing yet."""
+    return next((each for each in given.values() if each.samples), next(iter(given.values())))
+
+
+class Mean(Merged):
+    """Those of all workers, each weighted by the examples it has trained on; all alike before the first.
+
+    The batches tracked are added up, for the merged statistics are of all of them. Those that the model came
+    with are of no worker in particular, and count once. One that has died takes its own along.
+    """
+
+    def agree(self) -> None:
+        if self.living is not None:
+            return self.merge(self.living.all())
+        node, modules = self.node, tracking(self.model)
+        own = [statistics(module) for module in modules.values()]
+        if len(node.workers) == 1:  # every bit is its own
+            self.agreed = dict(zip(modules, own, strict=True))
+            return
+        counts = self._tracked()
+        if node.rank:
+            counts -= self._before
+        means, variances = (torch.cat([each[part].cpu() for each in own]) for part in (0, 1))
+        mean, variance, _ = pool(
+            lambda table: node.all_reduce(table, counts),
+            node.rank, len(node.workers), means, variances, self._samples(),
+        )  # fmt: skip
+        sizes = [each[0].numel() for each in own]
+        merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)
+        self.agreed = dict(zip(modules, merged, strict=True))
+
+    def merge(self, given: dict[Peer, Given]) -> None:
+        if len(given) == 1:  # every bit is its own
+            return self._take(next(iter(given.values())).tensors[:-2])
+        weights = torch.tensor([each.samples for each in given.values()], dtype=torch.float64)
+        before = next(iter(given.values())).tensors[-1]
+        counts = before + sum(each.tensors[-2] for each in given.values())
+        columns = list(zip(*(each.tensors[:-2] for each in given.values()), strict=True))
+        values: list[Tensor] = []
+        for at in range(0, len(columns), len(NAMES)):
+            means, variances = (torch.stack(each).double() for each in columns[at : at + 2])
+            values += [*pooled(means, variances, weights), counts[at // len(NAMES)]]
+        self._take(values)
+
+
+class Recompute(Policy):
+    """Computed anew, with the parameters that are shown, from training batches: for every strategy.
+
+    The model is called in training mode, as the script calls it (see `calls`). Every example counts alike:
+    the statistics are those of all the batches together. The batches are the same on all workers that have
+    got as far in the data, and nothing of the training is touched by it.
+    """
+
+    def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
+        super().__init__(model, node)
+        self._loader, self._seed = loader, seed
+        self._call = Call(model)
+        loader.watch = self._call.given
+        self._frozen: set[str] = set()
+        self._look()
+
+    def _look(self) -> None:
+        """Modules in eval mode while the model trains are frozen; while it is evaluated, nobody can tell."""
+        if self.model.training:
+            self._frozen = {name for name, each in tracking(self.model).items() if not each.training}
+
+    def show(self, model: nn.Module) -> None:
+        self._look()
+        training, buffers = model.training, [(place, place.clone()) for place in model.buffers()]
+        model.train()
+        frozen = [module for name, module in tracking(model).items() if name in self._frozen]
+        for module in frozen:
+            module.eval()
+        pools = {module: _Pool() for module in tracking(model).values() if module.training}
+        with contextlib.ExitStack() as until, _own_random_numbers(model, mix("norms", self._seed)):
+            for module, each in pools.items():
+                until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
+            for batch in self._loader.some(BATCHES):
+                if not self._call.again(model, batch):
+                    warnings.warn(
+                        "batch_norm=recompute does not know yet how the model is called, for this worker has "
+                        "taken no step: its BatchNorm statistics are shown as they are",
+                        stacklevel=2,
+                    )
+                    pools.clear()
+                    break
+        for place, value in buffers:  # others than BatchNorm's may have changed too
+            place.copy_(value)
+        for module, each in pools.items():
+            each.write(*statistics(module))
+        model.train(training)
+
+
+class _Pool:
+    """What has come into one BatchNorm module so far: how many numbers per channel, mean and variance."""
+
+    def __init__(self) -> None:
+        self.count = self.calls = 0
+        self.mean = self.variance = torch.zeros(())
+
+    def add(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = (args[0] if args else kwargs["input"]).double()
+        count = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, (0, *range(2, x.dim())), correction=0)
+        if self.calls:
+            weights = torch.tensor([self.count, count], dtype=torch.float64, device=x.device)
+            mean, variance = pooled(
+                torch.stack([self.mean, mean]), torch.stack([self.variance, variance]), weights
+            )
+        self.mean, self.variance = mean, variance
+        self.count, self.calls = self.count + count, self.calls + 1
+
+    def write(self, mean: Tensor, variance: Tensor, tracked: Tensor) -> None:
+        """Like BatchNorm itself: the variance without bias. A module that was never reached keeps its own."""
+        if self.calls:
+            mean.copy_(self.mean)
+            variance.copy_(self.variance * (self.count / max(self.count - 1, 1)))
+            tracked.fill_(self.calls)
+
+
+@contextlib.contextmanager
+def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """Dropout and augmentation draw the same every time, and training does not notice that they did."""
+    others = np.random.get_state(), random.getstate()
+    devices = {each.device.index for each in model.parameters() if each.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(others[0])
+            random.setstate(others[1])

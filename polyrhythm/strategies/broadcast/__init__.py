@@ -1,0 +1,1 @@
+"""Strom's threshold broadcast: every worker sends pulses to all others."""

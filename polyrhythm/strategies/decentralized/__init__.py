@@ -1,0 +1,1 @@
+"""Strategies in which workers exchange with each other, without a server."""

@@ -1,0 +1,1 @@
+"""HogWild!: workers of one host update shared parameters without locks."""

@@ -1,0 +1,205 @@
+"""The strategies with servers that people know by name: points in the space of `server`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.strategies.reduce_ops import rescale
+from polyrhythm.strategies.server.parameter_server import ParameterServer
+
+if TYPE_CHECKING:
+    from polyrhythm.core.node import Node
+    from polyrhythm.model.replica import Replica
+
+
+@dataclass(frozen=True)
+class Sync(ParameterServer):
+    """The server waits for a push of every worker, applies their mean, and answers all (hard synchronous).
+
+    G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
+    `allreduce`. What the script clips is each worker's own gradient; `clip=1` clips the mean.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("sync").lockstep
+    True
+    """
+
+    name: ClassVar[str] = "sync"
+    paper: ClassVar[str] = "Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server"
+
+    free: ClassVar[tuple[str, ...]] = ("clip", "prefetch")
+
+    wait_for: int = 0
+    max_staleness: float = 0
+
+
+@dataclass(frozen=True)
+class Backup(ParameterServer):
+    """The server applies the mean of the first pushes, all but `spare`, and drops those that come too late.
+
+    Of N + b workers the first N gradients at the present version make a step; the others' are discarded and
+    they go on from the new version. Staleness is always 0. A worker that is always slow never counts, and
+    with it its batches.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("backup:2").spare
+    2
+    """
+
+    name: ClassVar[str] = "backup"
+    main: ClassVar[str | None] = "spare"
+    paper: ClassVar[str] = "Chen et al. 2016, Revisiting Distributed Synchronous SGD"
+
+    free: ClassVar[tuple[str, ...]] = ("clip",)
+
+    spare: int = 1
+    wait_for: int = 0
+    discard: float = 1
+    pull: Literal["at-once", "next-version"] = "next-version"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spare < 0:
+            raise UsageError("spare must be 0 or more")
+        if (self.wait_for, self.discard, self.pull) != (0, 1, "next-version"):
+            raise UsageError(
+                "backup waits for all but `spare`, and drops what is late: set nothing else of that"
+            )
+
+    @property
+    def lockstep(self) -> bool:
+        return self.spare == 0
+
+    def check(self, workers: int, servers: int) -> None:
+        super().check(workers, servers)
+        if self.spare >= workers:
+            raise UsageError(
+                f"{self}: {self.spare} of {workers} workers are spare, so nobody counts; "
+                f"use at most {workers - 1}"
+            )
+
+    def quorum(self, workers: int, started: int) -> int:
+        return started - self.spare
+
+
+@dataclass(frozen=True)
+class Async(ParameterServer):
+    """The server applies each push as it comes and answers at once; nobody waits (Downpour).
+
+    w <- Opt(w, g_i) for one worker's gradient at a time. Mean staleness is N-1 for any mix of speeds, so the
+    learning rate has to shrink as workers are added. With `push_every` or `fetch_every` above 1 a worker adds
+    up its gradients between pushes, and in between takes plain steps of its own, w <- w - lr g; the server
+    steps once per push, by the sum, and so decays weights once per push.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("async:weight=1/tau,push_every=4"))
+    async:weight=1/tau,push_every=4
+    """
+
+    name: ClassVar[str] = "async"
+    paper: ClassVar[str] = "Dean et al. 2012, Large Scale Distributed Deep Networks"
+
+    free: ClassVar[tuple[str, ...]] = (
+        "wait_for", "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip", "prefetch",
+    )  # fmt: skip
+
+    push_every: int = 1
+    fetch_every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.push_every < 1 or self.fetch_every < 1:
+            raise UsageError("push_every and fetch_every must be 1 or more")
+        if self.prefetch and (self.push_every, self.fetch_every) != (1, 1):
+            raise UsageError("prefetch fetches at every step; leave out push_every and fetch_every")
+        if self.fetch_every > 1 and (self.max_staleness, self.discard) != (math.inf, math.inf):
+            raise UsageError("who does not fetch cannot be held to a staleness; leave out fetch_every")
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        if (self.push_every, self.fetch_every) != (1, 1) and not all("lr" in group for group in groups):
+            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
+
+    def step(self, node: Node, replica: Replica) -> None:
+        if (self.push_every, self.fetch_every) == (1, 1):
+            return super().step(node, replica)
+        accrued = replica.buffer("accrued")
+        replica.notes.setdefault("versions", dict(replica.version))
+        for place, part in zip(accrued, replica.gradient, strict=True):
+            place.add_(part)
+        replica.notes["absent"] = replica.notes.get("absent", set(replica.absent)) & set(replica.absent)
+        for span in replica.spans():
+            rate = span.settings["lr"] if span.settings.get("maximize") else -span.settings["lr"]
+            span.of(replica.parameters).add_(span.of(replica.gradient), alpha=rate)
+        fetch = replica.steps % self.fetch_every == 0
+        if replica.steps % self.push_every == 0:
+            self._push_accrued(node, replica, fetch)
+        elif fetch:
+            self._pull(node, replica)
+
+    def finish(self, node: Node, replica: Replica) -> None:
+        if "absent" in replica.notes:
+            self._push_accrued(node, replica, fetch=False)
+        super().finish(node, replica)
+
+    def _push_accrued(self, node: Node, replica: Replica, fetch: bool) -> None:
+        accrued, absent = replica.buffer("accrued"), replica.notes.pop("absent")
+        if self.codec is not None:
+            rescale(replica, self.codec)
+        self._push(
+            node, replica, accrued, replica.hyper_parameters(), fetch=fetch, absent=sorted(absent),
+            versions=replica.notes.pop("versions"),
+        )  # fmt: skip
+        for part in accrued:
+            part.zero_()
+
+
+@dataclass(frozen=True)
+class Softsync(ParameterServer):
+    """The server applies the mean of each `wait_for` pushes, whoever they are from.
+
+    w <- Opt(w, mean of S gradients). Who has pushed goes on at once, so mean staleness is (N-1)/S; with
+    `pull=next-version` it waits until its push is applied. With `weight=1/tau` each gradient counts 1/tau:
+    staleness-aware training.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("softsync:4,weight=1/tau").wait_for
+    4
+    """
+
+    name: ClassVar[str] = "softsync"
+    main: ClassVar[str | None] = "wait_for"
+    paper: ClassVar[str] = "Zhang, Gupta, Lian, Liu 2016, Staleness-aware Async-SGD"
+
+    free: ClassVar[tuple[str, ...]] = (
+        "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip", "prefetch",
+    )  # fmt: skip
+
+    wait_for: int = 2
+
+
+@dataclass(frozen=True)
+class StaleSynchronous(ParameterServer):
+    """The server applies each push as it comes; a worker `max_staleness` steps ahead of the slowest waits.
+
+    A read waits until c_i - min_j c_j <= s, where c counts the steps pushed; it then shows all pushes of the
+    first c_i - s - 1 steps, all of its own, and maybe more. s = 0 withholds the pushes of a step until all
+    are there and applies their mean, which is `sync`; s = inf is `async`.
+
+    >>> import polyrhythm as pr
+    >>> pr.parse("ssp:0").lockstep, pr.parse("ssp:3").lockstep
+    (True, False)
+    """
+
+    name: ClassVar[str] = "ssp"
+    main: ClassVar[str | None] = "max_staleness"
+    paper: ClassVar[str] = (
+        "Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
+    )
+
+    free: ClassVar[tuple[str, ...]] = ("weight", "damping", "discard", "clip", "prefetch")
+
+    max_staleness: float = 3

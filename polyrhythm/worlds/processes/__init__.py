@@ -1,0 +1,1 @@
+"""The world of real processes."""

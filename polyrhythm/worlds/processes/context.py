@@ -1,0 +1,51 @@
+"""What a process gives to its session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyrhythm.coordination.coordinator import COORDINATOR
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
+from polyrhythm.core.peer import Peer
+from polyrhythm.session.context import Seat
+from polyrhythm.wire.buffers import Buffer
+from polyrhythm.worlds.processes.node import ProcessNode
+from polyrhythm.worlds.processes.process_group import Place
+
+
+class ProcessSeat(Seat):
+    """A process's place in a run; the coordinator is the launcher."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self.node: ProcessNode = node
+        self.me = node.me
+
+    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+        try:
+            answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
+        except WaitError as error:
+            if kind not in ("done", "bye", "deal") or isinstance(error, PeerLost):
+                raise
+            late = ", ".join(self.request("late")["workers"])  # it is not the coordinator that was waited for
+            raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None
+        if "error" in answer:
+            raise PolyrhythmError(answer["error"])
+        if kind == "prepared":
+            self.node.transport.layout = fields["layout"]
+        return answer
+
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
+        node = self.node
+        place = Place(node.transport.address, node.transport.host, node.arena)
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
+        node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
+        node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
+        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome["far"])
+        return welcome
+
+    def bring(self, digest: str, blob: bytes) -> None:
+        buffer = Buffer("uint8", memoryview(bytearray(blob)))
+        self.node.transport.ask(COORDINATOR, "result", [buffer], fields={"digest": digest}).wait()
+
+    def flush(self) -> None:
+        self.node.flush()

@@ -1,0 +1,468 @@
+"""Processes: every node is a process, and blocking is a wait on a socket.
+
+Tensors that live in this host's shared memory (`Node.empty`) are lent to neighbours by reference; others,
+and all that goes to another host, travel as bytes. Tensors on a GPU are staged through host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyrhythm.collectives.shared_memory import BOARD
+from polyrhythm.coordination.coordinator import COORDINATOR
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.core.message import Field, Message, Reply
+from polyrhythm.core.node import Coding, Lock, Node, Task
+from polyrhythm.core.part import Part, first_number
+from polyrhythm.core.peer import Peer
+from polyrhythm.wire.buffers import Buffer
+from polyrhythm.wire.frame import DTYPES
+from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.requests import Pending
+from polyrhythm.wire.shared_region import Common
+from polyrhythm.wire.transport import Transport
+from polyrhythm.worlds.processes.process_group import Crew, Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.wire.arena import Arenas
+
+
+FLUSH_EVERY = 0.5  # seconds between two parcels of event log
+PARCEL = 1000  # lines in one at most: a header has a limit
+
+_TYPE = {name: getattr(torch, name) for name in DTYPES}
+_NAME = {kind: name for name, kind in _TYPE.items()}
+
+
+@dataclass
+class _Notice:
+    """What happened to another node (to none, if all is over), and how many messages had arrived by then."""
+
+    kind: str
+    peer: Peer | None
+    fields: dict[str, Any]
+    arrived: int
+
+
+class _Arrived(Message):
+    """A message that remembers how to answer it."""
+
+    origin: Incoming
+
+
+class _ProcessReply(Reply):
+    def __init__(self, pending: Pending, staged: list[tuple[Tensor, Tensor]]) -> None:
+        self._pending, self._staged = pending, staged
+
+    def wait(self) -> Message:
+        message = _message(self._pending.wait())
+        for place, host in self._staged:
+            place.copy_(host)
+        return message
+
+
+class _Unanswered(Reply):
+    """Whoever was asked was gone already."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def wait(self) -> Message:
+        raise self._error
+
+
+class _Thread(Task):
+    def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+
+        def body() -> None:
+            try:
+                context.run(function, *args)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=body, name=f"polyrhythm {function.__name__}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class ProcessNode(Node):
+    """This process as a node."""
+
+    def __init__(
+        self,
+        me: Peer,
+        transport: Transport,
+        seed: int,
+        began: float,
+        arenas: Arenas | None = None,
+        arena: int = -1,
+        collective: str = "auto",
+    ) -> None:
+        self.me, self.seed, self.transport = me, seed, transport
+        self.arenas, self.arena = arenas, arena
+        # The first thing in every arena, so that all know where everybody's board is.
+        self.board = arenas.allocate(arena, BOARD) if arenas else 0
+        self._began = began
+        self._collective = collective
+        self._view = arenas.view(arena) if arenas else memoryview(b"")
+        self._memory = torch.frombuffer(self._view, dtype=torch.uint8) if arenas else torch.empty(0)
+        self._base = self._memory.data_ptr()
+        self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
+        self._crew: Crew | None = None
+        self._together = True  # whether all workers are on this host
+        self._places: dict[Peer, Place] = {}  # of workers
+        self._parts: dict[tuple[Peer, ...], _ProcessPart] = {}
+        self._notices: deque[_Notice] = deque()  # of what happened to others, in order
+        self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
+        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
+        self._dead: dict[Peer, int] = {}  # the same, of those that died
+        self._over = False
+        self._changes = 0  # of who is there
+        self._told = threading.local()  # of how many each thread knows
+        self._hearing = threading.RLock()
+        self._lines: list[dict[str, Any]] = []
+        self._totals: dict[str, Any] | None = None
+        self._flushed = 0.0
+        self._lock = threading.Lock()
+        for kind in ("left", "joined", "over"):
+            transport.handlers[kind] = self._notice
+
+    # --- who is there -------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Sequence[Peer]:
+        return self._present["worker"]
+
+    @property
+    def lost(self) -> Collection[Peer]:
+        return self._dead
+
+    @property
+    def servers(self) -> Sequence[Peer]:
+        return self._present["server"]
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def alive(self, message: Message) -> bool:
+        return message.life > self._left.get(message.sender, -1)
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
+        """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
+        places = self._places
+        for role, rank, *place in peers:
+            peer = Peer(role, rank)
+            if peer != self.me:
+                self.transport.introduce(peer, place[0])
+            self._present[role] = sorted([*self._present[role], peer])
+            if role == "worker":
+                places[peer] = Place(*place)
+        self._crew = Crew(self, places, self._collective)
+        self._together = {place.host for place in places.values()} == {self.transport.host}
+
+    def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
+        """Raises if it makes no sense to wait any longer for these workers in a collective."""
+        left = {note.peer: note.fields["reason"] for note in list(self._notices) if note.kind == "left"}
+        died = [peer for peer in self._dead if peer not in self.workers]
+        died += [peer for peer, reason in left.items() if peer and reason != "finished"]
+        # If anybody has died nobody will come: those who are missing wait for that one too.
+        gone = next(iter(died), None) or next(
+            (peer for peer in missing if peer in left or peer not in self.workers), None
+        )
+        if gone is not None:
+            why = "it is gone" if gone in died else "it has finished: all must take the same steps"
+            raise PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
+        if missing and (waited > self.transport.wait or self.transport.closed):
+            names = ", ".join(map(str, missing))
+            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
+
+    def _notice(self, incoming: Incoming) -> None:
+        """Something happened to another node: waits for one that left end at once, and one that joined can
+        be talked to. Who is there changes in `receive`, in order."""
+        fields = incoming.fields
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
+        if peer is not None and incoming.kind == "left":
+            self.transport.lost(peer, fields["reason"])
+        elif peer is not None:
+            self.transport.introduce(peer, fields["address"])
+        self._notices.append(_Notice(incoming.kind, peer, fields, self.transport.arrived))
+        self.transport.wake()
+
+    def _heed(self, notice: _Notice) -> None:
+        """From here on this node knows of it."""
+        peer = notice.peer
+        if peer is None:
+            self._over = True
+            return
+        others = [each for each in self._present[peer.role] if each != peer]
+        if notice.kind == "joined":
+            self._present[peer.role] = sorted([*others, peer])
+        else:
+            self._present[peer.role] = others
+            self._left[peer] = notice.fields["life"]
+            if notice.fields["reason"] != "finished":
+                self._dead[peer] = notice.fields["life"]
+
+    def _log_handled(self) -> None:
+        """The line that a node has left says that nothing of it is in use here any longer, its memory
+        included; a replacement may be waiting for that."""
+        if not self._handled:
+            return
+        with self._lock:
+            handled, self._handled = self._handled, []
+        for notice in handled:
+            fields = {key: value for key, value in notice.fields.items() if key in ("life", "reason")}
+            self.log(notice.kind, peer=str(notice.peer), **fields)
+        self.flush()
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
+        self.transport.send(to, kind, [self._buffer(tensor) for tensor in tensors], fields)
+
+    def ask(
+        self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
+    ) -> Reply:
+        staged, places = [], []
+        for place in into:
+            straight = place.device.type == "cpu" and place.is_contiguous()
+            host = place if straight else torch.empty(place.shape, dtype=place.dtype)
+            if host is not place:
+                staged.append((place, host))
+            places.append(self._buffer(host))
+        buffers = [self._buffer(tensor) for tensor in tensors]
+        try:
+            return _ProcessReply(self.transport.ask(to, kind, buffers, places, fields), staged)
+        except PeerLost as error:
+            return _Unanswered(error)
+
+    def receive(self, *kinds: str) -> Message | None:
+        self._log_handled()
+        while True:
+            wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
+            # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
+            notice = self._notices[0] if self._notices else None
+            news = getattr(self._told, "changes", 0) != self._changes
+            if notice is None:
+                incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
+            else:
+                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
+            if incoming is not None:
+                message = _message(incoming)
+                late = message.life <= self._dead.get(message.sender, -1)
+                event, sender = "late" if late else "deliver", str(message.sender)
+                self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
+                if not late:  # otherwise its memory may be another's by now
+                    return message
+            elif notice is not None or news:
+                with self._lock:
+                    # Each thread is told, but only one of them is the first to hear of it.
+                    if notice is not None and self._notices and self._notices[0] is notice:
+                        self._notices.popleft()
+                        self._heed(notice)
+                        if notice.peer is not None:
+                            self._handled.append(notice)
+                        self._changes += 1
+                    self._told.changes = self._changes
+                return None
+
+    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
+        def ear() -> None:
+            try:
+                with torch.no_grad():
+                    while not self._over:
+                        try:
+                            message = self.receive(*kinds)
+                        except WaitError:
+                            if self.transport.closed:
+                                return
+                            continue  # nobody had anything to say
+                        hear(message)
+            except Exception as error:
+                if self.transport.closed:
+                    return
+                known = isinstance(error, PolyrhythmError)
+                if not known:
+                    traceback.print_exc()
+                what = str(error) if known else f"{self.me} failed: {type(error).__name__}: {error}"
+                code = error.exit_code if isinstance(error, PolyrhythmError) else 1
+                with contextlib.suppress(PolyrhythmError):
+                    self.transport.send(COORDINATOR, "failed", (), {"error": what, "exit_code": code})
+
+        _Thread(ear, ())
+
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        return self._hearing
+
+    def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
+        if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
+            return super().expect(sender, kind, into)
+        return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
+
+    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        assert isinstance(message, _Arrived)
+        own = message.tensors and len(tensors) == len(message.tensors)
+        if own and all(mine is given for mine, given in zip(tensors, message.tensors, strict=True)):
+            buffers = message.origin.buffers  # answered in place
+        else:
+            buffers = [self._buffer(tensor) for tensor in tensors]
+        self.transport.answer(message.origin, buffers, fields)
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        offset = tensor.data_ptr() - self._base
+        if 0 <= offset < self._view.nbytes and tensor.is_contiguous():
+            view = self._view[offset : offset + tensor.nbytes]
+            return Buffer(_NAME[tensor.dtype], view, self.arena, offset)
+        host = tensor.detach().cpu().contiguous()
+        return Buffer(_NAME[host.dtype], host.view(torch.uint8).numpy().data)
+
+    # --- collectives --------------------------------------------------------------------------------
+
+    def among(self, workers: Sequence[Peer]) -> Node:
+        part = tuple(sorted(workers))
+        if list(part) == list(self.workers):
+            return self
+        if part not in self._parts:
+            places = {worker: self._places[worker] for worker in part}
+            crew = Crew(self, places, self._collective, first_number(part))
+            self._parts[part] = _ProcessPart(self, part, crew)
+        return self._parts[part]
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        assert self._crew is not None
+        return self._crew.begin_all_reduce(tensors, op)
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        assert self._crew is not None
+        self._crew.all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        assert self._crew is not None
+        return self._crew.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        assert self._crew is not None
+        self._crew.broadcast(tensors, root)
+
+    # --- the rest -----------------------------------------------------------------------------------
+
+    def spawn(self, function: Callable[..., None], *args: Any) -> Task:
+        return _Thread(function, args)
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        if self.arenas is None or torch.device(device).type != "cpu" or not count:
+            return torch.empty(count, dtype=dtype, device=device)
+        nbytes = count * dtype.itemsize
+        offset = self.arenas.allocate(self.arena, nbytes)
+        return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        common, nbytes = self._common(), count * dtype.itemsize
+        return (
+            torch.frombuffer(common.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+
+    def lock(self, name: str) -> Lock:
+        def give_up(holder: int, waited: float) -> None:
+            if waited > self.transport.wait or self.transport.closed:
+                who = "another" if holder < 0 else str(Peer("worker", holder))
+                raise WaitError(f"{self.me} waited {waited:.1f} s for {who} to release the lock {name!r}")
+
+        return self._common().lock(name, self.rank, give_up)
+
+    def _common(self) -> Common:
+        if self.arenas is None or not self._together:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return Common(self.arenas)
+
+    def log(self, event: str, /, **fields: Any) -> None:
+        with self._lock:
+            self._lines.append({"t": self.now(), "event": event, **fields})
+        if len(self._lines) >= PARCEL or self.now() - self._flushed > FLUSH_EVERY:
+            self.flush()
+
+    def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
+        self._totals = {
+            "event": "totals", "steps": steps, "samples": samples, "bytes_sent": self.transport.bytes_sent,
+            "bytes_between": self.transport.bytes_between, "compute_s": compute_s, "wait_s": wait_s,
+        }  # fmt: skip
+
+    def flush(self) -> None:
+        """Sends what the event log has gathered."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if self._totals is not None:
+                lines.append({"t": self.now(), **self._totals})
+                self._totals = None
+            self._flushed = self.now()
+        if lines:
+            self.transport.send(COORDINATOR, "events", (), {"lines": lines})
+
+    def close(self) -> None:
+        self.transport.close()
+        if self._crew is not None:
+            self._crew.close()
+        for part in self._parts.values():
+            part.crew.close()
+
+
+class _ProcessPart(Part):
+    """This process among some of the workers."""
+
+    def __init__(self, whole: ProcessNode, workers: Sequence[Peer], crew: Crew) -> None:
+        super().__init__(whole, workers)
+        self.crew = crew
+
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        return self.crew.begin_all_reduce(tensors, op)
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        self.crew.all_reduce(tensors, op)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        return self.crew.begin_coded_mean(coding, vectors, flags)
+
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self.crew.broadcast(tensors, root)
+
+
+def _message(incoming: Incoming) -> _Arrived:
+    message = _Arrived(
+        incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
+        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.asked,
+    )  # fmt: skip
+    message.origin = incoming
+    return message
+
+
+def _tensor(buffer: Buffer) -> Tensor:
+    if not len(buffer.view):
+        return torch.empty(0, dtype=_TYPE[buffer.dtype])
+    return torch.frombuffer(buffer.view, dtype=_TYPE[buffer.dtype])

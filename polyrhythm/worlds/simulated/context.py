@@ -1,0 +1,101 @@
+"""The seat of a simulated node: what its session asks of the world, and what its own computing takes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import set_bit_generator
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.session.context import Seat
+from polyrhythm.worlds.simulated.backward_thread import Aside, without_hooks
+from polyrhythm.worlds.simulated.node import SimulatedNode
+
+
+class SimulatedSeat(Seat):
+    processes = False
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self.node: SimulatedNode = node
+        self.me = node.me
+        self._aside: Aside | None = None  # the backward pass that it is in, if it may wait there
+        self._numbers = np.random.MT19937()
+        self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
+
+    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+        if self.node.crashed:
+            return {}  # a loader that closes gives its lease back, but that was taken from it already
+        answers: list[dict[str, Any]] = []
+        fiber = self.node.current()
+        blocked = False
+
+        def respond(answer: dict[str, Any]) -> None:
+            answers.append(answer)
+            if blocked:
+                self.node.world.loop.at(self.node.now(), fiber.resume, None)
+
+        self.node.world.coordinator.handle(self.me, kind, fields, respond, self.node.life)
+        blocked = True
+        if not answers:
+            with self.away():
+                while not answers:
+                    fiber.block("all nodes", "to get as far as", repr(kind))
+        return answers[0]
+
+    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
+        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
+        self.node.group = welcome["group"]
+        self.node.meet()
+        return welcome
+
+    def bring(self, digest: str, blob: bytes) -> None:
+        self.node.world.coordinator.result(self.me, digest, blob)
+
+    def compute_time(self) -> float:
+        return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
+
+    def spend(self, seconds: float) -> None:
+        self.node.take_time(seconds)
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        state = random.getstate()
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            self.come()
+
+    def passes(self, backward: Callable[[], None]) -> None:
+        if self._aside is not None:  # one pass inside another: checkpointing, say
+            backward()
+            return
+        self._aside = Aside(backward)
+        try:
+            self._aside.run()
+        finally:
+            self._aside = None
+
+    def within(self, wait: Callable[[], None]) -> None:
+        if self._aside is not None and self._aside.here:
+            self._aside.wait(wait)
+        elif torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                "batch_norm=sync can be simulated with loss.backward(), and not with torch.autograd.grad(); "
+                "`polyrhythm run` knows both"
+            )
+        else:
+            with without_hooks():
+                wait()
+
+    def come(self) -> None:
+        """Puts this worker's source of numpy's random numbers in place; copying its state would take long."""
+        set_bit_generator(self._numbers)
+
+    def flush(self) -> None:
+        pass

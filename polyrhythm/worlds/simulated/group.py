@@ -1,0 +1,211 @@
+"""Circle: how one simulated worker takes part in the collectives of all workers, or of a part of them.
+
+Whoever comes last to a collective does the arithmetic for all, and the cost model says when they are done.
+With `--collective ring` the ring's own code runs instead, message by message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from polyrhythm.collectives import coded_ring as hops
+from polyrhythm.collectives import ring
+from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
+from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.node import Coding, Task
+from polyrhythm.core.peer import Peer
+from polyrhythm.worlds.simulated.fibers import Fiber
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.worlds.simulated.node import SimulatedNode
+    from polyrhythm.worlds.simulated.world import Simulated
+
+
+class Circle:
+    """Workers who have collectives with each other, as one of them sees it.
+
+    `name` is their ranks, unless they are all; `first` is what the numbers of its messages begin from.
+    """
+
+    def __init__(
+        self,
+        node: SimulatedNode,
+        workers: Sequence[Peer],
+        count: int,
+        name: tuple[int, ...] = (),
+        first: int = 0,
+    ) -> None:
+        self.node, self.workers, self.count, self.name = node, workers, count, name
+        self._first, self._number = first, 0
+
+    def begin_all_reduce(self, tensors: Sequence[Tensor], op: str) -> Task:
+        if not self.node.world.ring:
+            return self._enter("all_reduce", checked(tensors, op), op)
+        number = self._first + self.next()
+        return self.node.spawn(ring.all_reduce, self.node, self.workers, tensors, op, number)
+
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], flags: Sequence[Tensor]) -> Task:
+        if self.node.world.ring and len(self.workers) > 1:
+            rest = [self.begin_all_reduce(flags, "mean")] if flags else []
+            number = self._first + self.next()
+            codes = self.node.spawn(hops.mean, self.node, self.workers, coding, vectors, number)
+            return _Several([*rest, codes])
+        mine = _Collective(self, "gather", coding.send(vectors), str(coding.codec))
+        mine.coding, mine.vectors, mine.flags = coding, vectors, flags
+        return self.node.world.meetings.enter(mine)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
+        self._enter("broadcast", tensors, str(self.workers[root].rank)).join()
+
+    def next(self) -> int:
+        """The number of one more collective."""
+        self._number += 1
+        return self._number
+
+    def _enter(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
+        return self.node.world.meetings.enter(_Collective(self, kind, tensors, detail))
+
+    def __str__(self) -> str:
+        return f"workers {', '.join(map(str, self.name))}" if self.name else "all workers"
+
+
+class _Collective(Task):
+    """One worker's part in a collective."""
+
+    def __init__(self, circle: Circle, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
+        self.node, self.kind, self.tensors, self.detail = circle.node, kind, tensors, detail
+        self.circle, self.number = circle, circle.next()
+        self.coding: Coding | None = None  # of a gather,
+        self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
+        self.flags: Sequence[Tensor] = ()  # and what goes along
+        self._done = self._lost = False
+        self._waiter: Fiber | None = None
+
+    def lose(self) -> None:
+        """One of those that would have to come is dead."""
+        self._lost = True
+        if self._waiter is not None:
+            self.node.world.loop.at(self.node.now(), self._waiter.resume, None)
+
+    def finish(self, _: object = None) -> None:
+        self._done = True
+        if self._waiter is not None:
+            self._waiter.resume()
+
+    def join(self) -> None:
+        while not self._done:
+            if self._lost:
+                gone = ", ".join(self.node.world.coordinator.lost)
+                raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
+            self._waiter = self.node.current()
+            self._waiter.block(self.kind, f"number {self.number} with {self.circle}")
+
+
+class _Several(Task):
+    """Several tasks as one."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    def join(self) -> None:
+        for task in self._tasks:
+            task.join()
+
+
+class Meetings:
+    """The collectives of a world that some workers are in and others are still to come to."""
+
+    def __init__(self, world: Simulated) -> None:
+        self._world = world
+        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by circle, number
+        self._free: dict[tuple[int, ...], float] = {}  # by circle: when the last one is over
+
+    def enter(self, mine: _Collective) -> _Collective:
+        """Enters a collective; the last to come does the arithmetic for all."""
+        which = mine.circle.name, mine.number
+        here = self._open.setdefault(which, {})
+        here[mine.node.rank] = mine
+        if self._world.coordinator.lost:
+            mine.lose()
+        if len(here) == mine.circle.count:
+            del self._open[which]
+            self._complete(here, mine.circle.name)
+        return mine
+
+    def lose(self) -> None:
+        """A worker is dead: nobody waits any longer."""
+        for here in self._open.values():
+            for part in here.values():
+                part.lose()
+
+    def _complete(self, here: dict[int, _Collective], circle: tuple[int, ...]) -> None:
+        ranks = sorted(here)
+        first = here[ranks[0]]
+        for rank in ranks:
+            if (here[rank].kind, here[rank].detail) != (first.kind, first.detail):
+                raise PolyrhythmError(
+                    f"worker {rank} is in {here[rank].kind} ({here[rank].detail}) where worker {ranks[0]} is "
+                    f"in {first.kind} ({first.detail}): all workers must take the same collectives in the "
+                    "same order"
+                )
+        world, nbytes = self._world, sum(tensor.nbytes for tensor in first.tensors)
+        if first.kind == "all_reduce":
+            for vectors in zip(*(here[rank].tensors for rank in ranks), strict=True):
+                if len(ranks) > 1:
+                    reduce(vectors, first.detail, vectors)
+                self._count(vectors, ranks)
+            cost = world.costs.all_reduce(ranks, nbytes)
+        elif first.kind == "gather":
+            cost = self._gathered(here, ranks)
+        else:
+            self._spread(here, ranks, int(first.detail))
+            cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
+        # One after the other, for they share the links. Those of others do not disturb them: inside two sites
+        # they have links of their own, and what passes between sites is slow beside what passes inside.
+        free = max(world.loop.now, self._free.get(circle, 0.0)) + (cost if len(ranks) > 1 else 0)
+        self._free[circle] = free
+        for rank in ranks:
+            world.loop.at(free, here[rank].finish, None)
+
+    def _gathered(self, here: dict[int, _Collective], ranks: Sequence[int]) -> float:
+        """All get the codes of all, and make the same of them: it is done once. Returns what it costs."""
+        first = here[ranks[0]]
+        assert first.coding is not None
+        first.coding.combine([here[rank].tensors for rank in ranks], first.vectors)
+        for flags in zip(*(here[rank].flags for rank in ranks), strict=True):
+            reduce(flags, "mean", flags)
+        sizes = [sum(each.nbytes for each in (*here[rank].tensors, *here[rank].flags)) for rank in ranks]
+        for rank, size in zip(ranks, sizes, strict=True):
+            if rank != ranks[0]:
+                first.coding.adopt(first.vectors, here[rank].vectors)
+            self._sent(rank, (len(ranks) - 1) * size, len(self._elsewhere(rank, ranks)) * size)
+        return self._world.costs.all_gather(ranks, sizes)
+
+    def _spread(self, here: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
+        for rank in ranks:
+            if rank != root:
+                for place, value in zip(here[rank].tensors, here[root].tensors, strict=True):
+                    place.copy_(value)
+                    self._sent(root, value.nbytes, len(self._elsewhere(root, [rank])) * value.nbytes)
+
+    def _count(self, vectors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        """What each worker would have sent."""
+        count, size = vectors[0].numel(), vectors[0].element_size()
+        for index, rank in enumerate(ranks):
+            between = sent_to(count, len(ranks), index, self._elsewhere(rank, ranks))
+            self._sent(rank, sent(count, len(ranks), index) * size, between * size)
+
+    def _sent(self, rank: int, nbytes: int, between: int) -> None:
+        node = self._world.nodes[Peer("worker", rank)]
+        node.bytes_sent += nbytes
+        node.bytes_between += between
+
+    def _elsewhere(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
+        """The places of those of these ranks that are at another site than this one."""
+        if self._world.costs.sites is None:
+            return ()
+        site = self._world.costs.sites.of
+        return [place for place, other in enumerate(ranks) if site[other] != site[rank]]

@@ -1,0 +1,194 @@
+"""A mistake is answered with one line that says what is wrong and what would work, and an exit code."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.cli.entry import main
+from tests.support.combine import each_value
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TRAIN, MISTAKES = str(SCRIPTS / "train.py"), str(SCRIPTS / "mistakes.py")
+
+# What is asked for, the exit code, and what the one line must tell.
+COMMANDS = {
+    "unknown strategy": (["-s", "asynk"], 2, "asynk.*did you mean 'async'.*Known: adpsgd, allreduce, async"),
+    "unknown field": (["-s", "async:tau=3"], 2, "no field 'tau'; async has: wait_for, max_staleness, weight"),
+    "value out of range": (["-s", "local:0"], 2, "local:0: period must be 1 or more"),
+    "value of no use": (["-s", "local:x"], 2, "local:x: period takes a whole number or auto, not 'x'"),
+    "more than there are": (["-s", "async:wait_for=3"], 2, "wait_for is 3 but there are 2 workers"),
+    "edges with spaces": (
+        ["-s", "gossip:0-1 / 1-2", "-n", "3"],
+        2,
+        r"gossip:0-1 / 1-2: a slash with a space .* did you mean gossip:0-1/1-2\?",
+    ),
+    "a value with spaces": (["-s", "async:weight=1 / tau"], 2, r"did you mean async:weight=1/tau\?"),
+    "levels with a mistake": (
+        ["-s", "allreduce / diloc"],
+        2,
+        "unknown strategy 'diloc'; did you mean 'diloco'",
+    ),
+    "receivers": (["-s", "push:fanout=9", "-n", "3"], 2, "with 3 workers fanout is at most 2"),
+    "the first": (["-s", "broadcast:first=9,warmup=2", "-n", "3"], 2, "first is at most 3, for there are no"),
+    "a graph of others": (["-s", "gossip:0-1/1-2"], 2, "names worker 2, and the 2 workers are 0 to 1"),
+    "a grid": (["-s", "adpsgd:torus", "-n", "3"], 2, r"an odd grid, one row of 3; 4 \(2x2\) would work"),
+    "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
+    "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
+    "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
+    "servers in words": (["--servers", "two"], 2, "servers is 'two'; it must be a whole number or the word"),
+    "servers beside nobody": (["-s", "local", "--servers", "colocated"], 2, "local needs no servers; leave"),
+    "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce needs no servers; leave"),
+    "a large seed": (["--seed", "99999999999999999999"], 2, r"seed is 9+; it must be between 0 and"),
+    "no threads": (["--threads", "-3"], 2, "threads is -3; there must be 1 or more, or 0"),
+    "a path": (["--name", "../../there"], 2, "cannot be the name of a run; it must be a plain folder name"),
+    "unknown option": (["--wrokers", "2"], 2, "unrecognized arguments: --wrokers 2; see .* --help"),
+}
+
+SCRIPT_MISTAKES = {
+    "no_init": (2, r"never called polyrhythm.init\(\) and session.prepare"),
+    "no_prepare": (2, r"never called session.prepare\(model, optimizer, loader\)"),
+    "no_parameters": (2, r"no parameters to train; give the optimizer model.parameters\(\)"),
+    "lbfgs": (2, "LBFGS calls a closure .* use an optimizer such as SGD or Adam"),
+    "sparse_adam": (2, "SparseAdam needs sparse gradients.*use Adam or SGD"),
+    "stream": (2, "IterableDataset|Stream"),
+    "different_models": (1, "worker [01] and worker [01] have different models"),
+    "prepare_twice": (2, r"session.prepare\(\) was called twice"),
+    "consensus_first": (2, r"session.consensus\(\) comes after session.prepare"),
+    "load_late": (2, r"load_state_dict\(\) comes before session.prepare\(\)"),
+    "bad_strategy": (2, "unknown strategy 'asink'; did you mean 'async'"),
+}
+
+
+def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the one line."""
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, error = capfd.readouterr()
+    assert not out
+    assert error.startswith("polyrhythm")
+    assert error.count("\n") == 1, error
+    return code, error
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize("what", COMMANDS)
+def test_invalid_command_line_is_refused_in_one_line(
+    command: str, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong command is refused before anything starts or is written."""
+    arguments, expected, line = COMMANDS[what]
+    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "runs"), *arguments)
+    assert code == expected
+    assert re.search(line, error)
+    assert not (tmp_path / "runs").exists()
+
+
+@each_value(("command", ["run", "simulate"]), ("mistake", SCRIPT_MISTAKES))
+def test_script_misuse_is_reported_in_one_line_without_traceback(
+    command: str, mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that uses polyrhythm wrongly is told so without a traceback."""
+    expected, line = SCRIPT_MISTAKES[mistake]
+    code, error = ask(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
+    assert re.search(line, error)
+    assert code == expected
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2"])
+def test_cli_error_for_a_nan_gradient_names_worker_and_step(
+    command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A gradient that is no number ends the run; the worker and the step where it began are named."""
+    how = ["-s", strategy, "--runs", str(tmp_path)]
+    code, error = ask(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
+    assert code == 1
+    assert re.search(r"worker 1\b.*step 2\b", error)
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_cli_refuses_more_servers_than_parameters(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More servers than parameters cannot share them."""
+    how = ["-s", "async", "--servers", "7", "--runs", str(tmp_path)]
+    code, error = ask(capfd, command, MISTAKES, *how, "--", "two_loaders")
+    assert code == 2
+    assert "7 servers for 6 parameters: use at most one per parameter" in error
+
+
+def test_preparing_two_loaders_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two loaders are no mistake."""
+    assert main(["run", MISTAKES, "--runs", str(tmp_path), "-s", "async", "--", "two_loaders"]) == 0
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_cli_names_a_missing_script_or_unusable_run_folder(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that is not there, and a folder that cannot be made, are named."""
+    missing = str(tmp_path / "missing.py")
+    code, error = ask(capfd, command, missing, "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert f"there is no script {missing}; give the path" in error
+    (tmp_path / "file").touch()
+    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "file"))
+    assert code == 2
+    assert re.search(r"cannot make the run folder .*/file/.*: Not a directory; use --runs DIR", error)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        ("--workers", "100000", "processes are more than 1024"),
+        ("--timeout", "nan", "timeout is nan; it must be"),
+    ],
+)
+def test_run_refuses_options_that_real_processes_cannot_support(
+    option: str, value: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What real processes cannot do is refused before any of them starts."""
+    code, error = ask(capfd, "run", TRAIN, "--runs", str(tmp_path / "runs"), option, value)
+    assert code == 2
+    assert line in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_listen_option_names_a_port_in_use_or_invalid(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A port that somebody else has is named, and so is one that is no port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, error = ask(capfd, "run", TRAIN, "--listen", address, "--runs", str(tmp_path))
+    assert code == 2
+    assert re.search(rf"cannot listen at {address}: Address already in use; use another port", error)
+    for wrong in ("localhost", "127.0.0.1:http", "127.0.0.1:99999"):
+        code, error = ask(capfd, "run", TRAIN, "--listen", wrong, "--runs", str(tmp_path))
+        assert code == 2
+        assert wrong in error
+        assert "HOST:PORT" in error
+    assert list(tmp_path.iterdir()) == []  # no folder of a run that never began
+
+
+def test_cli_names_a_missing_or_invalid_cluster_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster file that is missing, or has a unit nobody knows, is named with what would work."""
+    file = tmp_path / "office.toml"
+    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert str(file) in error
+    file.write_text('[[hosts]]\ncount = 2\nstep_time = "20 parsecs"\n')
+    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "20 parsecs" in error
+    assert "ms" in error
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,334 @@
+"""The laws of codecs between workers and servers: both ends always know, bit for bit, what a worker has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.collectives.arithmetic import cut
+from polyrhythm.core.message import Message, Reply
+from polyrhythm.core.node import Node
+from polyrhythm.core.peer import Peer
+from polyrhythm.model.replica import Replica
+from polyrhythm.model.shard import Shard
+from polyrhythm.strategies.server.parameter_server import ParameterServer
+from polyrhythm.strategies.server.server_loop import known_to
+from tests.support.combine import each_value
+from tests.support.planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near
+from tests.support.programs import SPEEDS, events, trained
+
+WORKERS = 3
+UNEVEN = SPEEDS["heterogeneous"]
+
+
+@dataclass
+class Watch:
+    """What was seen of a run: the servers' shards, and how often a worker and they were compared."""
+
+    shards: dict[int, Shard] = field(default_factory=dict)
+    views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    compared: Counter[int] = field(default_factory=Counter)
+    forgotten: list[int] = field(default_factory=list)
+    lost: list[tuple[float, list[str]]] = field(default_factory=list)  # when, and what is left of worker 1
+    repeats: bool = False  # a worker asks again for what it got just now, and for what it got before
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """Strategies under the name `watched-...` that compare, after every answer, both ends of it."""
+    watch = Watch()
+    made = []
+    pr.parse("async")
+    for name, cls in list(pr.Strategy.registry.items()):
+        if issubclass(cls, ParameterServer):
+            made.append(f"watched-{name}")
+            _watched(cls, made[-1], watch)
+    yield watch
+    for name in made:
+        del pr.Strategy.registry[name]
+
+
+def _watched(base: type[ParameterServer], title: str, watch: Watch) -> None:
+    class Watched(base):  # type: ignore[misc, valid-type]
+        __qualname__, name = title, title
+
+        def serve(self, node: Node, shard: Shard) -> None:
+            watch.shards[node.rank] = shard
+            super().serve(node, shard)
+
+        def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
+            seen = super().view(shard, reader)
+            rank = next(rank for rank, each in watch.shards.items() if each is shard)
+            watch.views[rank, reader.sender.rank] = [part.clone() for part in seen]
+            return seen
+
+        def forget(self, shard: Shard, worker: int) -> None:
+            super().forget(shard, worker)
+            watch.forgotten.append(worker)
+
+        def _pull(self, node: Node, replica: Replica, anew: bool = False, **more: Any) -> None:
+            super()._pull(node, replica, anew, **more)
+            if anew and self.answers_in_code:
+                _compare(watch, node, replica, replica.parameters)
+            if anew and watch.repeats:
+                _begin_again(watch, node, replica)
+
+        def _take(
+            self,
+            node: Node,
+            replica: Replica,
+            replies: Sequence[tuple[Peer, Reply]],
+            into: Sequence[Tensor],
+        ) -> list[Message]:
+            answers: list[Message] = super()._take(node, replica, replies, into)
+            if not self.answers_in_code:
+                for rank, shard in watch.shards.items():
+                    assert equal(cut(into, shard.start, shard.stop), watch.views[rank, node.rank])
+                watch.compared[node.rank] += 1
+                return answers
+            _compare(watch, node, replica, into)
+            if watch.repeats:
+                _ask_again(watch, node, replica, answers, into)
+            return answers
+
+    dataclasses.dataclass(frozen=True)(Watched)
+
+
+def _compare(watch: Watch, node: Node, replica: Replica, into: Sequence[Tensor]) -> None:
+    """What every server believes that this worker has is what it has."""
+    for shard in watch.shards.values():
+        believed = shard.buffers[known_to(node.rank)]
+        assert equal(believed, cut(replica.buffer("known"), shard.start, shard.stop))
+        if node.rank != 1:
+            watch.lost.append((node.now(), _left_of(shard, 1)))
+    assert equal(replica.buffer("known"), into)
+    watch.compared[node.rank] += 1
+
+
+def _left_of(shard: Shard, worker: int) -> list[str]:
+    """What a server keeps for a worker only."""
+    kept = [*shard.buffers, *shard.notes.get("codecs", {})]
+    mine = [name for name in kept if name == known_to(worker) or name.startswith(f"to {worker}")]
+    return [*mine, *(["answer"] if worker in shard.notes.get("answers", {}) else [])]
+
+
+def _begin_again(watch: Watch, node: Any, replica: Replica) -> None:
+    """The first request of all, again, when others may have pushed already."""
+    sequence, first = node._sequence, [part.clone() for part in replica.parameters]
+    node.take_time(0.05 * node.rank)
+    node._sequence -= 1
+    again = node.ask(node.servers[0], "pull").wait()
+    assert equal(again.tensors, first) and again["version"] == replica.version[0]
+    assert node._sequence == sequence
+    _compare(watch, node, replica, replica.parameters)
+
+
+def _ask_again(
+    watch: Watch, node: Any, replica: Replica, answers: Sequence[Message], into: Sequence[Tensor]
+) -> None:
+    """As a transport does whose connection broke: the same request, under the same sequence number."""
+    sequence, versions = node._sequence, dict(replica.version)
+    last = replica.notes.setdefault("last", sequence)
+    replica.notes["last"] = sequence
+    for old in (sequence, sequence, last):
+        node._sequence = old - 1
+        again = node.ask(node.servers[0], "push", fetch=True, step=replica.steps, version=0).wait()
+        if old == sequence:
+            assert again["version"] == versions[0]
+            assert equal(again.tensors, answers[0].tensors)
+        _compare(watch, node, replica, into)
+    node._sequence = sequence
+
+
+# --- both ends know the same ------------------------------------------------------------------------
+
+
+@each_value(("codec", [*CODECS, "sign:vote=yes", "topk:0.1,per=layer,dense=1d"]), ("servers", [1, 4]))
+def test_a_server_knows_what_each_worker_has(simulate: Any, watch: Watch, codec: str, servers: int) -> None:
+    """What it believes a worker has is what that has, bit for bit, after every answer of every server."""
+    simulate(Plane(8), f"watched-async+{codec}", WORKERS, servers, UNEVEN)
+    assert all(watch.compared[rank] == 9 for rank in range(WORKERS))
+
+
+STRATEGIES = [
+    "sync", "ssp:1", "softsync:2", "softsync:2,pull=next-version", "backup:1", "dc-asgd", "dana-zero",
+    "delayed-nesterov:2", "easgd:2", "async:prefetch=yes", "sync:prefetch=yes", "async:push_every=3",
+    "async:fetch_every=3", "async:push_every=2,fetch_every=3", "async:clip=0.5", "async:discard=2",
+]  # fmt: skip
+
+
+@each_value(
+    ("codec", ["topk:0.1", "int4:dense=0", "threshold:0.25,pulses=many", "bf16"]), ("strategy", STRATEGIES)
+)
+def test_servers_know_what_each_worker_has_under_every_strategy(
+    simulate: Any, watch: Watch, strategy: str, codec: str
+) -> None:
+    """The same under every strategy with servers, also where answers are waited for later or seldom."""
+    simulate(Plane(9), f"watched-{strategy}+{codec}", WORKERS, 2, UNEVEN)
+    assert all(watch.compared[rank] > 3 for rank in range(WORKERS))
+
+
+@each_value(("model", ["mixed", "half"]), ("codec", CODECS), ("servers", [1, 5]))
+def test_servers_know_what_workers_have_for_models_of_mixed_dtypes(
+    simulate: Any, watch: Watch, model: str, codec: str, servers: int
+) -> None:
+    """Also in short floats, and where a server has nothing of one kind."""
+    plane = Plane(6, model=MODELS[model])
+    simulate(plane, f"watched-async+{codec}", WORKERS, servers, UNEVEN)
+    assert all(watch.compared[rank] == 7 for rank in range(WORKERS))
+    for replica in plane.replicas.values():
+        assert all(part.element_size() >= 4 for part in replica.buffers.get("sent: residual", ()))
+
+
+@each_value(("codec", CODECS), ("strategy", ["async", "sync", "async:push_every=2"]))
+def test_pull_dense_gives_workers_the_exact_server_parameters(
+    simulate: Any, watch: Watch, strategy: str, codec: str
+) -> None:
+    """With pull=dense a worker gets the server's parameters, bit for bit; only pushes are coded."""
+    text = f"{codec},pull=dense" if ":" in codec else f"{codec}:pull=dense"
+    summary = simulate(Plane(6), f"watched-{strategy}+{text}", WORKERS, 2, UNEVEN)
+    assert all(watch.compared[rank] >= 3 for rank in range(WORKERS))
+    assert not any(name.startswith("known") for shard in watch.shards.values() for name in shard.buffers)
+    assert not codec.startswith("topk") or any(line["bytes"] < 200 for line in events(summary, "apply"))
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "topk:0.1,dense=1d", "int8:dense=1"])
+def test_repeated_requests_get_the_same_coded_reply(simulate: Any, watch: Watch, codec: str) -> None:
+    """It has the same bits, whatever the server has told others meanwhile, and changes nothing.
+
+    Nor does one that is asked for when a later one has been given: that worker waits for it no longer.
+    """
+    watch.repeats = True
+    slow = UNEVEN + '\n[servers]\nlatency = "2 ms"'
+    summary = simulate(Plane(8), f"watched-async+{codec}", WORKERS, 1, slow)
+    assert summary["steps"] == len(events(summary, "apply"))
+    assert all(watch.compared[rank] == 10 + 3 * 8 for rank in range(WORKERS))
+
+
+# --- conservation -----------------------------------------------------------------------------------
+
+
+@each_value(("codec", FEEDBACK), ("servers, rate", [(1, 0.5), (3, 0.5), (2, 0.125)]))
+def test_sync_parameters_minus_residuals_equal_plain_sgd(
+    simulate: Any, codec: str, servers: int, rate: float
+) -> None:
+    """Under `sync` as without a server: w - lr * mean_i(residual_i) is where SGD would be, to rounding, also
+    if the rate has changed on the way."""
+    plane, law = (
+        Plane(11, groups=True, rate=lambda step: 0.5 if step < 6 or step > 11 else rate) for _ in range(2)
+    )
+    found = trained(simulate(plane, f"sync+{codec}", WORKERS, servers))
+    dense = trained(simulate(law, "allreduce", WORKERS))
+    assert near(moved(found, plane.owed([rate, rate / 5])), dense)
+    assert not near(found, dense, 1e-6)
+
+
+def fading(step: int) -> float:
+    """Down to nothing, as many schedules end."""
+    return 0.5 * (1 - step / 12)
+
+
+RATES = {"constant": lambda step: 0.5, "falls": lambda step: 0.5 if step < 5 else 0.125, "fades": fading}
+ASYNC = [
+    "ssp:2", "async:prefetch=yes", "async:pull=next-version", "async:push_every=3", "dc-asgd:0", "dana-slim",
+    "async:push_every=2,fetch_every=3", "delayed-nesterov:2,beta=0", "softsync:2,reduce=sum",
+]  # fmt: skip
+
+
+@each_value(("codec", FEEDBACK), ("rate", RATES))
+def test_a_worker_that_leaves_pushes_the_rest(simulate: Any, codec: str, rate: str) -> None:
+    """Nothing is left: the model is where all gradients lead, each at the rate that it was computed at."""
+    plane = Plane(11, rate=RATES[rate], early=True)
+    found, law = (
+        trained(simulate(each, strategy, WORKERS, 2, UNEVEN))
+        for each, strategy in ((plane, f"async+{codec}"), (Plane(11, rate=RATES[rate]), "async"))
+    )
+    assert near(found, law)
+    assert all(float(part.abs().max()) == 0 for part in plane.residuals())
+
+
+@pytest.mark.parametrize("codec", FEEDBACK)
+def test_workers_keep_their_residual_at_the_end_of_the_data(simulate: Any, codec: str) -> None:
+    """Nobody goes on, so nothing moves the model from where it was evaluated: the rest stays, to be saved."""
+    plane = Plane(11)
+    found = trained(simulate(plane, f"async+{codec}", WORKERS, 2, UNEVEN))
+    owed = plane.owed([0.5 * WORKERS])
+    assert near(moved(found, owed), trained(simulate(Plane(11), "async", WORKERS, 2, UNEVEN)))
+    assert max(float(each.abs().max()) for each in owed.values()) > 0
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "int4", "sign"])
+def test_easgd_with_a_codec_keeps_no_residual_and_conserves_the_sum(simulate: Any, codec: str) -> None:
+    """What a code leaves out is in x_i - c still, and waits nowhere else; what one loses the other gains."""
+    sums, names = [], [name for name, _ in layers().named_parameters()]
+    for text in (f"easgd:1+{codec}", "easgd:1"):
+        plane = Plane(24, early=True)
+        centre = trained(simulate(plane, text, WORKERS, 2, UNEVEN))
+        last = [dict(zip(names, plane.x[rank][-1], strict=True)) for rank in range(WORKERS)]
+        sums.append({name: centre[name] + sum(each[name] for each in last) for name in centre})
+        assert all("sent: residual" not in replica.buffers for replica in plane.replicas.values())
+    assert near(*sums)
+
+
+@each_value(("codec", ["topk:0.1", "int4", "powersgd"]), ("strategy", ASYNC))
+def test_every_async_strategy_pushes_residuals_when_workers_leave(
+    simulate: Any, strategy: str, codec: str
+) -> None:
+    """However pushes are collected, all that was computed counts in the end."""
+    plane = Plane(11, early=True)
+    found, law = (
+        trained(simulate(each, text, WORKERS, 2, UNEVEN))
+        for each, text in ((plane, f"{strategy}+{codec}"), (Plane(11), strategy))
+    )
+    assert near(found, law)
+
+
+@each_value(("codec", FEEDBACK), ("strategy", ["sync", "async"]))
+def test_server_strategies_push_residuals_of_layers_without_a_gradient(
+    simulate: Any, codec: str, strategy: str
+) -> None:
+    """What waits for a parameter arrives, also with a push that has no gradient for it."""
+
+    def skips(rank: int, step: int, index: int) -> bool:
+        return step > 4 and index == 2
+
+    plane, law = Plane(9, skips=skips, early=True), Plane(9, skips=skips)
+    found, dense = (
+        trained(simulate(each, text, WORKERS, 2, UNEVEN))
+        for each, text in ((plane, f"{strategy}+{codec}"), (law, strategy))
+    )
+    assert near(moved(found, plane.owed([0.5])), dense)
+
+
+# --- those who die ----------------------------------------------------------------------------------
+
+
+@each_value(
+    ("codec", ["topk:0.1", "powersgd", "threshold:0.25,adaptive=yes", "int4:dense=0"]),
+    ("back", ["", 'back = "125 ms"']),
+    ("strategy", ["async", "async:prefetch=yes", "ssp:2", "dc-asgd", "softsync:2"]),
+)
+def test_a_worker_that_dies_is_forgotten(
+    simulate: Any, watch: Watch, strategy: str, back: str, codec: str
+) -> None:
+    """The others go on, and nothing is kept for it; if it comes back it begins with a full answer."""
+    cluster = f'[[hosts]]\nlatency = "1 ms"\n[[failures]]\nworkers = [1]\nat = "61 ms"\n{back}'
+    summary = simulate(Plane(20), f"watched-{strategy}+{codec}", WORKERS, 2, cluster)
+    assert watch.forgotten.count(1) == (4 if back else 2)  # each server, each time that it left
+    assert "worker 1" in summary["lost"] and summary["joined"] == (1 if back else 0)
+    before, gone, after = (
+        [left for at, left in watch.lost if low <= at < high]
+        for low, high in ((0.03, 0.06), (0.07, 0.12), (0.16, 0.19))
+    )
+    assert before and all("known to 1" in left for left in before)
+    assert gone and not any(gone)
+    assert after and all(("known to 1" in left) == bool(back) for left in after)
+    assert watch.compared[0] == watch.compared[2] == 21
+    assert watch.compared[1] > 21 if back else watch.compared[1] < 10

@@ -1,0 +1,126 @@
+"""Laws of what a worker saves besides its model: a run that is interrupted goes on as if it had not been."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.core.errors import UsageError
+from tests.support.combine import each_value
+from tests.support.programs import MOMENTUM, Examples, mlp
+
+EPOCHS = 4
+
+
+def script(folder: Path, begin: int, end: int, forgets: int = -1) -> None:
+    """Trains some of the epochs; begins with what is in the folder, and leaves there what the next needs."""
+    here = pr.init()
+    model = mlp()
+    optimizer = MOMENTUM(model.parameters())
+    loader = DataLoader(Examples(24), batch_size=2)
+    path = folder / f"{here.rank}.pt"
+    saved = torch.load(path, weights_only=True) if begin else None
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    model, optimizer, loader = here.prepare(model, optimizer, loader)
+    if saved and here.rank != forgets:
+        here.load_state_dict(saved["session"])
+    for _ in range(begin, end):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "session": here.state_dict(),
+    }
+    torch.save(state, path)
+
+
+@each_value(
+    (
+        "strategy",
+        [
+            "allreduce",
+            "allreduce+topk:0.1",
+            "allreduce+topk:0.1,warmup=40",
+            "allreduce+threshold:0.01,adaptive=yes",
+            "allreduce+randomk:0.2",
+            "allreduce+fp16:feedback=yes",
+            "local:4+topk:0.2",
+            "slowmo:4",
+            "diloco:4",
+            "diloco:4+topk:0.2",
+            "push",
+            "push:2",
+            "push:1,fanout=2",
+            "noloco:4",
+            "noloco:5",
+        ],
+    ),
+    ("workers", [2, 3]),
+)
+def test_interrupted_simulated_run_resumes_exactly(strategy: str, workers: int, tmp_path: Path) -> None:
+    """Model, optimizer and session of each worker, saved and loaded: the same bits as without the pause."""
+    workers += "fanout=2" in strategy  # of two workers each has one receiver
+
+    def train_steps(begin: int, end: int) -> str:
+        return pr.simulate(
+            lambda: script(tmp_path, begin, end), workers=workers, strategy=strategy, runs=None, threads=1
+        )["digest"]
+
+    whole = train_steps(0, EPOCHS)
+    train_steps(0, EPOCHS // 2)
+    assert train_steps(EPOCHS // 2, EPOCHS) == whole
+
+
+@pytest.mark.parametrize("strategy", ["push:1", "noloco:5"])
+def test_interrupted_run_resumes_exactly_on_real_processes(strategy: str, tmp_path: Path) -> None:
+    def train_steps(begin: int, end: int) -> str:
+        return pr.run(
+            lambda: script(tmp_path, begin, end), workers=3, strategy=strategy, runs=None, threads=1
+        )["digest"]
+
+    whole = train_steps(0, EPOCHS)
+    train_steps(0, EPOCHS // 2)
+    assert train_steps(EPOCHS // 2, EPOCHS) == whole
+
+
+@pytest.mark.parametrize("strategy", ["push", "push:1", "noloco:4"])
+def test_a_worker_that_does_not_load_its_saved_state_is_refused(strategy: str, tmp_path: Path) -> None:
+    """Not left to wait for rounds that never come, nor silently mixed with another's."""
+    train = partial(pr.simulate, workers=3, strategy=strategy, runs=None, threads=1)
+    train(lambda: script(tmp_path, 0, 2))
+
+    def forgetful() -> None:
+        script(tmp_path, 2, 4, forgets=1)
+
+    with pytest.raises(UsageError, match="either each loads what it has saved itself"):
+        train(forgetful)
+
+
+def test_resuming_with_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy="push", runs=None)
+    with pytest.raises(UsageError, match="at place 0 of 3, and this one is at place 0 of 2"):
+        pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy="push", runs=None)
+
+
+def test_saved_state_of_another_strategy_or_model_is_refused(tmp_path: Path) -> None:
+    """State of another strategy, or of another model, is refused, and so is any for a process alone."""
+    pr.simulate(lambda: script(tmp_path, 0, 1), workers=2, strategy="allreduce+topk:0.1", runs=None)
+    with pytest.raises(UsageError, match=r"was saved under allreduce\+topk:0\.1, and this run is local"):
+        pr.simulate(lambda: script(tmp_path, 1, 2), workers=2, strategy="local", runs=None)
+    saved = torch.load(tmp_path / "0.pt", weights_only=True)["session"]
+    with pytest.raises(UsageError, match="a process alone has no strategy"):
+        pr.init().load_state_dict(saved)
+    saved["layout"] = "another"
+    torch.save({**torch.load(tmp_path / "0.pt", weights_only=True), "session": saved}, tmp_path / "0.pt")
+    with pytest.raises(UsageError, match="was saved with another model"):
+        pr.simulate(lambda: script(tmp_path, 1, 2), workers=2, strategy="allreduce+topk:0.1", runs=None)

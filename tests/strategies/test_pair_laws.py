@@ -1,0 +1,559 @@
+"""What holds where workers exchange with one other at a time: adpsgd, push and noloco."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import polyrhythm as pr
+from polyrhythm.core.errors import UsageError
+from polyrhythm.model.replica import Replica
+from polyrhythm.session.data import mix
+from polyrhythm.strategies.decentralized.adpsgd import ADPSGD, asked
+from polyrhythm.strategies.decentralized.noloco import partners
+from polyrhythm.strategies.decentralized.push import ONE
+from polyrhythm.strategies.decentralized.topology import parse_topology, regraph
+from polyrhythm.strategies.decentralized.transfer import gifts_of
+from polyrhythm.worlds.simulated.fibers import Loop
+from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
+from tests.support.combine import each_value
+from tests.support.planes import Plane, slopes
+from tests.support.programs import Point, Script, Steps, events, trained
+
+UNEQUAL = """
+[[hosts]]
+count = 1
+speed = 0.1
+latency = "1 ms"
+bandwidth = "2 Mbit/s"
+[[hosts]]
+step_time = { exponential = "10 ms" }
+latency = "3 ms"
+bandwidth = "1 Mbit/s"
+"""
+TOPOLOGIES = ["complete", "ring", "exponential", "random:3", "0-1/1-2/2-3/3-4/4-5"]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
+    """Has this called after every event of a simulation."""
+    run = Loop.run
+
+    def watched(self: Loop, until: Callable[[], bool]) -> None:
+        def also() -> bool:
+            look()
+            return until()
+
+        run(self, also)
+
+    monkeypatch.setattr(Loop, "run", watched)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([each.detach().reshape(-1).double() for each in tensors])
+
+
+def down(plane: Plane, rank: int, steps: int) -> Tensor:
+    """How far the first so many gradients of a worker lead down the plane, at a rate of 0.5."""
+    model = plane.model()
+    total = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.float64)
+    for step in range(1, steps + 1):
+        total += 0.5 * flat(slopes(rank, step, model))
+    return total
+
+
+# AD-PSGD
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_adpsgd_parameter_sum_changes_by_updates_only(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """After every event: what all have, less what one has yet to give up for what another got, moved by the
+    steps that were taken and by nothing else."""
+    plane, taken, seen = Plane(12), dict.fromkeys(range(6), 0), []
+    apply = Replica.apply
+
+    def counted(self: Replica) -> None:
+        apply(self)
+        rank = next(rank for rank, replica in plane.replicas.items() if replica is self)
+        taken[rank] += 1
+        way[rank] -= 0.5 * flat(slopes(rank, taken[rank], self.model))
+
+    def look() -> None:
+        if len(plane.replicas) < 6:
+            return
+        strategy, total = ADPSGD(topology), torch.zeros_like(way[0])
+        for rank, replica in plane.replicas.items():
+            total += flat(strategy.shown(replica, 0, replica.layout.total))
+            for (peer, name), gift in gifts_of(replica).given.items():
+                asker = plane.replicas[peer.rank]
+                if asker.outstanding and name == asker.notes["asked"]:
+                    total -= flat(gift.vectors)
+                    seen.append(rank)
+        if not start:
+            start.append(total)
+        assert (total - start[0] - sum(way.values())).abs().max() < 1e-12
+
+    start: list[Tensor] = []
+    way = {rank: torch.zeros(9 * 7 + 7 + 7 * 4 + 4, dtype=torch.float64) for rank in range(6)}
+    monkeypatch.setattr(Replica, "apply", counted)
+    watch(monkeypatch, look)
+    summary = simulate(plane, f"adpsgd:{topology}", 6, cluster=UNEQUAL)
+    assert set(taken.values()) == {12} and len(seen) > 50 and summary["staleness"]["max"] >= 1
+
+
+def test_two_adpsgd_workers_end_at_their_average(simulate: Any) -> None:
+    """Nothing else happens: both have the same, half way between."""
+    plane = Plane(3, rate=lambda step: 0.5 if step == 1 else 0.0)
+    simulate(plane, "adpsgd", 2)
+    first, second = (flat(plane.x[rank][0]) for rank in range(2))
+    assert (first - second).abs().max() > 0.1
+    for rank in range(2):
+        assert (flat(plane.x[rank][-1]) - (first + second) / 2).abs().max() < 1e-15
+
+
+SLOW_TO_STEP = "[[hosts]]\ncount = 1\n[[hosts]]\ncount = 1\nspeed = 0.15\n[[hosts]]\nspeed = 0.7\n"
+
+
+@pytest.mark.parametrize("topology", ["0-1/1-2", "complete"])
+def test_each_average_counts_with_those_before_it(simulate: Any, topology: str) -> None:
+    """Two become half of their sum, also while the one that is asked computes: it may be asked several times.
+
+    Replays the log: all step once, and from then on only average.
+    """
+    plane = Plane(12, rate=lambda step: 0.5 if step == 1 else 0.0)
+    summary = simulate(plane, f"adpsgd:{topology}", 3, cluster=SLOW_TO_STEP)
+    x, stepped, asked_of = list(began(plane, 3)), set[int](), list[int]()
+    for line in events(summary, "deliver", "apply"):
+        rank = int(line["node"].split()[1])
+        if line["event"] == "apply":
+            if rank not in stepped:
+                x[rank] = x[rank] - down(plane, rank, 1)
+            stepped.add(rank)
+        elif line["kind"] == "average":
+            other = int(line["sender"].split()[1])
+            x[rank] = x[other] = (x[rank] + x[other]) / 2
+            asked_of.append(rank)
+    assert len(asked_of) > 20 and set(asked_of) == {1}
+    for rank in range(3):
+        assert (flat(plane.replicas[rank].model.parameters()) - x[rank]).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("topology", TOPOLOGIES[:3])
+def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) -> None:
+    """Neither one that asks nor one that is asked: the others take their steps at the very same times."""
+    link = '[[hosts]]\nstep_time = "10 ms"\nlatency = "1 ms"\nbandwidth = "10 Mbit/s"\n'
+    straggler = f"[[stragglers]]\nworkers = [{slow}]\nslowdown = 10.0\n"
+    asks = asked(topology, tuple(range(6)), 0)
+    assert bool(asks[slow]) == (slow == 0)
+    times = []
+    for cluster in (link, link + straggler):
+        steps = events(simulate(Steps(30, size=100), f"adpsgd:{topology}", 6, cluster=cluster), "step")
+        times.append([(line["node"], line["t"]) for line in steps if line["node"] != f"worker {slow}"])
+        assert all(line["wait_s"] == 0 for line in steps)
+    assert sorted(times[0]) == sorted(times[1])
+
+
+@given(
+    topology=st.sampled_from([*TOPOLOGIES, "torus", "hypercube"]),
+    ranks=st.sets(st.integers(0, 15), min_size=1),
+)
+def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks: set[int]) -> None:
+    """Whoever lives: each asks or is asked and never both, by edges of the graph, and all are connected."""
+    living = tuple(sorted(ranks))
+    near, asks = regraph(parse_topology(topology), living, 3), asked(topology, living, 3)
+    answer = {other for others in asks.values() for other in others}
+    assert not answer & {rank for rank, others in asks.items() if others}
+    assert all(other in near[rank] for rank, others in asks.items() for other in others)
+    reached, ahead = {living[0]}, [living[0]]
+    while ahead:
+        here = ahead.pop()
+        new = {*asks[here], *(rank for rank, others in asks.items() if here in others)} - reached
+        reached |= new
+        ahead += new
+    assert reached == ranks
+
+
+def test_an_average_that_is_asked_for_twice_counts_once(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that breaks may take the answer along: whoever asks again is given the same."""
+    digest = simulate(Script(), "adpsgd", 4)["digest"]
+    hear, again = ADPSGD.hear, []
+
+    def twice(self: ADPSGD, node: Any, replica: Replica, message: Any) -> None:
+        hear(self, node, replica, message)
+        if message is not None and message.kind == "average":
+            places = [torch.empty_like(part) for part in message.tensors]
+            repeated = Asked(message.sender, "average", message.sequence, message.fields, message.tensors)
+            repeated.reply = SimulatedReply(node.world.nodes[message.sender], node.me, "average", places)
+            hear(self, node, replica, repeated)
+            again.append(torch.equal(flat(places), flat(message.tensors)))
+
+    monkeypatch.setattr(ADPSGD, "hear", twice)
+    assert simulate(Script(), "adpsgd", 4)["digest"] == digest
+    assert again and all(again)
+
+
+def test_what_the_script_loads_is_not_lost(simulate: Any) -> None:
+    """Parameters that are loaded after `prepare` are where training goes on, whatever was under way."""
+
+    def script() -> None:
+        here = pr.init()
+        model = torch.nn.Linear(3, 1).double()
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for step in range(6):
+            if step == 3:
+                model.load_state_dict({"weight": torch.full((1, 3), 7.0), "bias": torch.full((1,), 7.0)})
+            model(torch.ones(2, 3).double()).sum().backward()
+            optimizer.step()
+
+    assert (flat(trained(simulate(script, "adpsgd", 4)).values()) - 7).abs().max() < 1e-14
+
+
+@each_value(("seed", range(12)), ("topology", ["complete", "ring", "random:2"]))
+def test_adpsgd_finishes_despite_random_delays_and_crashes(simulate: Any, seed: int, topology: str) -> None:
+    """Whoever dies, and whenever: the others come to the end, and all is trained on."""
+    lots = torch.Generator().manual_seed(seed)
+    text = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
+    for rank in torch.randperm(5, generator=lots)[:4].tolist():  # one is left
+        at = int(torch.randint(1, 150, (), generator=lots))
+        text += f'[[failures]]\nworkers = [{rank}]\nat = "{at} ms"\n'
+        if torch.rand((), generator=lots) < 0.6:
+            text += f'back = "{at + int(torch.randint(1, 60, (), generator=lots))} ms"\n'
+    script = Script(size=120, epochs=3)
+    summary = simulate(script, f"adpsgd:{topology}", 5, cluster=text, seed=seed)
+    assert summary["lost"] and summary["samples"] >= script.size * script.epochs
+    assert summary["batches_undone"] == 0
+    assert summary["metrics"]["after"] < 0.9 * summary["metrics"]["before"]
+
+
+def test_adpsgd_reassigns_roles_when_the_only_answerer_dies(simulate: Any) -> None:
+    """When the only one that is asked dies, one of those that asked takes its part."""
+    crash = '[[failures]]\nworkers = [1]\nat = "55 ms"\n'
+    summary = simulate(Script(size=240), "adpsgd", 3, cluster=crash)
+    heard = [line for line in events(summary, "deliver") if line["kind"] == "average"]
+    assert {line["node"] for line in heard if line["t"] < 0.055} == {"worker 1"}
+    assert {line["node"] for line in heard if line["t"] > 0.075} == {"worker 2"}
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1, 2], [0, 1, 2]])
+def test_adpsgd_workers_that_return_together_copy_a_survivor(simulate: Any, who: list[int]) -> None:
+    """Those that begin anew take their parameters from one that was there, and not from each other."""
+    crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\nback = "80 ms"\n'
+    summary = simulate(Script(size=240), "adpsgd", 4, cluster=crash)
+    assert summary["joined"] == len(who)
+    assert summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
+
+
+def test_adpsgd_refuses_invalid_topologies(simulate: Any) -> None:
+    for text, workers, message in [
+        ("adpsgd:0-1/2-3", 4, "disconnected topology"),
+        ("adpsgd:hypercube", 6, "no power of two"),
+        ("adpsgd:star", 4, "is unknown; there are ring"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            simulate(Steps(1), text, workers)
+
+
+# Stochastic gradient push
+
+LINKS = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
+
+
+def under_way(replicas: dict[int, Replica]) -> list[tuple[int, list[Tensor]]]:
+    """What was given and has not been added by whom it is for: grains, and the z that they stand for."""
+    found = []
+    for replica in replicas.values():
+        for (peer, name), gift in gifts_of(replica).given.items():
+            turn, theirs = int(name.partition("/")[2]), replicas[peer.rank].notes
+            if turn in theirs["asked"] or turn >= theirs["turn"]:
+                found.append((gift.words["grains"], gift.vectors))
+    return found
+
+
+def fits(strategy: str, workers: int) -> bool:
+    """False if the strategy needs more workers."""
+    try:
+        pr.parse(strategy).check(workers, 1)
+    except UsageError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "message"),
+    [
+        ("push:fanout=9", 3, "push:fanout=9: with 3 workers fanout is at most 2: receivers are 1, 2, 4, "),
+        ("push:fanout=2", 2, "with 2 workers fanout is at most 1"),
+        ("push:fanout=4", 8, "with 8 workers fanout is at most 3"),
+        ("push:11", 3, "push:11: with fanout=1 ahead is at most 10: by then a worker has given away all but"),
+        ("push:11", 1, "ahead is at most 10"),
+        ("push:7,fanout=2", 3, "with fanout=2 ahead is at most 6"),
+        ("push:6,fanout=3", 9, "with fanout=3 ahead is at most 5"),
+    ],
+)
+def test_push_refuses_fanout_and_ahead_beyond_their_limits(strategy: str, workers: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        pr.parse(strategy).check(workers, 1)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("push:10", 2), ("push:6,fanout=2", 3), ("push:5,fanout=3", 5), ("push:fanout=3", 1), ("push", 1)],
+)
+def test_push_accepts_fanout_and_ahead_at_their_limits(strategy: str, workers: int) -> None:
+    assert fits(strategy, workers)
+
+
+@each_value(
+    ("workers", [2, 3, 8]),
+    ("strategy", ["push", "push:1", "push:2", "push:0,fanout=2", "push:3,fanout=2"]),
+    where=fits,
+)
+def test_mass_is_conserved(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, workers: int
+) -> None:
+    """After every event, what is on its way included: sum of omega == N exactly, and the sum of x moved by
+    the steps that were taken and by nothing else."""
+    plane, seen = Plane(60), {"under way": 0, "events": 0}
+    way = torch.zeros(9 * 7 + 7 + 7 * 4 + 4, dtype=torch.float64)
+    taken = dict.fromkeys(range(workers), 0)
+    start: list[Tensor] = []
+    apply = Replica.apply
+
+    def counted(self: Replica) -> None:
+        apply(self)
+        rank = next(rank for rank, replica in plane.replicas.items() if replica is self)
+        taken[rank] += 1
+        way.sub_(0.5 * flat(slopes(rank, taken[rank], self.model)))
+
+    def look() -> None:
+        replicas = plane.replicas
+        if len(replicas) < workers:
+            return
+        flying = under_way(replicas)
+        seen["under way"] += len(flying)
+        seen["events"] += 1
+        own = [(replica.notes["omega"], replica.parameters) for replica in replicas.values()]
+        assert sum(grains for grains, _ in (*own, *flying)) == workers * ONE
+        if seen["events"] % 7 and len(start):
+            return
+        x = sum(flat(vectors) * (grains / ONE) for grains, vectors in (*own, *flying))
+        start[:] = start or [x]
+        assert (x - start[0] - way).abs().max() < 1e-11
+
+    monkeypatch.setattr(Replica, "apply", counted)
+    watch(monkeypatch, look)
+    simulate(plane, strategy, workers, cluster=LINKS)
+    assert set(taken.values()) == {60} and seen["under way"] > 100
+    # At the end nothing is: each has its whole weight again.
+    assert {replica.notes["omega"] for replica in plane.replicas.values()} == {ONE}
+
+
+@pytest.mark.parametrize(
+    ("workers", "fanout"), [*((n, 1) for n in (2, 3, 4, 5, 8)), (3, 2), (4, 2), (5, 2), (8, 2)]
+)
+def test_balanced_rounds_are_step_then_mix(simulate: Any, workers: int, fanout: int) -> None:
+    """All give and get the same, so omega is 1 and it is D-PSGD: x_i <- sum_j W_ij (x_j - update_j), with
+    the W of each round."""
+    plane = Plane(20)
+    simulate(plane, f"push:fanout={fanout}", workers)
+    receivers = min(fanout, (workers - 1).bit_length())
+    x = began(plane, workers)
+    for turn in range(20):
+        steps = torch.stack([0.5 * flat(slopes(rank, turn + 1, plane.model())) for rank in range(workers)])
+        x = matrix(workers, turn, receivers, fanout) @ (x - steps)
+        now = torch.stack([flat(plane.x[rank][turn]) for rank in range(workers)])
+        # One third has no exact number of grains, and so no exact share.
+        assert (now - x).abs().max() < (1e-13 if receivers == 1 else 1e-10)
+
+
+def began(plane: Plane, workers: int) -> Tensor:
+    """Where all workers began: they are equal, and the mean moves by updates only."""
+    torch.manual_seed(mix("model", 0))
+    return flat(plane.model().parameters()).expand(workers, -1)
+
+
+def matrix(workers: int, turn: int, receivers: int, fanout: int) -> Tensor:
+    """W of a round: each keeps a part, and one goes to each that is 1, 2, 4, ... places further."""
+    weights = torch.eye(workers, dtype=torch.float64)
+    for number in range(receivers):
+        far = 1 << (turn * fanout + number) % (workers - 1).bit_length()
+        for sender in range(workers):
+            weights[(sender + far) % workers, sender] += 1
+    return weights / (receivers + 1)
+
+
+def test_push_ahead_by_hand_for_two_workers(simulate: Any) -> None:
+    """By the rule itself, for two workers: x and omega of each, written out."""
+    ahead, plane = 2, Plane(12)
+    simulate(plane, f"push:{ahead}", 2)
+    x, omega = list(began(plane, 2)), [1.0, 1.0]
+    given: list[list[tuple[Tensor, float]]] = [[], []]
+    for step in range(12):
+        for rank in range(2):
+            x[rank] = x[rank] - 0.5 * flat(slopes(rank, step + 1, plane.model()))
+            x[rank], omega[rank] = x[rank] / 2, omega[rank] / 2
+            given[rank].append((x[rank], omega[rank]))
+        for rank in range(2):
+            if step >= ahead:
+                more = given[1 - rank][step - ahead]
+                x[rank], omega[rank] = x[rank] + more[0], omega[rank] + more[1]
+            assert (flat(plane.x[rank][step]) - x[rank] / omega[rank]).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("strategy", ["push", "push:2", "noloco:3"])
+def test_a_slow_link_changes_no_bit(simulate: Any, strategy: str) -> None:
+    """What is taken in which round does not depend on when it comes."""
+    digests = {simulate(Script(), strategy, 5, cluster=cluster)["digest"] for cluster in ("", LINKS, UNEQUAL)}
+    assert len(digests) == 1
+
+
+# NoLoCo
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+def test_noloco_mean_follows_heavy_ball_momentum(simulate: Any, workers: int) -> None:
+    """What draws two together sums to zero: mean phi follows heavy ball down the mean way, whoever meets."""
+    plane = Plane(24)
+    simulate(plane, "noloco:4,mu=0.5,lr=0.7", workers)
+    x = torch.stack([torch.stack([flat(each) for each in plane.x[rank]]) for rank in range(workers)])
+    ways = -torch.stack(
+        [
+            torch.stack(
+                [down(plane, rank, 4 * (turn + 1)) - down(plane, rank, 4 * turn) for turn in range(6)]
+            )
+            for rank in range(workers)
+        ]
+    ).mean(0)
+    phi = began(plane, 1)[0]
+    m = torch.zeros_like(phi)
+    for turn in range(6):
+        m = 0.5 * m + 0.7 * ways[turn]
+        phi = phi + m
+        assert (x[:, 4 * turn + 3].mean(0) - phi).abs().max() < 1e-12
+    if workers > 2:
+        assert (x[0, -1] - x[1, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_pairs_meet_by_the_rule(simulate: Any, workers: int) -> None:
+    """m <- mu m + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m, over the two of a pair.
+
+    One that has no partner in a round is a pair by itself.
+    """
+    plane, ranks = Plane(8), range(workers)
+    simulate(plane, "noloco:2,mu=0.4,lr=0.6", workers)
+    phi, m = list(began(plane, workers)), [torch.zeros_like(began(plane, 1)[0])] * workers
+    for turn in range(4):
+        met = partners(workers, 0, turn)
+        pairs = [(rank, met.get(rank, rank)) for rank in ranks]
+        assert {other for _, other in pairs} == set(ranks) and (len(met) + 1) // 2 == workers // 2
+        ways = [down(plane, rank, 2 * turn) - down(plane, rank, 2 * turn + 2) for rank in ranks]
+        m = [
+            0.4 * m[i] + 0.6 * (ways[i] + ways[j]) / 2 + 0.6 * ((phi[i] + phi[j]) / 2 - phi[i])
+            for i, j in pairs
+        ]
+        phi = [phi[rank] + m[rank] for rank in ranks]
+        for rank in ranks:
+            assert (flat(plane.x[rank][2 * turn + 1]) - phi[rank]).abs().max() < 1e-13
+    assert workers == 2 or (phi[0] - phi[1]).abs().max() > 1e-3
+
+
+def test_noloco_sends_only_pairwise_messages(simulate: Any) -> None:
+    """Each meeting moves two vectors each way, and there is no collective."""
+    summary = simulate(Steps(12, size=100), "noloco:3", 4)
+    heard = [line for line in events(summary, "deliver") if line["kind"] == "fetch"]
+    assert len(heard) == 4 * 4  # each of four, four times
+    # Besides, all begin with the parameters of worker 0; the look at the end comes after the count.
+    assert summary["bytes_sent"] == 3 * 800 + 4 * 4 * 2 * 800
+
+
+# Churn, for those that step together
+
+STEPPING = ["push", "push:2", "push:1,fanout=2", "noloco:3"]
+
+
+@each_value(
+    ("strategy", STEPPING),
+    ("back", ["", 'back = "95 ms"\n', 'back = "56 ms"\n']),
+    ("who", [[0], [3], [1, 2]]),
+)
+def test_push_and_noloco_survivors_continue_after_crashes_and_rejoins(
+    simulate: Any, strategy: str, back: str, who: list[int]
+) -> None:
+    """Some die in the middle of an epoch; those that come back are in from the next one on."""
+    crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\n{back}'
+    script = Script(size=240, epochs=4)
+    summary = simulate(script, strategy, 5, cluster=LINKS + crash)
+    assert set(summary["lost"]) == {f"worker {rank}" for rank in who}
+    assert summary["joined"] == (len(who) if back else 0)
+    assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
+    last = {line["node"] for line in events(summary, "step")[-10:]}
+    assert last == {f"worker {rank}" for rank in range(5) if back or rank not in who}
+
+
+@each_value(("seed", range(10)), ("strategy", STEPPING))
+def test_push_and_noloco_finish_despite_random_delays_and_crashes(
+    simulate: Any, seed: int, strategy: str
+) -> None:
+    lots = torch.Generator().manual_seed(100 + seed)
+    text = LINKS
+    for rank in torch.randperm(6, generator=lots)[:4].tolist():
+        at = int(torch.randint(1, 400, (), generator=lots))
+        text += f'[[failures]]\nworkers = [{rank}]\nat = "{at} ms"\n'
+        if torch.rand((), generator=lots) < 0.6:
+            text += f'back = "{at + int(torch.randint(1, 200, (), generator=lots))} ms"\n'
+    summary = simulate(Script(size=120, epochs=4), strategy, 6, cluster=text, seed=seed)
+    assert summary["lost"] and summary["metrics"]["after"] < summary["metrics"]["before"]
+
+
+def test_push_sum_weight_sent_to_a_dead_worker_is_recovered(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among those who live the sum of omega falls by no more than the dead one had."""
+    plane = Plane(60)
+    crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
+    totals: list[int] = []
+
+    def look() -> None:
+        if len(plane.replicas) == 4:
+            living = {rank: replica for rank, replica in plane.replicas.items() if rank != 1}
+            own = sum(replica.notes["omega"] for replica in living.values())
+            own += sum(grains for replica in living.values() for grains, _ in replica.notes["returned"])
+            totals.append(own)
+
+    watch(monkeypatch, look)
+    summary = simulate(plane, "push", 4, cluster='[[hosts]]\nstep_time = "10 ms"\n' + crash)
+    assert list(summary["lost"]) == ["worker 1"]
+    assert totals[-1] >= 2 * ONE and {len(plane.x[rank]) for rank in (0, 2, 3)} == {60}
+
+
+def test_push_loses_no_weight_to_a_worker_that_dies_during_regrouping(simulate: Any) -> None:
+    """It is in the group and gone already: nothing is laid out for it, and no weight is lost to it."""
+
+    def script() -> None:
+        here = pr.init()
+        point = Point(3)
+        point, optimizer = here.prepare(point, torch.optim.SGD(point.parameters(), lr=0.1))
+        for step in range(40):
+            if step == 20:
+                here.strategy.regroup(here._node, here._replica, [0, 1, 2, 3], 1)
+            point.x.grad = torch.ones_like(point.x)
+            optimizer.step()
+        replicas[here.rank] = here._replica
+
+    replicas: dict[int, Replica] = {}
+    crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
+    simulate(script, "push", 4, cluster=crash)
+    assert sum(replica.notes["omega"] for replica in replicas.values()) == 3 * ONE
+    assert not any(gifts_of(replica).given for replica in replicas.values())

@@ -1,0 +1,108 @@
+"""Strategies and codecs touch the world only through Node, or no simulation or replay could be trusted."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import polyrhythm
+
+ROOT = Path(polyrhythm.__file__).parent
+PACKAGES = ("strategies", "compress", "coordination")
+FORBIDDEN = (
+    *("socket", "ssl", "select", "selectors", "asyncio", "threading", "multiprocessing", "subprocess"),
+    *("time", "random", "os", "greenlet", "numpy.random", "torch.distributed", "torch.manual_seed"),
+    *("polyrhythm.wire", "polyrhythm.worlds", "polyrhythm.launch"),
+    "importlib",
+    *(BUILTINS := ("__import__", "exec", "eval")),  # ways around this test
+)
+
+
+def names_used(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Every dotted name that a module imports or reaches through an import, however it is spelled."""
+    local = {name: name for name in BUILTINS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                # `import a.b` binds a; `import a.b as c` binds c to a.b
+                bound = alias.name if alias.asname else alias.name.partition(".")[0]
+                local[alias.asname or bound] = bound
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            source = parents[: len(parents) + 1 - node.level] if node.level else []
+            for alias in node.names:
+                name = ".".join([*source, *filter(None, [node.module]), alias.name])
+                yield node.lineno, name
+                local[alias.asname or alias.name] = name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, dot, rest = ast.unparse(node).partition(".")
+            if first in local:
+                yield node.lineno, local[first] + dot + rest
+
+
+def violations(text: str, package: str = "polyrhythm.strategies") -> list[str]:
+    return [
+        f"line {line}: {name}"
+        for line, name in sorted(set(names_used(ast.parse(text), package)))
+        if name.startswith("torch.rand") or any(f"{name}.".startswith(f"{bad}.") for bad in FORBIDDEN)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_strategies_and_codecs_import_no_forbidden_module(path: Path) -> None:
+    package = ".".join(["polyrhythm", *path.parent.relative_to(ROOT).parts])
+    assert violations(path.read_text(), package) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import socket",
+        "import os.path",
+        "import json, time",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import torch\ntorch.distributed.barrier()",
+        "from polyrhythm import wire",
+        "from polyrhythm.worlds.processes.node import Processes",
+        "from .. import launch",
+        "from ..wire.frames import read",
+        "def f():\n    import random",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import threading",
+        "import torch\nx = torch.rand(3)",
+        "import torch as t\nx = t.randint_like(y, 3)",
+        "from torch import randperm",
+        "import torch\ntorch.manual_seed(0)",
+        "import torch\ntorch.random.seed()",
+        "import numpy as np\nnp.random.rand(3)",
+        "__import__('socket')",
+        "import importlib",
+    ],
+)
+def test_dependency_check_rejects_forbidden_imports(text: str) -> None:
+    assert violations(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import math\nimport torch\nx = torch.zeros(3)",
+        "from polyrhythm.core.node import Node\nfrom ..strategy import Strategy",
+        "from polyrhythm.collectives.arithmetic import cut",
+        "def step(node, replica):\n    time = node.now()\n    node.time.random(time)",
+        "import oslo, timeit_like",
+        "noise = torch.empty(3).uniform_(generator=generator)",
+    ],
+)
+def test_dependency_check_accepts_allowed_imports(text: str) -> None:
+    assert violations(text) == []
