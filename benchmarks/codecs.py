@@ -116,7 +116,7 @@ def _speed_rows(
 def _speeds(rounds: int) -> Times:
     import torch
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
     from polyrhythm.core.registry import parse_codec
 
     torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def _speeds(rounds: int) -> Times:
     magnitudes = values.abs().sort(descending=True).values
     # For a threshold of 1, numbers such that the wanted share of them reach it.
     scaled = {share: values / magnitudes[round(share * COUNT)] for _, share, _, _ in SPEEDS if share}
-    into, memory = torch.zeros(COUNT), Memory.alone(count=COUNT)
+    into, memory = torch.zeros(COUNT), CodecState.alone(count=COUNT)
     times: Times = {}
 
     def timed(what: str, call: Callable[[], Any]) -> Any:
@@ -145,7 +145,7 @@ def _speeds(rounds: int) -> Times:
             label = text if share is None else f"{text} at {share:.1%}"
             if memory.residual is not None:
                 memory.residual.zero_()
-            mine = memory if codec.feedback else Memory.alone(0, feedback=False)
+            mine = memory if codec.feedback else CodecState.alone(0, feedback=False)
             code = timed(f"{SEND} {label}", lambda: codec.send(given, mine))  # noqa: B023
             timed(f"{DECODE} {label}", lambda: codec.decode(code, into))  # noqa: B023
             if text in PICKS:
@@ -172,7 +172,7 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
     from torch.nn import functional as F
 
     from polyrhythm.compress.kernels import entropy
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
     from polyrhythm.core.registry import parse_codec
     from polyrhythm.data import mnist
 
@@ -183,7 +183,7 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     size = sum(parameter.numel() for parameter in net.parameters())
     texts = ("topk:0.05", "topk:0.01", "topk:0.001", "threshold:0.01", "threshold:adaptive=yes")
-    codecs = [(text, parse_codec(text), Memory.alone(count=size)) for text in texts]
+    codecs = [(text, parse_codec(text), CodecState.alone(count=size)) for text in texts]
     totals = {
         text: np.zeros(4) for text in texts
     }  # bits of even ones, of real ones, their entropy, and count

@@ -65,12 +65,12 @@ def _rank(place: Together, arenas: Any, sizes: tuple[int, ...], rounds: int) -> 
     numbers = iter(range(1, 1 << 30))
     systems: dict[str, Callable[[Any], None]] = {
         "gloo": distributed.all_reduce,
-        "ring": lambda x: ring.all_reduce(node, node.workers, [x], "sum", next(numbers)),
-        "shared memory": lambda x: node.all_reduce(x, op="sum"),
+        "ring": lambda x: ring.all_reduce(node, node.members.workers, [x], "sum", next(numbers)),
+        "shared memory": lambda x: node.group().all_reduce(x, op="sum"),
     }
     times: dict[tuple[int, str], list[float]] = {}
     for size in sizes:
-        vector = node.empty(size // 4, torch.float32)
+        vector = node.memory.empty(size // 4, torch.float32)
         repeats = max(1, min(50, (8 << 20) // size))
         for number in range(-1, rounds):  # the first round is a rehearsal
             for name in list(systems) if number % 2 else list(reversed(systems)):

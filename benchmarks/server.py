@@ -211,11 +211,11 @@ class Ours(System):
         model = nn.ParameterList([torch.zeros(count)])
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         if self.index >= 0:
-            self.shard = Shard(model, optimizer, self.index, self.servers, self.node.empty)
+            self.shard = Shard(model, optimizer, self.index, self.servers, self.node.memory.empty)
         else:
-            self.replica = Replica(model, optimizer, self.node.empty)
+            self.replica = Replica(model, optimizer, self.node.memory.empty)
             model[0].grad = torch.full((count,), 1e-3)
-            self.replica.gather()
+            self.replica.gradients.gather()
 
     def serve(self, trips: int) -> None:
         import torch

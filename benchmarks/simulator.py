@@ -38,16 +38,16 @@ class Ping(Strategy):
     count: int = 1
 
     def step(self, node: Node, replica: Replica) -> None:
-        server = node.servers[0]
+        server = node.members.servers[0]
         for _ in range(self.count):
-            node.ask(server, "ping").wait()
+            node.request(server, "ping").wait()
 
     def serve(self, node: Node, shard: Shard) -> None:
         while True:
             message = node.receive("ping")
             if message is not None:
-                node.answer(message)
-            elif not node.workers:
+                node.reply(message)
+            elif not node.members.workers:
                 return
 
 

@@ -108,23 +108,23 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     import polyrhythm as pr
-    from polyrhythm.compress.compressor import Coder
+    from polyrhythm.compress.compressor import Decompressor
     from polyrhythm.data.mnist import mnist
 
     entries: list[int] = []
-    combine = Coder.combine
+    combine = Decompressor.combine
 
-    def counted(self: Coder, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+    def counted(self: Decompressor, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
         """Counts what is in the codes of all, on the way."""
         entries.append(0)
         for given in codes:
-            for code, stretch in zip(given, self.coded, strict=True):
-                alone = torch.zeros(stretch.high - stretch.low)
+            for code, segment in zip(given, self.coded, strict=True):
+                alone = torch.zeros(segment.high - segment.low)
                 self.codec.decode(code, alone)
                 entries[-1] += int(alone.count_nonzero())
         combine(self, codes, into)
 
-    Coder.combine = counted  # type: ignore[method-assign]
+    Decompressor.combine = counted  # type: ignore[method-assign]
     session = pr.init()
     images, labels = mnist()[0].tensors
     data = TensorDataset(images[:TRAINING], labels[:TRAINING])
@@ -132,7 +132,7 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
-    transport: Any = session._seat.node.transport
+    transport: Any = session._context.node.transport
 
     def sent() -> dict[str, int]:
         traffic = transport.traffic()

@@ -55,7 +55,7 @@ NOT_PLAIN = {
 
 
 def lockstep(row: Row) -> bool:
-    return pr.parse(row.strategy).lockstep
+    return pr.parse(row.strategy).traits.lockstep
 
 
 def takes_adam(row: Row) -> bool:
@@ -359,12 +359,12 @@ def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as other:
 
-        def ask(row: Row) -> list[dict[str, Any]]:
+        def request(row: Row) -> list[dict[str, Any]]:
             other.stdin.write(json.dumps(list(row)) + "\n")
             other.stdin.flush()
             return json.loads(other.stdout.readline())
 
-        yield ask
+        yield request
         other.stdin.close()
 
 

@@ -98,7 +98,7 @@ def test_dependency_check_rejects_forbidden_imports(text: str) -> None:
     [
         "import math\nimport torch\nx = torch.zeros(3)",
         "from polyrhythm.core.node import Node\nfrom ..strategy import Strategy",
-        "from polyrhythm.collectives.arithmetic import cut",
+        "from polyrhythm.collectives.arithmetic import cut"
         "def step(node, replica):\n    time = node.now()\n    node.time.random(time)",
         "import oslo, timeit_like",
         "noise = torch.empty(3).uniform_(generator=generator)",

@@ -675,7 +675,7 @@ def test_different_collectives_are_named() -> None:
         name = "confused"
 
         def step(self, node: Node, replica: Replica) -> None:
-            node.all_reduce(*replica.parameters, op="sum" if node.rank else "mean")
+            node.group().all_reduce(*replica.parameters, op="sum" if node.rank else "mean")
 
     try:
         with pytest.raises(PolyrhythmError, match="same collectives in the same order"):

@@ -125,9 +125,9 @@ class Runs:
     def run(self, row: Row, descent: Descent) -> Run:
         strategy, workers = pr.parse(row.strategy), len(descent.gradients)
         cluster = row.cluster
-        if not strategy.lockstep:
+        if not strategy.traits.lockstep:
             cluster = self.folder / "cluster.toml"
-            cluster.write_text(LOOSE if strategy.one_host else DELAYED)
+            cluster.write_text(LOOSE if strategy.traits.one_host else DELAYED)
         summary = pr.simulate(
             descent, workers=workers, strategy=row.strategy, servers=row.servers, cluster=cluster,
             runs=self.folder, threads=1,
@@ -149,7 +149,7 @@ class Runs:
 
 def momentum(row: Row) -> float:
     """None where servers may have it: there it depends on the order in which gradients arrive."""
-    return 0.8 if pr.parse(row.strategy).lockstep else 0.0
+    return 0.8 if pr.parse(row.strategy).traits.lockstep else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def scale(runs: Runs, row: Row) -> None:
     for step, g in enumerate(alone.gradients[0], 1):
         x, b = alone.sgd(x, b, g, step)
     strategy, found = pr.parse(row.strategy), runs.displacement(row, "equal")
-    alike = strategy.lockstep or strategy.name not in EACH_STEP_COUNTS
+    alike = strategy.traits.lockstep or strategy.name not in EACH_STEP_COUNTS
     times = 1 if alike else 3
     check_same(found, times * x, f"scale: 3 workers with equal gradients against {times} times SGD alone")
 
@@ -252,7 +252,7 @@ def check_rule(runs: Runs, row: Row, workers: int, law: Reference) -> None:
     sizes = torch.randint(1, 4, (workers, steps), generator=torch.Generator().manual_seed(3))
     descent = Descent(
         noise(4, workers, steps), lambda step: 0.1 if step < 7 else 0.05, momentum=0.8, decay=0.05,
-        examples=sizes if pr.parse(row.strategy).lockstep else None,
+        examples=sizes if pr.parse(row.strategy).traits.lockstep else None,
     )  # fmt: skip
     run = runs.run(row, descent)
     expected = law(run)
@@ -323,7 +323,7 @@ def by_max() -> str:
         def mean(
             self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
         ) -> None:
-            node.all_reduce(*vectors, op="max")
+            node.group().all_reduce(*vectors, op="max")
 
     return "by-max:3"
 
@@ -334,7 +334,7 @@ def by_sum() -> str:
         name: ClassVar[str] = "by-sum"
 
         def step(self, node: Node, replica: Replica) -> None:
-            node.all_reduce(*replica.gradient, op="sum")
+            node.group().all_reduce(*replica.gradient, op="sum")
             replica.apply()
 
     return "by-sum"
@@ -346,7 +346,7 @@ def by_sign() -> str:
         name: ClassVar[str] = "by-sign"
 
         def step(self, node: Node, replica: Replica) -> None:
-            node.all_reduce(*replica.gradient, op="mean")
+            node.group().all_reduce(*replica.gradient, op="mean")
             for part in replica.gradient:
                 part.sign_()
             replica.apply()
@@ -362,7 +362,7 @@ def by_the_first() -> str:
         def mean(
             self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
         ) -> None:
-            node.broadcast(*vectors)
+            node.group().broadcast(*vectors)
 
     return "by-the-first:2"
 

@@ -353,7 +353,7 @@ def _listing(kind: Literal["strategy", "codec"], one: str | None, as_json: bool)
         print("A strategy is written name:value,field=value; the value after the colon sets the first field.")
         print("After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.")
         print("Two, as in allreduce / diloco:50, are one inside each site and another between the sites:")
-        print(f"inside there can be {able('inside')}, between {able('between')}.")
+        print(f"inside there can be {able('inside_sites')}, between {able('between_sites')}.")
         print("`polyrhythm strategies NAME` tells what one does, and what its fields mean.\n")
     elif one is None:
         print("A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.")

@@ -10,12 +10,10 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import BLOCK, split
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Walking in pieces that stay in a core's cache halves the trips to memory.
-BLOCK = 1 << 16
 
 _FOLD = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum"}
 OPERATIONS = tuple(_FOLD)
@@ -72,23 +70,6 @@ def checked(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
             shape = tuple(tensor.shape)
             raise UsageError(f"a tensor of shape {shape} is reduced in place: it must be contiguous")
     return [tensor.detach().view(-1) for tensor in tensors]
-
-
-def split(count: int, parts: int) -> list[tuple[int, int]]:
-    """Near-equal consecutive ranges of `count` elements, the longer ones first."""
-    base, extra = divmod(count, parts)
-    ends = [base * (part + 1) + min(part + 1, extra) for part in range(parts)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def cut(vectors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-    """Elements `start` to `stop` of several flat vectors laid end to end, as views; empty ones are kept."""
-    pieces, offset = [], 0
-    for vector in vectors:
-        low, high = start - offset, stop - offset
-        pieces.append(vector[max(0, low) : max(0, high)])
-        offset += vector.numel()
-    return tuple(pieces)
 
 
 def sent(count: int, parts: int, index: int) -> int:

@@ -37,10 +37,10 @@ def check(way: str) -> None:
 
 def check_codec(way: str, strategy: Strategy) -> None:
     """Refuses to have what cannot be added up added up on its way."""
-    if len(strategy.levels) > 1:
-        return _check_levels(way, *strategy.levels)
+    if len(strategy.parts) > 1:
+        return _check_levels(way, *strategy.parts)
     codec = strategy.codec
-    if codec is None or strategy.servers or codec.summable or codec.shared:
+    if codec is None or strategy.traits.uses_servers or codec.summable or codec.shared:
         return
     if way in ("hierarchical", "shared") or (way == "ring" and not codec.hops):
         where = "in shared memory" if way == "shared" else "on its way round a ring"

@@ -19,7 +19,8 @@ from polyrhythm.core.errors import PeerLost, WireError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.core.node import Coding, Node
+    from polyrhythm.core.group import Coding
+    from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
 
 
@@ -41,17 +42,17 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
 
     def swap(turn: int, codes: Sequence[Tensor]) -> list[Tensor]:
         """Gives codes to the right, and takes as many from the left."""
-        reply = node.ask(right, f"{name} {turn}", *codes)
+        reply = node.request(right, f"{name} {turn}", *codes)
         try:
             message = arrival(node, left, f"{name} {turn}", f"{name} lost")
         except PeerLost as error:
-            if right in node.workers:
+            if right in node.members.workers:
                 node.send(right, f"{name} lost", why=str(error))
             raise
         if len(message.tensors) != len(pairs):
             raise WireError(f"{left} sent {len(message.tensors)} codes where {codec} makes {len(pairs)}")
         given = [code.clone() for code in message.tensors]
-        node.answer(message)
+        node.reply(message)
         reply.wait()
         return given
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.collectives.arithmetic import reduce, split
+from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.model.vectors import split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
     ):  # each starts with its neighbour, so that nobody is asked by all at once
         other = (mine + distance) % len(workers)
         asked = part(other)
-        replies.append(node.ask(workers[other], f"reduce {number}", *asked, into=asked))
+        replies.append(node.request(workers[other], f"reduce {number}", *asked, into=asked))
     own = part(mine)
     requests = gather(node, f"reduce {number}", workers)
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
@@ -47,7 +48,7 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
             outputs = [place, *(request.tensors[index] for request in requests)]
             reduce([given[worker][index].to(place.device) for worker in workers], op, outputs)
     for request in requests:
-        node.answer(request, *request.tensors)
+        node.reply(request, *request.tensors)
     for reply in replies:
         reply.wait()
 
@@ -58,13 +59,13 @@ def all_gather(
     """What each of these workers gives, in their order: tensors of whatever lengths."""
     mine, kind = workers.index(node.me), f"gather {number}"
     replies = [
-        node.ask(workers[(mine + distance) % len(workers)], kind, *tensors)
+        node.request(workers[(mine + distance) % len(workers)], kind, *tensors)
         for distance in range(1, len(workers))
     ]
     given: dict[Peer, Sequence[Tensor]] = {node.me: tensors}
     for request in gather(node, kind, workers):
         given[request.sender] = [tensor.clone() for tensor in request.tensors]
-        node.answer(request)
+        node.reply(request)
     for reply in replies:
         reply.wait()
     return [given[worker] for worker in workers]
@@ -74,10 +75,10 @@ def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], ro
     """Overwrites each tensor with that of worker `root`."""
     if node.rank == root:
         for request in gather(node, f"broadcast {number}", workers):
-            node.answer(request, *tensors)
+            node.reply(request, *tensors)
     else:
         source = next(worker for worker in workers if worker.rank == root)
-        node.ask(source, f"broadcast {number}", into=tensors).wait()
+        node.request(source, f"broadcast {number}", into=tensors).wait()
 
 
 def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
@@ -92,7 +93,7 @@ def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
         if request is not None:
             requests[request.sender] = request
             continue
-        for worker in (*node.lost, *workers):
-            if worker not in (*requests, *node.workers):
+        for worker in (*node.members.lost, *workers):
+            if worker not in (*requests, *node.members.workers):
                 raise PeerLost(f"{node.me} waited in {kind!r} for {worker}, which is gone")
     return list(requests.values())

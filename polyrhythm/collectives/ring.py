@@ -191,8 +191,8 @@ def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
             raise WaitError(f"{error}; {left} did not, or somebody before it in the ring") from None
         if message is None:
             # One that finished its part may be gone: but the left neighbour goes after its last segment.
-            for peer in (*node.lost, left):
-                if peer not in node.workers:
+            for peer in (*node.members.lost, left):
+                if peer not in node.members.workers:
                     raise PeerLost(f"{node.me} waited in {kind!r} for {peer}, which is gone")
         elif message.kind == lost:
             raise PeerLost(message["why"])
@@ -240,7 +240,7 @@ class _NodePort(Port):
         self._places[number] = places
         if not fold:
             self._kept[number] = self._node.expect(self._left, f"{self._name} {number}", places)
-        self._replies[number] = self._node.ask(self._right, f"{self._name} {number}", *out)
+        self._replies[number] = self._node.request(self._right, f"{self._name} {number}", *out)
 
     def arrived(self, number: int) -> Sequence[Tensor]:
         message = arrival(self._node, self._left, f"{self._name} {number}", f"{self._name} lost")
@@ -258,7 +258,7 @@ class _NodePort(Port):
 
     def release(self, number: int) -> None:
         message, self._message = self._message, None
-        self._node.answer(message)
+        self._node.reply(message)
 
     def settle(self, number: int) -> None:
         if (reply := self._replies.pop(number, None)) is not None:
@@ -270,7 +270,7 @@ class _NodePort(Port):
 
     def pass_on(self, error: PeerLost) -> None:
         """Tells the right neighbour who is gone: it may be somebody that it does not wait for itself."""
-        if self._right in self._node.workers:
+        if self._right in self._node.members.workers:
             with contextlib.suppress(PolyrhythmError):
                 self._node.send(self._right, f"{self._name} lost", why=str(error))
 

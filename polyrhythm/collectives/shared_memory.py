@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyrhythm.collectives.arithmetic import OPERATIONS, reduce, split
+from polyrhythm.collectives.arithmetic import OPERATIONS, reduce
 from polyrhythm.core.errors import PolyrhythmError
-from polyrhythm.core.node import Task
+from polyrhythm.core.group import Task
+from polyrhythm.model.vectors import split
 
 if TYPE_CHECKING:
     from torch import Tensor

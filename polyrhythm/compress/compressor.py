@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.collectives.ring import bounds
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import NotFinite, UsageError, WireError
+from polyrhythm.model.vectors import cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class Home(Protocol):
     def buffer(self, name: str, exact: bool = False) -> tuple[Tensor, ...]: ...
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """From `low` to `high` of one of the vectors that are sent."""
 
     part: int
@@ -46,20 +46,20 @@ class Stretch(NamedTuple):
         return vectors[self.part][self.low : self.high]
 
 
-class Coder:
+class Decompressor:
     """What is known at both ends: how vectors that are a range of the layout are cut, and how to decode."""
 
     def __init__(self, codec: Codec, layout: Layout, start: int = 0, stop: int | None = None) -> None:
         self.codec, self.start = codec, start
         self.stop = layout.total if stop is None else stop
-        self.stretches = list(_stretches(codec, layout, start, self.stop))
-        self.coded = [each for each in self.stretches if each.coded]
+        self.segments = list(_segments(codec, layout, start, self.stop))
+        self.coded = [each for each in self.segments if each.coded]
         for dtype in {kind for kind, _ in layout.kinds}:
             codec.prepare(wide(dtype))
 
     def plain(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """What of the vectors travels as it is."""
-        return [each.of(vectors) for each in self.stretches if not each.coded]
+        return [each.of(vectors) for each in self.segments if not each.coded]
 
     def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """What of the vectors travels in codes."""
@@ -69,8 +69,8 @@ class Coder:
         """Overwrites what is coded of the vectors with the mean of what all sent, added up in rank order."""
         for each in codes:
             self._count(each, self.coded)
-        for place, stretch in enumerate(self.coded):
-            target = stretch.of(into)
+        for place, segment in enumerate(self.coded):
+            target = segment.of(into)
             total = target if target.element_size() >= 4 else torch.empty_like(target, dtype=torch.float32)
             total.zero_()
             for given in codes:
@@ -85,8 +85,8 @@ class Coder:
         """Overwrites what is coded of the vectors with the mean whose sum came in chunks, one per worker."""
         for each in chunks:
             self._count(each, self.coded)
-        for place, stretch in enumerate(self.coded):
-            target = stretch.of(into)
+        for place, segment in enumerate(self.coded):
+            target = segment.of(into)
             total = torch.zeros_like(target, dtype=wide(target.dtype))
             for number, given in enumerate(chunks):
                 low, high = bounds(total.numel(), len(chunks), number)
@@ -96,25 +96,25 @@ class Coder:
 
     def norm(self, vectors: Sequence[Tensor]) -> float:
         """The Euclidean length of all that is coded of the vectors."""
-        parts = [stretch.of(vectors) for stretch in self.coded]
+        parts = [segment.of(vectors) for segment in self.coded]
         return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
 
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Copies what is coded of other vectors."""
-        for stretch in self.coded:
-            stretch.of(into).copy_(stretch.of(theirs))
+        for segment in self.coded:
+            segment.of(into).copy_(segment.of(theirs))
 
     def agree(self, mean: Sequence[Tensor]) -> None:
         """Makes of the mean of what all have sent what all go on with."""
-        for stretch in self.coded:
-            self.codec.agree(stretch.of(mean))
+        for segment in self.coded:
+            self.codec.agree(segment.of(mean))
 
     def add(self, given: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Adds what `Sender.everything` has made to the vectors."""
-        self._count(given, self.stretches)
-        for code, stretch in zip(given, self.stretches, strict=True):
-            target = stretch.of(into)
-            if not stretch.coded:
+        self._count(given, self.segments)
+        for code, segment in zip(given, self.segments, strict=True):
+            target = segment.of(into)
+            if not segment.coded:
                 if code.numel() != target.numel() or code.dtype != target.dtype:
                     raise WireError(
                         f"{code.numel()} numbers ({code.dtype}) came where {target.numel()} ({target.dtype}) "
@@ -128,12 +128,12 @@ class Coder:
                 self.codec.decode(code, exact)
                 target.copy_(exact)
 
-    def _count(self, given: Sequence[Tensor], wanted: Sequence[Stretch]) -> None:
+    def _count(self, given: Sequence[Tensor], wanted: Sequence[Segment]) -> None:
         if len(given) != len(wanted):
             raise WireError(f"{len(given)} codes came where {self.codec} makes {len(wanted)}")
 
 
-class Sender(Coder):
+class Compressor(Decompressor):
     """One end that sends, with its memory of every stretch."""
 
     def __init__(
@@ -154,27 +154,27 @@ class Sender(Coder):
         self.worker = worker
         kept = home.notes.setdefault("codecs", {})
 
-        def memory(stretch: Stretch) -> Memory:
-            place = f"{name} {start} {stretch.part} {stretch.low}"
+        def memory(segment: Segment) -> CodecState:
+            place = f"{name} {start} {segment.part} {segment.low}"
 
             def vector(what: str) -> Tensor:
-                return stretch.of(self._mine(home.buffer(f"{name}: {what}", exact=True)))
+                return segment.of(self._mine(home.buffer(f"{name}: {what}", exact=True)))
 
-            return Memory(
-                vector, kept.setdefault(place, {}), shapes=stretch.shapes, place=place, seed=seed,
+            return CodecState(
+                vector, kept.setdefault(place, {}), shapes=segment.shapes, place=place, seed=seed,
                 worker=worker, workers=workers, feedback=codec.feedback if feedback is None else feedback,
             )  # fmt: skip
 
-        self.memories = [memory(stretch) for stretch in self.coded]
+        self.memories = [memory(segment) for segment in self.coded]
 
     def _mine(self, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
         """A buffer may be that of the whole layout, or of this range only."""
         whole = sum(vector.numel() for vector in vectors) != self.stop - self.start
         return cut(vectors, self.start, self.stop) if whole else vectors
 
-    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, Memory]]:
+    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, CodecState]]:
         """What is coded of the vectors, stretch by stretch, with what is remembered of each."""
-        values = [stretch.of(vectors) for stretch in self.coded]
+        values = [segment.of(vectors) for segment in self.coded]
         exact = [each if each.element_size() >= 4 else each.float() for each in values]
         return list(zip(exact, self.memories, strict=True))
 
@@ -190,34 +190,34 @@ class Sender(Coder):
             memory.sent()
         return codes
 
-    def _check(self, memory: Memory) -> None:
+    def _check(self, memory: CodecState) -> None:
         """Raises `NotFinite` if what waits has overflowed, though all that came was finite."""
-        owed = memory.residual
+        residual = memory.residual
         # A sum takes a small part of the time that coding does; but that of large numbers may overflow too.
-        if owed is None or math.isfinite(float(owed.sum())) or bool(torch.isfinite(owed).all()):
+        if residual is None or math.isfinite(float(residual.sum())) or bool(torch.isfinite(residual).all()):
             return
         raise NotFinite(
             f"worker {self.worker}: what {self.codec} has not sent yet has grown beyond the largest number "
-            f"({owed.dtype}): lower the learning rate, clip gradients, or send more of them at a time"
+            f"({residual.dtype}): lower the learning rate, clip gradients, or send more of them at a time"
         )
 
-    def sent(self, pairs: Sequence[tuple[Tensor, Memory]], vectors: Sequence[Tensor]) -> None:
+    def sent(self, pairs: Sequence[tuple[Tensor, CodecState]], vectors: Sequence[Tensor]) -> None:
         """All workers have exchanged these, and their mean is in its place."""
-        for stretch, (values, memory) in zip(self.coded, pairs, strict=True):
+        for segment, (values, memory) in zip(self.coded, pairs, strict=True):
             memory.sent()
-            if values.dtype != vectors[stretch.part].dtype:
-                stretch.of(vectors).copy_(values)
+            if values.dtype != vectors[segment.part].dtype:
+                segment.of(vectors).copy_(values)
 
     def everything(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
         """One tensor for each stretch: its code, or as it is."""
         codes = iter(self.send(vectors, norm))
-        return [next(codes) if each.coded else each.of(vectors) for each in self.stretches]
+        return [next(codes) if each.coded else each.of(vectors) for each in self.segments]
 
     def settle(self, vectors: Sequence[Tensor]) -> None:
         """Adds all that was not sent yet to the vectors: it is owed no longer."""
-        for stretch, memory in zip(self.coded, self.memories, strict=True):
+        for segment, memory in zip(self.coded, self.memories, strict=True):
             if memory.residual is not None:
-                stretch.of(vectors).add_(memory.residual)
+                segment.of(vectors).add_(memory.residual)
                 memory.residual.zero_()
 
 
@@ -226,7 +226,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[Stretch]:
+def _segments(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[Segment]:
     """What lies side by side and travels the same way is one, but with `per=layer` each tensor."""
     asked = [word for word in codec.dense.split("/") if word]
     for word in asked:
@@ -236,13 +236,13 @@ def _stretches(codec: Codec, layout: Layout, start: int, stop: int) -> Iterator[
             )
             raise UsageError(f"{codec}: the model has no layer {word!r} to leave as it is; it has: {known}")
     offsets = [0] * len(layout.counts)
-    open_: Stretch | None = None
+    open_: Segment | None = None
     for _, piece, low, high in layout.groups(start, stop):
         begin = offsets[piece.part]
         end = offsets[piece.part] = begin + high - low
         shape = tuple(piece.shape) if high - low == piece.shape.numel() else (high - low,)
         coded = not any(_left_out(piece, word) for word in asked)
-        new = Stretch(piece.part, begin, end, (shape,), coded)
+        new = Segment(piece.part, begin, end, (shape,), coded)
         joins = codec.per == "vector" or not coded
         if open_ and joins and (open_.part, open_.high, open_.coded) == (new.part, begin, coded):
             open_ = open_._replace(high=end, shapes=(*open_.shapes, shape))

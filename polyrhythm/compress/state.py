@@ -6,6 +6,7 @@ is a view of its buffers and notes, so that it is saved with them.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from polyrhythm.model.layout import Empty, Layout
 
-class Memory:
+
+class CodecState:
     """What one sender keeps for one stretch."""
 
     def __init__(
@@ -53,7 +56,7 @@ class Memory:
         seed: int = 0,
         worker: int = 0,
         workers: int = 1,
-    ) -> Memory:
+    ) -> CodecState:
         """A memory that belongs to nobody else, for a stretch of `count` numbers."""
         import torch
 
@@ -67,10 +70,10 @@ class Memory:
             worker=worker, workers=workers,
         )  # fmt: skip
 
-    def part(self, low: int, high: int) -> Memory:
+    def part(self, low: int, high: int) -> CodecState:
         """The memory of a part of the stretch that is coded by itself."""
         seed, place, worker = self._origin
-        return Memory(
+        return CodecState(
             lambda name: self.buffer(name)[low:high],
             self._notes.setdefault(f"from {low}", {}),
             shapes=[(high - low,)],
@@ -102,3 +105,30 @@ class Memory:
 
 def _mixed(*words: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "little")
+
+
+class SenderState:
+    """All that a sender keeps for its codec: vectors and notes by name."""
+
+    def __init__(self, layout: Layout, empty: Empty) -> None:
+        self._layout, self._empty = layout, empty
+        self.vectors: dict[str, tuple[Tensor, ...]] = {}
+        self.notes: dict[str, Any] = {}
+
+    def buffer(self, name: str, exact: bool = True) -> tuple[Tensor, ...]:
+        """Persistent flat vectors by name, in at least 32 bits, zero at first."""
+        if name not in self.vectors:
+            self.vectors[name] = self._layout.vectors(self._empty, exact)
+            for vector in self.vectors[name]:
+                vector.zero_()
+        return self.vectors[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        vectors = {name: [part.clone() for part in parts] for name, parts in self.vectors.items()}
+        return {"vectors": vectors, "notes": copy.deepcopy(self.notes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, parts in state["vectors"].items():
+            for place, part in zip(self.buffer(name), parts, strict=True):
+                place.copy_(part)
+        self.notes = copy.deepcopy(state["notes"])

@@ -16,6 +16,7 @@ from polyrhythm.collectives import choose as choice
 from polyrhythm.coordination.leases import Deals, Leases
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.record.folder import RunFolder, spread
@@ -76,7 +77,7 @@ class Coordinator:
         tell: Callable[[str, dict[str, Any]], None],
         replace: Callable[[Peer], bool] = lambda peer: False,
         rescue: Callable[[Peer], bool] = lambda peer: False,
-        released: Callable[[Peer, int], None] = lambda peer, life: None,
+        released: Callable[[Peer, int], None] = lambda peer, incarnation: None,
         restarts: int = 0,
         folder: RunFolder | None = None,
         batch_norm: str | None = None,
@@ -95,7 +96,7 @@ class Coordinator:
         self.members: dict[Peer, list[Any]] = {}  # who is in the run, and where: address, host, arena
         self.gone: dict[Peer, str] = {}  # who has left for good, and why
         self.expected: set[Peer] = set()  # whose replacement is on its way
-        self.lives: Counter[Peer] = Counter()  # which life of a peer is the present one
+        self.incarnations: Counter[Peer] = Counter()  # which life of a peer is the present one
         self.replaced: Counter[str] = Counter()  # how often a peer joined anew
         self.metrics: dict[str, Any] = {}
         self.staleness: Counter[int] = Counter()
@@ -132,15 +133,17 @@ class Coordinator:
 
     # --- what nodes say -----------------------------------------------------------------------------
 
-    def handle(self, peer: Peer, kind: str, fields: dict[str, Any], respond: Respond, life: int = 0) -> None:
+    def handle(
+        self, peer: Peer, kind: str, fields: dict[str, Any], respond: Respond, incarnation: int = 0
+    ) -> None:
         """Takes in one message of a node."""
         handler = getattr(self, f"_on_{kind}", None)
         if kind == "events":
-            self._take_lines(peer, life, fields["lines"])
+            self._take_lines(peer, incarnation, fields["lines"])
             respond({})
         elif handler is None:
             respond({"error": f"the coordinator knows no {kind!r}"})
-        elif life != self.lives[peer]:
+        elif incarnation != self.incarnations[peer]:
             respond({})  # sent before its process died, read since: it has been seen to
         else:
             handler(peer, fields, respond)
@@ -158,7 +161,7 @@ class Coordinator:
                 self.fail(str(error), error.exit_code)
                 return
         self.members[peer] = fields.get("place", [])
-        self._event("join", peer, life=self.lives[peer])
+        self._event("join", peer, incarnation=self.incarnations[peer])
         self.expected.discard(peer)
         self._joining.add(peer, respond)
         if self.running or len(self.members) >= self.workers + self.servers:
@@ -168,7 +171,8 @@ class Coordinator:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
             "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
-            "life": self.lives[peer], "batch_norm": self.batch_norm, "group": self._deals.number,
+            "incarnation": self.incarnations[peer], "batch_norm": self.batch_norm,
+            "group": self._deals.number,
             "sites": [list(ranks) for ranks in self._sites.values()], "far": self._far(peer),
         }  # fmt: skip
 
@@ -193,7 +197,7 @@ class Coordinator:
             )
             return
         self._layouts[peer] = layout
-        self.totals[peer, self.lives[peer]] = Totals()
+        self.totals[peer, self.incarnations[peer]] = Totals()
         if self.running:
             self.replaced[str(peer)] += 1
             self.leases.enter(peer.rank)
@@ -208,10 +212,10 @@ class Coordinator:
             self._preparing.open(lambda peer: {})
 
     def _on_lease(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        totals = self.totals[peer, self.lives[peer]]  # it may not live to say it again
+        totals = self.totals[peer, self.incarnations[peer]]  # it may not live to say it again
         totals.steps, totals.samples = fields["steps"], fields["samples"]
         workers = sum(1 for each in self.members if each.role == "worker")
-        longest = self.strategy.lease if self.strategy is not None else 1
+        longest = self.strategy.traits.max_lease if self.strategy is not None else 1
         lease = self.leases.take(
             peer.rank,
             fields["loader"],
@@ -232,13 +236,13 @@ class Coordinator:
         self._event("give back", peer, loader=fields["loader"], returned=returned)
         respond({})
 
-    def _take_lines(self, peer: Peer, life: int, lines: Sequence[dict[str, Any]]) -> None:
+    def _take_lines(self, peer: Peer, incarnation: int, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
-            self.record(peer, life, line)
+            self.record(peer, incarnation, line)
         if self._folder is not None:
             self._folder.flush()
 
-    def record(self, peer: Peer, life: int, line: dict[str, Any]) -> None:
+    def record(self, peer: Peer, incarnation: int, line: dict[str, Any]) -> None:
         """One line of a node's event log."""
         event = line["event"]
         if event == "apply":
@@ -247,11 +251,11 @@ class Coordinator:
             self.dropped += 1
         elif event == "left" and line["reason"] != "finished":
             role, rank = line["peer"].split()
-            self._let_go(peer, (Peer(role, int(rank)), line["life"]))
+            self._let_go(peer, (Peer(role, int(rank)), line["incarnation"]))
         elif event == "lost updates":
             self.lost_updates = {key: line[key] for key in ("counted", "lost", "share")}
         elif event == "totals":
-            totals = self.totals.setdefault((peer, life), Totals())
+            totals = self.totals.setdefault((peer, incarnation), Totals())
             totals.steps, totals.samples = line["steps"], line["samples"]
             totals.bytes_sent, totals.bytes_between = line["bytes_sent"], line["bytes_between"]
             totals.compute_s, totals.wait_s = line["compute_s"], line["wait_s"]
@@ -294,7 +298,7 @@ class Coordinator:
             self._part()
             return
         others = bool(self.expected) or any(each.role == "worker" and each != peer for each in self.members)
-        lockstep = self.strategy is not None and self.strategy.lockstep
+        lockstep = self.strategy is not None and self.strategy.traits.lockstep
         last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
         respond({"last": last})
         if not last:
@@ -303,7 +307,7 @@ class Coordinator:
     @property
     def _stays(self) -> bool:
         """Whether the workers hold the parameters, and stay until the result is home."""
-        return self.strategy is not None and self.strategy.stays
+        return self.strategy is not None and self.strategy.traits.parameters_held_by_peers
 
     def _part(self) -> None:
         """Once all workers are done, one of them brings the result, while the others still answer it."""
@@ -318,12 +322,12 @@ class Coordinator:
 
     def _on_deal(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """A worker is about to begin an epoch of a loader."""
-        self._deals.ask(peer, self.lives[peer], fields["loader"], fields["epoch"], respond)
+        self._deals.request(peer, self.incarnations[peer], fields["loader"], fields["epoch"], respond)
         self._deal()
 
     def _on_due(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
         """A worker has got its part of an epoch, which nobody else has."""
-        self._due[peer, self.lives[peer]] = fields["samples"]
+        self._due[peer, self.incarnations[peer]] = fields["samples"]
         respond({})
 
     def _on_late(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
@@ -334,7 +338,7 @@ class Coordinator:
     def _deal(self) -> None:
         """Answers those who wait to begin an epoch, if all are there."""
         workers = (each for each in self.members if each.role == "worker" and each not in self._done)
-        self._deals.answer({each: self.lives[each] for each in workers})
+        self._deals.reply({each: self.incarnations[each] for each in workers})
 
     def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
         """The last worker has brought the final parameters, in safetensors form."""
@@ -360,10 +364,12 @@ class Coordinator:
             return
         self.gone[peer] = reason
         self._let_go(peer, *self._holders)
-        life = self.lives[peer]
+        incarnation = self.incarnations[peer]
         returned = self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0
-        self._event("leave", peer, life=life, reason=reason, returned=returned)
-        self._tell("left", {"role": peer.role, "rank": peer.rank, "life": life, "reason": reason})
+        self._event("leave", peer, incarnation=incarnation, reason=reason, returned=returned)
+        self._tell(
+            "left", {"role": peer.role, "rank": peer.rank, "incarnation": incarnation, "reason": reason}
+        )
         if peer.role == "worker" and self._alone:
             self._tell("over", {})
 
@@ -382,15 +388,15 @@ class Coordinator:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
             self.fail(f"{peer} {reason}; its part of the parameters is gone")
-        elif strategy is None or not strategy.survives:
+        elif strategy is None or not strategy.traits.survives:
             self.fail(f"{peer} {reason}; under {strategy} no worker can go on without it (async can)")
         else:
             self._lose(peer, reason)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """A worker is dead, and the others can go on: with another in its place, if there is one."""
-        life, joined = self.lives[peer], peer in self.members
-        self._fallen.append((peer, life))
+        incarnation, joined = self.incarnations[peer], peer in self.members
+        self._fallen.append((peer, incarnation))
         self.expected.discard(peer)
         done = peer in self._done
         self._done.discard(peer)
@@ -407,26 +413,26 @@ class Coordinator:
         self.leave(peer, reason)
         if again:
             self.gone.pop(peer, None)
-            self.lives[peer] += 1
+            self.incarnations[peer] += 1
         else:
             self.gone[peer] = reason
         # Where workers stay, they lend to each other.
         holders = {each for each in self.members if self._stays or each.role == "server"}
         if joined and holders:
-            self._holders[peer, life] = holders
+            self._holders[peer, incarnation] = holders
         else:
-            self._released(peer, life)
+            self._released(peer, incarnation)
         self._part()
         if self._alone and not self.digest:
             self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
 
     def _let_go(self, holder: Peer, *dead: tuple[Peer, int]) -> None:
         """A node holds nothing of a dead worker any longer; once none does, its memory is free."""
-        for worker, life in dead:
-            holders = self._holders.get((worker, life), set())
+        for worker, incarnation in dead:
+            holders = self._holders.get((worker, incarnation), set())
             holders.discard(holder)
-            if not holders and self._holders.pop((worker, life), None) is not None:
-                self._released(worker, life)
+            if not holders and self._holders.pop((worker, incarnation), None) is not None:
+                self._released(worker, incarnation)
 
     def fail(self, message: str, exit_code: int = 1) -> None:
         """The first failure is the run's."""
@@ -480,8 +486,12 @@ class Coordinator:
     @property
     def left_out(self) -> int:
         """Examples that were for one worker alone, which died before it had trained on them, as it said."""
-        trained = {life: self.totals.get(life, Totals()).samples for life in self._fallen}
-        return sum(max(0, self._due.get(life, 0) - samples) for life, samples in trained.items())
+        trained = {
+            incarnation: self.totals.get(incarnation, Totals()).samples for incarnation in self._fallen
+        }
+        return sum(
+            max(0, self._due.get(incarnation, 0) - samples) for incarnation, samples in trained.items()
+        )
 
     @property
     def deaths(self) -> int:
@@ -505,16 +515,15 @@ class Coordinator:
     def _settle(self, strategy: Strategy) -> None:
         """Now it is known which strategy runs, and so whether it needs servers."""
         self.strategy = strategy
-        if strategy.servers:
+        if strategy.traits.uses_servers:
             self.servers = self.servers or 1
         elif self.servers:
             raise UsageError(f"{strategy} needs no servers; leave --servers out")
-        if not strategy.survives and self._restarts:
+        if not strategy.traits.survives and self._restarts:
             raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
-        strategy.check(self.workers, self.servers)
-        strategy.check_sites(self._sites)
+        strategy.check(Plan(strategy, self.workers, self.servers, self._sites))
         choice.check_codec(self._collective, strategy)
-        for codec in () if strategy.servers else (each.codec for each in strategy.levels):
+        for codec in () if strategy.traits.uses_servers else (each.codec for each in strategy.parts):
             if self._collective != "ring" or codec is None or not codec.hops:
                 continue
             self._say(

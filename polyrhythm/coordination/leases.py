@@ -109,12 +109,17 @@ class Deals:
         self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # it, each in one of its lives
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
 
-    def ask(
-        self, worker: Peer, life: int, loader: int, epoch: int, respond: Callable[[dict[str, Any]], None]
+    def request(
+        self,
+        worker: Peer,
+        incarnation: int,
+        loader: int,
+        epoch: int,
+        respond: Callable[[dict[str, Any]], None],
     ) -> None:
         """A worker, in one of its lives, wants to begin an epoch."""
         next_ = self._epochs.get(loader, -1) + 1
-        if epoch < next_ and self._last.get(worker) != life:
+        if epoch < next_ and self._last.get(worker) != incarnation:
             respond({"over": True})
         else:
             self._waiting.setdefault((loader, max(epoch, next_)), {})[worker] = respond
@@ -124,13 +129,15 @@ class Deals:
         """Who wants to begin an epoch, and cannot yet."""
         return {worker for each in self._waiting.values() for worker in each}
 
-    def answer(self, there: Mapping[Peer, int]) -> None:
+    def reply(self, there: Mapping[Peer, int]) -> None:
         """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
             for gone in [worker for worker in waiting if worker not in there]:
                 del waiting[gone]
             # Not who came in place of another: that one may be waiting elsewhere in the script.
-            wanted = [worker for worker, life in self._last.items() if there.get(worker) == life]
+            wanted = [
+                worker for worker, incarnation in self._last.items() if there.get(worker) == incarnation
+            ]
             if not waiting or not all(worker in waiting for worker in wanted):
                 continue
             del self._waiting[loader, epoch]

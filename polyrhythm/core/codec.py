@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
-    from polyrhythm.core.node import Node
+    from polyrhythm.compress.state import CodecState
+    from polyrhythm.core.group import Group
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Codec(Configured):
     pull: Literal["coded", "dense"] = field(default="coded", kw_only=True)
 
     @abstractmethod
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         """The flat tensor to send in place of these values, which may not be changed."""
 
     @abstractmethod
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Adds what a code stands for, times `scale`. The code may be anybody's: WireError if it is none."""
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         """The code of the values and of what was not sent before: with `feedback` the rest is kept."""
         if memory.residual is None:
             return self.encode(values, memory)
@@ -72,11 +72,11 @@ class Codec(Configured):
     def agree(self, mean: Tensor) -> None:
         """Makes of the mean of what all have sent, in place, what all go on with."""
 
-    def mean(self, node: Node, stretches: Sequence[tuple[Tensor, Memory]]) -> None:
-        """Replaces each stretch by its mean over all workers; for those that are `shared`."""
+    def mean(self, group: Group, segments: Sequence[tuple[Tensor, CodecState]]) -> None:
+        """Replaces each stretch by its mean over a group; for those that are `shared`."""
         raise NotImplementedError
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         """The codec for a server's answers: changes of parameters, of which what was not sent is known."""
         return self
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,9 @@ class Message:
         return self.fields[key]
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """Which life of its sender sent it: 0, or how many it has lost."""
-        return self.sequence >> LIFE
+        return self.sequence >> INCARNATION_SHIFT
 
 
 class Reply(ABC):

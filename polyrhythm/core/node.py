@@ -1,45 +1,30 @@
-"""Node and Message: all that a strategy may do to the world.
+"""Node: all that a strategy may do to the world.
 
 A strategy is plain blocking code against `Node`. What blocking means is the world's business: in
 `worlds.processes` it is a wait on a socket, in `worlds.simulated` it is a switch to the event queue.
 
-Ways to talk, and one to agree:
-
-- `send` is one way. The payload is snapshotted: the sender may overwrite it at once.
-- `ask` lends. The tensors that go out, and those in `into` that the answer will fill, belong to the
-  conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the
-  answer is written straight into its place.
-- `listen` has a function take what others send while the script computes; `exclusive` keeps the two apart.
-- `all_reduce` and `broadcast` are collectives of all workers. On one host and in simulation sums are taken in
-  rank order, so that lockstep strategies give the same bits in both. `begin_all_reduce` does not wait.
-  `among` is the same node with a part of the workers for all: its collectives are theirs.
+- `send` is one-way. The payload is copied: the sender may overwrite it at once.
+- `request` lends. The tensors that go out, and those in `into` that the reply will fill, belong to the
+  conversation until `Reply.wait()` returns. So on one host nothing is copied on the way out, and the reply is
+  written straight into its place.
+- `subscribe` has a function handle messages while the script computes; `lock` keeps the two apart.
+- `group` gives the collectives.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from polyrhythm.core.group import Group, Task
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.peer import Peer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from polyrhythm.compress.state import Memory
-    from polyrhythm.core.codec import Codec
-
-
-class Task(ABC):
-    """Something under way beside its node: a function in a thread (in simulation another greenlet), or a
-    collective."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Blocks until it is done; raises what went wrong there."""
 
 
 class Lock(ABC):
@@ -65,22 +50,51 @@ class Lock(ABC):
         """Compiled code has waited so long: raises WaitError, which names the holder, if it is in vain."""
 
 
-class Coding(Protocol):
-    """What a world needs to know of a codec in use (see `coder.Sender`)."""
+class Memory(ABC):
+    """Memory that a node lends to others, or shares with all workers of its host."""
 
-    codec: Codec
+    @abstractmethod
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """An uninitialized flat tensor that this node can lend to others of its host without a copy."""
 
-    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    @abstractmethod
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that all workers of this host see under this name, zero at first.
 
-    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+        It outlives the worker that asked for it first. UsageError if some workers are on another host.
+        """
 
-    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, Memory]]: ...
+    @abstractmethod
+    def lock(self, name: str) -> Lock:
+        """The lock of this name, for the workers of this host."""
 
-    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
 
-    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
+class Members:
+    """The nodes of a run, as far as one of them has been told.
 
-    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    `Node.receive` tells: changes while a node does not receive become visible when it does.
+    """
+
+    def __init__(self) -> None:
+        self.workers: Sequence[Peer] = ()  # by rank
+        self.servers: Sequence[Peer] = ()  # by rank
+        self.lost: dict[Peer, int] = {}  # workers that died before they finished: their last incarnation
+        self.over = False  # every worker is gone, and none will come
+        self._left: dict[Peer, int] = {}  # the last incarnation of a peer that has left, for any reason
+
+    def alive(self, message: Message) -> bool:
+        """True if the sender of this message is still in the run. A replacement is another sender."""
+        return message.incarnation > self._left.get(message.sender, -1)
+
+    def outdated(self, message: Message) -> bool:
+        """True if the sender of this message has died since: its memory may belong to another node."""
+        return message.incarnation <= self.lost.get(message.sender, -1)
+
+    def leave(self, peer: Peer, incarnation: int, finished: bool) -> None:
+        """Notes that a worker has left."""
+        self._left[peer] = incarnation
+        if not finished:
+            self.lost[peer] = incarnation
 
 
 class Node(ABC):
@@ -88,38 +102,19 @@ class Node(ABC):
 
     me: Peer
     seed: int
-    life: int = 0  # how many workers of this rank have died before this one
-    group: int = 0  # of those that share the data: the number of the one that was there when it joined
+    members: Members
+    memory: Memory
+    incarnation: int = 0  # how many workers of this rank have died before this one
+    cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
     sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
 
     @property
     def rank(self) -> int:
         return self.me.rank
 
-    @property
     @abstractmethod
-    def workers(self) -> Sequence[Peer]:
-        """The workers in the run, by rank, as far as `receive` has told: who comes and goes while a node does
-        not receive, it hears of when it does."""
-
-    @property
-    @abstractmethod
-    def lost(self) -> Collection[Peer]:
-        """Those that died, and did not finish, as far as `receive` has told."""
-
-    @property
-    @abstractmethod
-    def servers(self) -> Sequence[Peer]:
-        """The servers, by rank."""
-
-    @property
-    @abstractmethod
-    def over(self) -> bool:
-        """Whether training is over: every worker is gone, and none will come."""
-
-    @abstractmethod
-    def alive(self, message: Message) -> bool:
-        """Whether whoever sent this message is still in the run; one that came back is another sender."""
+    def group(self) -> Group:
+        """All workers of the run."""
 
     @abstractmethod
     def now(self) -> float:
@@ -127,101 +122,56 @@ class Node(ABC):
 
     @abstractmethod
     def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
-        """Sends one way; the tensors are snapshotted. Blocks while the receiver's queue is full."""
+        """Sends a one-way message; the tensors are copied. Blocks while the receiver's queue is full."""
 
     @abstractmethod
-    def ask(
+    def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         """Sends a request and returns at once. `tensors` and `into` are lent until the reply is in."""
 
     @abstractmethod
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+        """Answers a request. The sender's `into` is filled before this returns or soon after; the tensors
+        are copied. The message's own tensors must not be used afterwards."""
+
+    @abstractmethod
     def receive(self, *kinds: str) -> Message | None:
-        """The next message of one of these kinds (of any, if none is named), in order of arrival.
+        """The next message of one of these kinds (of any kind, if none is named), in order of arrival.
 
-        None tells that membership changed while waiting: look at `workers` again, and call again.
+        None if membership changed while waiting: look at `members`, and call again.
         """
 
     @abstractmethod
-    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
-        """From here on, beside the script, has each message of these kinds heard as it comes, one at a time.
+    def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
+        """From now on calls `on_message` with each message of these kinds, one at a time, beside the script.
 
-        `hear(None)` tells that membership changed. It must not wait for anybody: others wait for it. What it
-        raises ends the run.
+        `on_message(None)` means that membership changed. The handler must not wait for other nodes: they wait
+        for it. An error that it raises ends the run.
         """
 
     @abstractmethod
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Around what the script's own thread and what it listens with must not do at the same time.
+    def lock(self) -> AbstractContextManager[None]:
+        """Guards state that the script's own thread and subscribed handlers share.
 
-        No wait inside: whoever waits for this node would wait for both.
+        Do not wait inside: a node that waits for this one would wait for both.
         """
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
-        """A hint: the tensors of the next ask of this kind may be put `into` their place as they come.
+        """A hint: the tensors of the next request of this kind may be received straight `into` place.
 
-        Whether they were, the message tells: its tensors lie there or elsewhere. Call what this returns when
-        it is here, or is not wanted any longer: afterwards nothing is written there.
+        The message tells if they were: its tensors lie there or elsewhere. Call the returned function when
+        the message is here or no longer wanted; nothing is written there afterwards.
         """
         return lambda: None
 
     @abstractmethod
-    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
-        """Answers an `ask`. The asker's `into` is filled before this returns or soon after; the tensors
-        are snapshotted. The message's own tensors must not be used afterwards."""
-
-    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        """Replaces each tensor by its sum, mean, max or min over all workers, in place."""
-        self.begin_all_reduce(*tensors, op=op).join()
-
-    @abstractmethod
-    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        """The same, begun and not waited for. The tensors are lent until `join()` of what it returns.
-
-        All workers begin the same collectives in the same order; they may be joined in any.
-        """
-
-    @abstractmethod
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        """Begins to replace what is coded of the vectors by its mean over all workers, in codes.
-
-        Each gets the codes of all others and combines them; or, round a ring, they are decoded, added to and
-        coded again at each hop. The flags, a few numbers, go along as they are, and become their mean. All
-        are lent until `join()`.
-        """
-
-    @abstractmethod
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        """Overwrites each tensor with that of worker `root`, in place."""
-
-    @abstractmethod
-    def among(self, workers: Sequence[Peer]) -> Node:
-        """This node among a part of the workers, of which it is one: `workers`, `rank` (its place among them,
-        from 0) and collectives are those of the part. All else is as it is here.
-
-        Each of the part asks for it; once is enough, for the same part is the same node.
-        """
-
-    @abstractmethod
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
-        """Runs a function beside this one, for strategies that overlap communication with computing."""
-
-    @abstractmethod
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """An uninitialised flat tensor in memory that this node can lend to its neighbours without a copy."""
-
-    @abstractmethod
-    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in memory that all workers of this host see under this name, zero at first. It stays
-        when a worker dies, whoever asked for it first. UsageError if some workers are on another host."""
-
-    @abstractmethod
-    def lock(self, name: str) -> Lock:
-        """The lock of this name; of the workers of this host, as `shared` is."""
+        """Runs a function beside this one, to overlap communication with computing."""
 
     @abstractmethod
     def log(self, event: str, /, **fields: Any) -> None:
-        """Adds a line to the event log of the run."""
+        """Adds an event to the log of the run."""
 
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:

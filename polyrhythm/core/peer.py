@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # A peer that died and was replaced begins a new life. The sequence numbers of a life begin at life << LIFE:
 # they go on rising, so what was seen before stays known, and each tells which life it is of.
-LIFE = 40
+INCARNATION_SHIFT = 40
 
 
 @dataclass(frozen=True, order=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,9 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.grammar import Configured
 from polyrhythm.core.strategy import Strategy
 
+# What makes one strategy of two: the symbol between them, and the strategy that it makes.
+OPERATORS: dict[str, Callable[[Strategy, Strategy], Strategy]] = {}
+
 
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; UsageError says what is wrong with it and what would work."""
@@ -21,7 +24,7 @@ def parse(text: str) -> Strategy:
     text = text.strip(" ")
     _load_builtins()
     if len(sides := grammar.levels(text)) > 1:
-        return _two_levels(text, sides)
+        return _composed(text, sides)
     choice, *codecs = re.split(grammar.PLUS, text)
     cls = grammar.find("strategy", Strategy.registry, choice)
     try:
@@ -34,14 +37,12 @@ def parse(text: str) -> Strategy:
         raise UsageError(f"{asked}: {error}") from None
 
 
-def _two_levels(text: str, sides: Sequence[str]) -> Strategy:
-    from polyrhythm.strategies.two_level import TwoLevel
-
+def _composed(text: str, sides: Sequence[str]) -> Strategy:
     try:
         if len(sides) > 2:
             raise UsageError("takes two levels at most, one inside sites and one between them")
         within, across = map(parse, sides)
-        return TwoLevel(within, across)
+        return OPERATORS["/"](within, across)
     except UsageError as error:
         asked = text if text.isprintable() else repr(text)
         raise UsageError(f"{asked}: {_without_spaces(text) or error}") from None

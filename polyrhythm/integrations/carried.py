@@ -25,7 +25,7 @@ class Home:
         self.places = places
         self.notes: dict[str, Any] = {}
         self.vectors: dict[str, Tensor] = {}
-        self._stretches: list[tuple[int, int]] = []
+        self._segments: list[tuple[int, int]] = []
         self._empty = torch.empty(0, dtype=wide(like.dtype), device=like.device)
 
     def buffer(self, name: str, exact: bool = False) -> tuple[Tensor, ...]:
@@ -52,12 +52,12 @@ class Home:
             for what, vector in homes[name].vectors.items():
                 self.buffer(what)[0][start:stop] = vector[low:high]
 
-    def take_notes(self, homes: Mapping[str, Home], stretches: Sequence[tuple[int, int]]) -> None:
+    def take_notes(self, homes: Mapping[str, Home], segments: Sequence[tuple[int, int]]) -> None:
         """Numbers from where a stretch's first parameter was; tensors only if the stretch is the same.
 
         Called when a sender has made the notes of these stretches, in this order.
         """
-        self._stretches = list(stretches)
+        self._segments = list(segments)
         for inside, note in self._noted():
             home = homes.get(inside[0]) if inside else None
             for then, old in home._noted() if home is not None else ():
@@ -68,7 +68,7 @@ class Home:
 
     def _noted(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """The parameters in each stretch, and its note."""
-        for (low, high), note in zip(self._stretches, self.notes.get("codecs", {}).values(), strict=True):
+        for (low, high), note in zip(self._segments, self.notes.get("codecs", {}).values(), strict=True):
             yield [name for name, (start, stop) in self.places.items() if low <= start < stop <= high], note
 
     def remembered(self) -> Remembered:
@@ -95,7 +95,7 @@ class Home:
             "places": dict(self.places),
             "like": self._empty.clone(),
             "vectors": {name: vector.clone() for name, vector in self.vectors.items()},
-            "stretches": list(self._stretches),
+            "stretches": list(self._segments),
             "notes": copy.deepcopy(self.notes),
         }
 
@@ -103,5 +103,5 @@ class Home:
     def loaded(cls, saved: dict[str, Any]) -> Home:
         home = cls({name: (start, stop) for name, (start, stop) in saved["places"].items()}, saved["like"])
         home.vectors, home.notes = dict(saved["vectors"]), copy.deepcopy(saved["notes"])
-        home._stretches = [(low, high) for low, high in saved["stretches"]]
+        home._segments = [(low, high) for low, high in saved["stretches"]]
         return home

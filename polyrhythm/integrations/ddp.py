@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # as torch.distributed has it, but with types
 
-from polyrhythm.compress.compressor import Sender, any_within, wide
+from polyrhythm.compress.compressor import Compressor, any_within, wide
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse_codec
@@ -39,7 +39,7 @@ from polyrhythm.model.layout import Layout, Piece
 from polyrhythm.session.data import mix
 
 if TYPE_CHECKING:
-    from polyrhythm.core.node import Node
+    from polyrhythm.core.group import Group
 
 _SPARSE = (
     "{codec}: {who} has sparse gradients, which a codec cannot take: make the embedding with sparse=False"
@@ -116,11 +116,11 @@ class State:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         self._wanted: dict[str, tuple[int, ...]] = {}  # the shapes in a state that was loaded, to be checked
         self._seen: dict[int, tuple[str, Tensor]] = {}
-        self._senders: dict[tuple[str, ...], Sender] = {}
+        self._senders: dict[tuple[str, ...], Compressor] = {}
         self._homes: dict[str, Home] = {}  # where what is remembered of a parameter is now
         self._rates: list[float] = []  # by parameter group, that what is owed was computed for
         self._pending: list[Iterator[bool]] = []
-        self._waiting: list[tuple[Sender, Tensor, Future]] = []
+        self._waiting: list[tuple[Compressor, Tensor, Future]] = []
         self._scale, self._sound = 1.0, True  # of this pass: the scaler's, and whether all of it is finite
         self._before: list[tuple[Home, Remembered]] = []  # what was remembered before this pass
 
@@ -196,7 +196,7 @@ class State:
         """Each exchange goes a round further, in the order in which they began."""
         self._pending = [each for each in self._pending if next(each, False)]
 
-    def _exchange(self, sender: Sender, flat: Tensor, future: Future) -> Iterator[bool]:
+    def _exchange(self, sender: Compressor, flat: Tensor, future: Future) -> Iterator[bool]:
         """Replaces a bucket by its mean over all ranks. Where it yields it would have to wait."""
         plain = Mean(self._group, sender.plain([flat]))
         finite = bool(torch.isfinite(flat).all())
@@ -227,7 +227,7 @@ class State:
         """A bucket as codecs see it: without the scale, and then in at least 32 bits."""
         return flat if self._scale == 1 else flat.to(wide(flat.dtype)).div_(self._scale)
 
-    def _set(self, future: Future, sender: Sender, values: Tensor, plain: Mean, flat: Tensor) -> None:
+    def _set(self, future: Future, sender: Compressor, values: Tensor, plain: Mean, flat: Tensor) -> None:
         """Gives DDP the mean of a bucket, with the scale again."""
         if self._scale != 1:
             flat.copy_(values.mul_(self._scale))
@@ -245,7 +245,7 @@ class State:
         buckets = [(sender, self._unscaled(flat)) for sender, flat, _ in waiting]
         if node.all(finite, waiting[0][1].device):
             pairs = [sender.pairs([values]) for sender, values in buckets]
-            self.codec.mean(cast("Node", node), [pair for each in pairs for pair in each])
+            self.codec.mean(cast("Group", node), [pair for each in pairs for pair in each])
             for (sender, values), each in zip(buckets, pairs, strict=True):
                 sender.sent(each, [values])
         else:
@@ -256,7 +256,7 @@ class State:
 
     # --- what is remembered -------------------------------------------------------------------------
 
-    def _sender(self, parameters: Sequence[Tensor], flat: Tensor) -> Sender:
+    def _sender(self, parameters: Sequence[Tensor], flat: Tensor) -> Compressor:
         """Who codes a bucket of these parameters; what is remembered of them comes along."""
         names = tuple(map(self._name, parameters))
         if names not in self._senders:
@@ -265,11 +265,11 @@ class State:
             words = [word for word in self._left_out if word == "1d" or any_within(names, word)]
             home = Home({piece.name: (piece.start, piece.stop) for piece in layout.pieces}, flat)
             home.take_vectors(self._homes)
-            sender = Sender(
+            sender = Compressor(
                 dataclasses.replace(self.codec, dense="/".join(words)), layout, home, "ddp",
                 seed=mix("ddp", self._seed, names[0]), worker=self._group.rank(), workers=self._group.size(),
             )  # fmt: skip
-            home.take_notes(self._homes, [(stretch.low, stretch.high) for stretch in sender.coded])
+            home.take_notes(self._homes, [(segment.low, segment.high) for segment in sender.coded])
             self._homes.update(dict.fromkeys(names, home))
             # A bucket that has lost a parameter to this one would be out of date if it ever came back.
             self._senders = {key: each for key, each in self._senders.items() if not {*key} & {*names}}
@@ -353,10 +353,10 @@ class _Bucket(Layout):
             raise UsageError(f"DDP gave a bucket of {flat.numel()} numbers for parameters of {self.total}")
 
 
-def _spoil(sender: Sender, flat: Tensor, codes: Sequence[Tensor]) -> None:
+def _spoil(sender: Compressor, flat: Tensor, codes: Sequence[Tensor]) -> None:
     """Some rank's gradient is not finite: nobody is to take this step, and what was sent is owed again."""
-    for stretch in sender.coded:
-        stretch.of([flat]).fill_(torch.nan)
+    for segment in sender.coded:
+        segment.of([flat]).fill_(torch.nan)
     for code, memory in zip(codes, sender.memories, strict=False):
         if memory.residual is not None:
             sender.codec.decode(code, memory.residual)

@@ -86,7 +86,7 @@ class Gather:
 
 
 class Rounds:
-    """As much of a `polyrhythm.core.node.Node` as a codec needs that takes the mean in rounds of all."""
+    """As much of a `polyrhythm.core.group.Group` as a codec needs that takes the mean in rounds of all."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

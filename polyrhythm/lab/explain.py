@@ -94,7 +94,7 @@ def ring(workers: int, length: int | None = None) -> Explanation:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         node = session._node
         before = node.bytes_sent
-        all_reduce(node, node.workers, [vectors[node.rank]], "sum", 0, trace)
+        all_reduce(node, node.members.workers, [vectors[node.rank]], "sum", 0, trace)
         nbytes[node.rank] = node.bytes_sent - before
 
     start = [holds(rank) for rank in range(workers)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from polyrhythm.collectives import choose as choice
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError
+from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.program import Program
@@ -80,8 +81,8 @@ def run(
     sites = model.places(workers)
     if chosen is not None:
         choice.check_codec(collective, chosen)
-        chosen.check_sites(sites)
-    if chosen is not None and chosen.one_host and (here != workers or listen != "unix:"):
+        chosen.check(Plan(chosen, workers, (count if servers else 0) or 1, sites))
+    if chosen is not None and chosen.traits.one_host and (here != workers or listen != "unix:"):
         raise UsageError(
             f"{chosen} works on memory that all workers share, so they must be on one host: leave --here and "
             "--listen out, or use a strategy that sends, such as async"
@@ -201,7 +202,7 @@ def simulate(
     model = Cluster.uniform() if cluster is None else Cluster.load(Path(cluster))
     model.place(workers, count, seed, colocated)
     if chosen is not None:
-        chosen.check_sites(model.places(workers))
+        chosen.check(Plan(chosen, workers, count or 1, model.places(workers)))
     from polyrhythm.launch.nodes import threads_each
 
     each = threads or threads_each(0, workers)
@@ -302,9 +303,8 @@ def _check(
         norms.named(batch_norm)
     if chosen is not None:
         norms.check(batch_norm or norms.DEFAULT, chosen)
-        if servers and not chosen.servers:
+        if servers and not chosen.traits.uses_servers:
             raise UsageError(f"{chosen} needs no servers; leave --servers out")
-        chosen.check(workers, servers or 1)
     return chosen
 
 
@@ -363,10 +363,10 @@ def _summary(coordinator: Coordinator) -> Summary:
 @contextlib.contextmanager
 def _spoken(screen: Screen) -> Iterator[None]:
     """What virtual workers print is shown like what processes print: line by line, with who said it."""
-    from polyrhythm.session.context import seat
+    from polyrhythm.session.context import world_context
 
     def write(text: str) -> None:
-        here = seat.get()
+        here = world_context.get()
         screen.line(f"[{here.me}] {text}" if here else text)
 
     with contextlib.redirect_stdout(Spoken(write)), contextlib.redirect_stderr(Spoken(write)):

@@ -16,33 +16,33 @@ from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.launch import program
-from polyrhythm.launch.zygote import Passport
-from polyrhythm.session.context import ServerDone, seat, session
-from polyrhythm.session.distributed import Member
+from polyrhythm.launch.zygote import NodeConfig
+from polyrhythm.session.context import ServerDone, session, world_context
+from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.wire.transport import Transport
-from polyrhythm.worlds.processes.context import ProcessSeat
+from polyrhythm.worlds.processes.context import ProcessContext
 from polyrhythm.worlds.processes.node import ProcessNode
 
 
 def live(
-    me: Peer, life: int, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]
+    me: Peer, incarnation: int, arena: int, coordinator: str, config: NodeConfig, script: Callable[[], None]
 ) -> int:
     """Runs the script as this node, in this one of its lives; returns the exit code of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all of us in order
-    torch.set_num_threads(passport.threads if me.role == "worker" else max(1, passport.threads // 2))
+    torch.set_num_threads(config.threads if me.role == "worker" else max(1, config.threads // 2))
     transport = Transport(
         me,
-        passport.key,
-        listen=passport.listen,
-        arenas=passport.arenas,
-        host=passport.host,
-        wait=passport.wait,
-        life=life,
+        config.key,
+        listen=config.listen,
+        arenas=config.arenas,
+        host=config.host,
+        wait=config.wait,
+        incarnation=incarnation,
     )
     transport.introduce(COORDINATOR, coordinator)
-    node = ProcessNode(me, transport, 0, passport.began, passport.arenas, arena, passport.collective)
-    here = ProcessSeat(node)
-    seat.set(here)
+    node = ProcessNode(me, transport, 0, config.began, config.arenas, arena, config.collective)
+    here = ProcessContext(node)
+    world_context.set(here)
     error: tuple[str, int] | None = None
     try:
         error = _run(me, script)
@@ -64,7 +64,7 @@ def _run(me: Peer, script: Callable[[], None]) -> tuple[str, int] | None:
     try:
         script()
         mine = session.get()
-        if not isinstance(mine, Member):
+        if not isinstance(mine, DistributedSession):
             raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
         mine.close()
     except ServerDone:
@@ -86,12 +86,12 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def be(
-    me: Peer, life: int, arena: int, coordinator: str, passport: Passport, script: Callable[[], None]
+    me: Peer, incarnation: int, arena: int, coordinator: str, config: NodeConfig, script: Callable[[], None]
 ) -> None:
     """Lives, and ends the process without running what the launcher left to be run at exit."""
     code = 1
     try:
-        code = live(me, life, arena, coordinator, passport, script)
+        code = live(me, incarnation, arena, coordinator, config, script)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -22,7 +22,7 @@ from polyrhythm.launch.hosts import HOST, listing
 from polyrhythm.launch.nodes import Nodes, Rooms, cause, signals, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen
-from polyrhythm.launch.zygote import Passport
+from polyrhythm.launch.zygote import NodeConfig
 from polyrhythm.wire.channel import Channel, dial, open_channel
 from polyrhythm.wire.frame import Header
 from polyrhythm.wire.handshake import Identity
@@ -51,14 +51,14 @@ class Joiner:
             at = f" at {site}" if site else ""
             self._screen.line(f"joined the run at {self._where} with {listing(terms['ranks'])}{at}")
             self._rooms = Rooms(workers, min(workers, terms["restarts"]) + 1)
-            passport = Passport(
+            config = NodeConfig(
                 key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads, terms["wait"],
                 f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._rooms.arenas,
                 terms["collective"],
                 terms["strategy"],
             )  # fmt: skip
             self._nodes = Nodes(
-                program, passport, self._rooms, self._screen, self._exited, self._broken, (self._socket,)
+                program, config, self._rooms, self._screen, self._exited, self._broken, (self._socket,)
             )
             self._nodes.watch(self._channel, self._obey)
         except BaseException:
@@ -105,9 +105,9 @@ class Joiner:
                 header = self._channel.receive_header()
                 fields = header.fields
                 if header.kind == "fork":
-                    self._nodes.want(Peer("worker", fields["rank"]), fields["life"])
+                    self._nodes.want(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "released":
-                    self._rooms.release(Peer("worker", fields["rank"]), fields["life"])
+                    self._rooms.release(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "end":
                     self._over = Failure(fields["message"], fields["exit_code"])
                 if not self._channel.ahead:

@@ -19,13 +19,13 @@ from typing import Any
 
 from polyrhythm.coordination.coordinator import COORDINATOR, Coordinator
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WaitError
-from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.hosts import HOST, Hosts, invitation, listing
 from polyrhythm.launch.nodes import GRACE, Nodes, Rooms, cause, signals, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen, shown
-from polyrhythm.launch.zygote import Passport
+from polyrhythm.launch.zygote import NodeConfig
 from polyrhythm.record.folder import RunFolder
 from polyrhythm.wire.inbox import Incoming
 from polyrhythm.wire.transport import ENDED, Transport
@@ -73,7 +73,7 @@ class Launcher:
         # Who wants TCP on one host wants all of it: then tensors travel too, as they would between hosts.
         shared = self._rooms.arenas if listen == "unix:" or here < workers else None
         asked = "" if strategy is None else str(strategy)
-        passport = Passport(
+        config = NodeConfig(
             secret, secrets.token_hex(8), self._began, threads, wait, _any_port(listen), shared, collective,
             asked,
         )  # fmt: skip
@@ -95,7 +95,7 @@ class Launcher:
                 say=self._screen.line, sites=sites, servers_at=servers_at,
             )  # fmt: skip
             # Before any thread: a process with threads should not fork.
-            self._nodes = Nodes(program, passport, self._rooms, self._screen, self._exited, self._broken)
+            self._nodes = Nodes(program, config, self._rooms, self._screen, self._exited, self._broken)
             self._nodes.watch(self._wake, lambda: os.read(self._wake, 4096))
             try:
                 self._transport = Transport(
@@ -154,10 +154,10 @@ class Launcher:
         assert transport is not None
         if incoming.sender.role == HOST:
             return self._hear_host(incoming)
-        life = incoming.sequence >> LIFE
+        incarnation = incoming.sequence >> INCARNATION_SHIFT
         if incoming.kind == "result":
-            transport.answer(incoming)
-            if life != self.coordinator.lives[incoming.sender]:
+            transport.reply(incoming)
+            if incarnation != self.coordinator.incarnations[incoming.sender]:
                 return  # whoever takes its place will bring it again
             blob = bytes(incoming.buffers[0].view)
             self.coordinator.result(incoming.sender, incoming.fields["digest"], blob)
@@ -166,15 +166,15 @@ class Launcher:
         def respond(fields: dict[str, Any]) -> None:
             if incoming.asked:
                 try:
-                    transport.answer(incoming, fields=fields)
+                    transport.reply(incoming, fields=fields)
                 except WaitError:
                     pass  # it is gone, and its end will be reported
                 except PolyrhythmError as error:
                     self.coordinator.fail(str(error), error.exit_code)
 
-        if incoming.kind == "join" and life == self.coordinator.lives[incoming.sender]:
+        if incoming.kind == "join" and incarnation == self.coordinator.incarnations[incoming.sender]:
             transport.introduce(incoming.sender, incoming.fields["place"][0])
-        self.coordinator.handle(incoming.sender, incoming.kind, incoming.fields, respond, life)
+        self.coordinator.handle(incoming.sender, incoming.kind, incoming.fields, respond, incarnation)
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Tells every member, but not whom it is about, what happened."""
@@ -208,13 +208,13 @@ class Launcher:
         self._nudge()
         return True
 
-    def _released(self, peer: Peer, life: int) -> None:
+    def _released(self, peer: Peer, incarnation: int) -> None:
         """Nobody uses the memory of a dead worker any longer."""
         home = self._hosts.home(peer)
         if home is not None:
-            self._order(home, "released", rank=peer.rank, life=life)
+            self._order(home, "released", rank=peer.rank, incarnation=incarnation)
         else:
-            self._rooms.release(peer, life)
+            self._rooms.release(peer, incarnation)
             self._nudge()
 
     def _start_servers(self, count: int) -> None:
@@ -258,7 +258,7 @@ class Launcher:
             self._screen.line(f"{guest.address} joined with {listing(guest.ranks)}")
             self._nudge()
         with contextlib.suppress(PolyrhythmError):  # if it is gone, that will be received
-            self._transport.answer(incoming, fields=answer)
+            self._transport.reply(incoming, fields=answer)
         if self._hosts.free and "error" not in answer:
             self._invite()
 
@@ -317,11 +317,11 @@ class Launcher:
         self._started = True
         wanted, self._wanted = self._wanted, []
         for peer in wanted:
-            life, home = self.coordinator.lives[peer], self._hosts.home(peer)
+            incarnation, home = self.coordinator.incarnations[peer], self._hosts.home(peer)
             if home is None:
-                self._nodes.want(peer, life)
+                self._nodes.want(peer, incarnation)
             else:
-                self._order(home, "fork", rank=peer.rank, life=life)
+                self._order(home, "fork", rank=peer.rank, incarnation=incarnation)
 
     def _exited(self, peer: Peer, status: int) -> None:
         with self._lock:

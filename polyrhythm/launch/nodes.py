@@ -22,7 +22,7 @@ from polyrhythm.core.errors import Interrupted, UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.screen import Screen
-from polyrhythm.launch.zygote import POLITE, Passport, Zygote
+from polyrhythm.launch.zygote import POLITE, NodeConfig, Zygote
 from polyrhythm.wire.arena import Arenas
 
 GRACE = 3.0  # seconds between asking a process to end and ending it
@@ -41,17 +41,17 @@ class Rooms:
         self._first, self._spare = list(range(first)), list(range(first, first + spare))
         self._taken: dict[tuple[Peer, int], int] = {}
 
-    def take(self, peer: Peer, life: int) -> int | None:
+    def take(self, peer: Peer, incarnation: int) -> int | None:
         """An arena for this life of a node, if one is free."""
-        free = self._spare if life else self._first
+        free = self._spare if incarnation else self._first
         if not free:
             return None
-        arena = self._taken[peer, life] = free.pop(0)
+        arena = self._taken[peer, incarnation] = free.pop(0)
         return arena
 
-    def release(self, peer: Peer, life: int) -> None:
+    def release(self, peer: Peer, incarnation: int) -> None:
         """Nobody uses the memory of this life any longer. It may have been on a host that is gone."""
-        arena = self._taken.pop((peer, life), None)
+        arena = self._taken.pop((peer, incarnation), None)
         if arena is not None:
             self.arenas.clear(arena)
             self._spare.append(arena)
@@ -66,7 +66,7 @@ class Nodes:
     def __init__(
         self,
         program: Program,
-        passport: Passport,
+        config: NodeConfig,
         rooms: Rooms,
         screen: Screen,
         exited: Callable[[Peer, int], None],
@@ -80,7 +80,7 @@ class Nodes:
         self._alive: set[Peer] = set()
         self._outputs: dict[int, _Lines] = {}
         self._ending = False
-        self._zygote = Zygote(program, passport, private)
+        self._zygote = Zygote(program, config, private)
         self._selector = selectors.DefaultSelector()
         self.watch(self._zygote, self._hear)
 
@@ -97,18 +97,18 @@ class Nodes:
         for key, _ in self._selector.select(max(0.0, timeout)):
             key.data()
 
-    def want(self, peer: Peer, life: int) -> None:
-        self._wanted.append((peer, life))
+    def want(self, peer: Peer, incarnation: int) -> None:
+        self._wanted.append((peer, incarnation))
 
     def start(self, coordinator: str) -> None:
         """Forks the nodes that are wanted; those for which there is no memory yet wait on."""
         waiting = []
-        for peer, life in self._wanted if self.ready else ():
-            arena = self._rooms.take(peer, life)
+        for peer, incarnation in self._wanted if self.ready else ():
+            arena = self._rooms.take(peer, incarnation)
             if arena is None:
-                waiting.append((peer, life))
+                waiting.append((peer, incarnation))
             else:
-                self._fork(peer, life, arena, coordinator)
+                self._fork(peer, incarnation, arena, coordinator)
         if self.ready:
             self._wanted = waiting
 
@@ -135,9 +135,9 @@ class Nodes:
             os.close(file)
         self._outputs.clear()
 
-    def _fork(self, peer: Peer, life: int, arena: int, coordinator: str) -> None:
+    def _fork(self, peer: Peer, incarnation: int, arena: int, coordinator: str) -> None:
         ends = [os.pipe(), os.pipe()]
-        self._zygote.fork(peer, life, arena, coordinator, (ends[0][1], ends[1][1]))
+        self._zygote.fork(peer, incarnation, arena, coordinator, (ends[0][1], ends[1][1]))
         self._alive.add(peer)
         for read, write in ends:
             os.close(write)

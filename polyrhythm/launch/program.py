@@ -90,7 +90,7 @@ def _ending() -> Iterator[None]:
 
 
 def _who() -> str:
-    from polyrhythm.session.context import seat
+    from polyrhythm.session.context import world_context
 
-    here = seat.get()
+    here = world_context.get()
     return str(here.me) if here else "importing"

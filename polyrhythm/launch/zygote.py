@@ -29,7 +29,7 @@ POLITE = (signal.SIGINT, signal.SIGTERM)  # how people, and those who look after
 
 
 @dataclass(frozen=True)
-class Passport:
+class NodeConfig:
     """What every node is given at birth. The key never appears in a command line, an environment or a log."""
 
     key: bytes = field(repr=False)
@@ -49,7 +49,7 @@ class Zygote:
     What is `private` to the launcher the zygote closes: a connection ends with its launcher, not with nodes.
     """
 
-    def __init__(self, program: Program, passport: Passport, private: Sequence[socket.socket] = ()) -> None:
+    def __init__(self, program: Program, config: NodeConfig, private: Sequence[socket.socket] = ()) -> None:
         self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,7 +63,7 @@ class Zygote:
                 self._socket.close()
                 for each in private:
                     os.close(each.detach())
-                _Forker(there, program, passport).run(mask)
+                _Forker(there, program, config).run(mask)
             finally:
                 os._exit(0)
         there.close()
@@ -76,9 +76,11 @@ class Zygote:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def fork(self, peer: Peer, life: int, arena: int, coordinator: str, outputs: tuple[int, int]) -> None:
+    def fork(
+        self, peer: Peer, incarnation: int, arena: int, coordinator: str, outputs: tuple[int, int]
+    ) -> None:
         """Asks for a node whose standard output and error are these files."""
-        command = ["fork", peer.role, peer.rank, life, arena, coordinator]
+        command = ["fork", peer.role, peer.rank, incarnation, arena, coordinator]
         with contextlib.suppress(OSError):  # if it is gone, `hear` tells
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(outputs))
 
@@ -117,8 +119,8 @@ class Zygote:
 class _Forker:
     """The zygote's own side."""
 
-    def __init__(self, there: socket.socket, program: Program, passport: Passport) -> None:
-        self._there, self._program, self._passport = there, program, passport
+    def __init__(self, there: socket.socket, program: Program, config: NodeConfig) -> None:
+        self._there, self._program, self._passport = there, program, config
         self._children: dict[int, Peer] = {}
 
     def run(self, mask: set[int | signal.Signals]) -> None:
@@ -169,7 +171,7 @@ class _Forker:
             self._fork(Peer(command[1], command[2]), command[3], command[4], command[5], files)
         return True
 
-    def _fork(self, peer: Peer, life: int, arena: int, coordinator: str, files: list[int]) -> None:
+    def _fork(self, peer: Peer, incarnation: int, arena: int, coordinator: str, files: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -192,7 +194,7 @@ class _Forker:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from polyrhythm.launch import child
 
-        child.be(peer, life, arena, coordinator, self._passport, self._program)
+        child.be(peer, incarnation, arena, coordinator, self._passport, self._program)
 
     def _reap(self) -> None:
         while True:

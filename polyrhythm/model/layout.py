@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.collectives.arithmetic import split
 from polyrhythm.core.errors import NotFinite, UsageError
+from polyrhythm.model.vectors import split
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 

@@ -17,7 +17,7 @@ from polyrhythm.model.layout import Empty, Layout
 ONCE = ("step", "mu_product", "eta", "mu")
 
 
-class Moments:
+class OptimizerState:
     """What a worker's optimizer keeps for each element: momentum_buffer, exp_avg and the like.
 
     Once asked for they live in the replica's `buffers`, and the optimizer works on views of them.

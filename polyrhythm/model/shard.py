@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.model.layout import (
     ELEMENTWISE,
     Empty,
@@ -21,6 +20,7 @@ from polyrhythm.model.layout import (
     private,
     spans_of,
 )
+from polyrhythm.model.vectors import cut
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.context import seat, session
+from polyrhythm.session.context import session, world_context
 
 
 class LinearScaling:
@@ -49,13 +49,13 @@ class LinearScaling:
         after: Any = None,
     ) -> None:
         here = session.get()
-        if seat.get() is not None and getattr(here, "_replica", None) is None:
+        if world_context.get() is not None and getattr(here, "_replica", None) is None:
             raise UsageError(
                 "LinearScaling: make it after pr.init() and session.prepare(), for it depends on the run's "
                 "workers, and counts the steps that the run's optimizer takes"
             )
         if factor is None:
-            together = here is not None and here.strategy is not None and here.strategy.lockstep
+            together = here is not None and here.strategy is not None and here.strategy.traits.lockstep
             factor = here.workers if here is not None and together else 1
         if not _finite(factor) or factor <= 0:
             raise UsageError(f"LinearScaling: factor is {factor!r}; it must be a finite number above 0")

@@ -21,7 +21,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session import batch_norm as norms
-from polyrhythm.session.context import seat, session
+from polyrhythm.session.context import session, world_context
 
 
 def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
@@ -34,13 +34,13 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     if batch_norm is not None:
         norms.named(batch_norm)
     text = str(parse(strategy) if isinstance(strategy, str) else strategy) if strategy is not None else None
-    here = seat.get()
+    here = world_context.get()
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import Member  # which needs what is above
+        from polyrhythm.session.distributed import DistributedSession  # which needs what is above
 
-        mine = Member(here, text, batch_norm)
+        mine = DistributedSession(here, text, batch_norm)
     session.set(mine)
     return mine
 

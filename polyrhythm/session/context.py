@@ -19,7 +19,7 @@ class ServerDone(BaseException):
     """A server has served; nothing of the script after `prepare` is its business."""
 
 
-class Seat(ABC):
+class WorldContext(ABC):
     """A node's place in a run, given by its world: its identity, its Node and the way to the coordinator."""
 
     me: Peer
@@ -62,7 +62,7 @@ class Seat(ABC):
         """Hands in what is left of the event log."""
 
 
-seat: ContextVar[Seat | None] = ContextVar("seat", default=None)
+world_context: ContextVar[WorldContext | None] = ContextVar("seat", default=None)
 
 
 session: ContextVar[Session | None] = ContextVar("session", default=None)

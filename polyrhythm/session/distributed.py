@@ -1,15 +1,10 @@
-"""Member: the session of a node that is part of a run.
-
-What a worker does between the script's lines: it hands parts of the gradient to the strategy while backward
-goes on, lets the strategy take the optimizer's step, and counts.
-"""
+"""DistributedSession: the session of a node that is part of a run."""
 
 from __future__ import annotations
 
 import hashlib
-import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import safetensors.torch
@@ -18,47 +13,44 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.group import Group
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.model.buckets import Bucket
+from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session.api import Session, plain
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
-from polyrhythm.session.context import Seat, ServerDone, session
+from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.step import StepDriver
 
 
-class Member(Session):
+class DistributedSession(Session):
     """A session that is part of a run."""
 
-    def __init__(self, here: Seat, strategy: str | None, batch_norm: str | None = None) -> None:
+    def __init__(self, here: WorldContext, strategy: str | None, batch_norm: str | None = None) -> None:
         super().__init__()
         welcome = here.join(strategy, batch_norm)
-        self._seat, self._node = here, here.node
+        self._context, self._node = here, here.node
         self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome["sites"]]
         self.strategy: Strategy = parse(welcome["strategy"])
         self.batch_norm = welcome["batch_norm"]
         self._norms: Policy | None = None
         self.seed: int = welcome["seed"]
         self.rank = here.me.rank
-        self.workers = welcome["workers"]  # that the run began with, whoever is there now
-        self._group = list(range(self.workers))  # who shares the data, where they step together
-        self._group_number = 0  # how many groups there were before this one
-        self._late: bool = welcome["life"] > 0  # it takes the place of one that died
+        self.workers = welcome["workers"]  # that the run began with
+        self._cohort = list(range(self.workers))  # the workers that share the data, where they step together
+        self._cohort_number = 0  # how many cohorts there were before this one
+        self._late: bool = welcome["incarnation"] > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
-        self._seen = 0  # examples, at the last step
-        self._due = 0  # those that it is the only one to get, and has not got yet
-        self._mark = self._exchange = self._compute = self._wait = 0.0
-        self._charged = self._agreed = self._accumulating = False
-        self._depth = 0
-        self._observing = False  # in which order gradients become ready
-        # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
-        self._early = self.strategy.overlaps and here.processes
+        self._worker: Worker | None = None
+        self.driver: StepDriver | None = None
+        self._due = 0  # examples that only this worker gets, and has not got yet
         # The same on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
@@ -69,42 +61,42 @@ class Member(Session):
             raise UsageError(
                 "session.prepare() takes a model, its optimizer and the training loader, in this order"
             )
-        node = self._node
+        node, traits = self._node, self.strategy.traits
         _check_optimizer(self.strategy, optimizer)
-        if self._seat.me.role == "server":
+        if self._context.me.role == "server":
             self._serve(model, optimizer)
-        replica = self._replica = Replica(model, optimizer, node.empty, self.strategy.sparse)
+        replica = self._replica = Replica(model, optimizer, node.memory.empty, traits.sparse_gradients)
         replica.clock = node.now
-        replica.layout.check_servers(len(node.servers))
-        self._observing = self.strategy.overlaps and self.workers > 1 and len(replica.buckets) > 1
-        self._seat.request("prepared", layout=replica.layout.hash)
+        replica.layout.check_servers(len(node.members.servers))
+        self._context.request("prepared", layout=replica.layout.hash)
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
-        optimizer.step = types.MethodType(self._step_of(replica), optimizer)  # type: ignore[method-assign]
-        optimizer.register_state_dict_pre_hook(lambda _: self.strategy.restore(node, replica))
-        if node.servers:
-            _refuse_loading(model, optimizer)
-        _watch_backward()
-        if self._late:  # it runs through past epochs without a step, and schedulers would complain
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        with self._seat.away():
-            self.strategy.start(node, replica)
+        with self._away():
+            worker = self._worker = self.strategy.worker(node, replica, node.group())
+            driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
+            driver.attach(model, optimizer)
+            if isinstance(worker, FetchOptimizerState):
+                fetch = worker.fetch_optimizer_state
+                optimizer.register_state_dict_pre_hook(lambda _: fetch())
+            if node.members.servers:
+                _refuse_loading(model, optimizer)
+            _watch_backward()
+            if self._late:  # it runs through past epochs without a step, and schedulers would complain
+                optimizer._opt_called = True  # type: ignore[attr-defined]
             self._norms = choose(
-                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, self._sum_within,
+                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, driver.sum_within,
                 self.strategy,
             )  # fmt: skip
-            self.strategy.enter(node, replica)
+            worker.start()
         if self._norms is not None and self._norms.waits:
-            # Its collectives are in the midst of backward: whose gradients come when would change the order.
-            self._early = False
-        if self.strategy.watches_forward:
-            self._watch_forward(model)
-        self._mark = node.now()
+            # Its collectives are inside backward: whose gradients come when would change their order.
+            driver.wait_for_the_end()
+        driver.meter.start()
         return (model, optimizer, *shared)
 
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
-            self._seat.request("epoch", epoch=epoch, count=count)
+            self._context.request("epoch", epoch=epoch, count=count)
             yield epoch
 
     def log(self, **metrics: Any) -> None:
@@ -112,15 +104,18 @@ class Member(Session):
             return  # it runs through epochs that are over, and knows nothing of them
         told = {name: plain(value) for name, value in metrics.items()}
         step = self._replica.steps if self._replica else 0
-        self._seat.request("metrics", t=self._node.now(), step=step, metrics=told)
+        self._context.request("metrics", t=self._node.now(), step=step, metrics=told)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.driver is None else self.driver.accumulating()
 
     def consensus(self) -> nn.Module:
-        if self._replica is None:
+        if self._replica is None or self._worker is None:
             return super().consensus()
-        with torch.no_grad(), self._seat.away():
+        with self._away():
             if self._norms is not None:
                 self._norms.agree()
-            return self._shown(self._replica, self.strategy.consensus(self._node, self._replica))
+            return self._shown(self._replica, self._worker.consensus())
 
     def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
         shown = replica.shown(vectors)
@@ -129,15 +124,14 @@ class Member(Session):
         return shown
 
     def state_dict(self) -> dict[str, Any]:
-        if self._replica is None:
+        if self._replica is None or self._worker is None:
             return {}
-        with torch.no_grad(), self._seat.away():
-            kept = self.strategy.keep(self._node, self._replica)
-        memory = self._replica.memory(self.strategy.remembers)
-        return {"strategy": str(self.strategy), **memory, "kept": kept}
+        with self._away():
+            state = self._worker.state_dict()
+        return {"strategy": str(self.strategy), "layout": self._replica.layout.hash, "worker": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._replica is None:
+        if self._replica is None or self._worker is None:
             raise UsageError(
                 "session.load_state_dict() comes after session.prepare(model, optimizer, loader)"
             )
@@ -145,180 +139,64 @@ class Member(Session):
             raise UsageError(
                 f"this state was saved under {state.get('strategy')}, and this run is {self.strategy}"
             )
-        # One that came in place of another goes on with what the others have: the dead one has gone further.
+        if state and state["layout"] != self._replica.layout.hash:
+            raise UsageError("this state was saved with another model, or with other parameter groups")
+        # A replacement continues with what the others have: they have gone further than its predecessor.
         if state and not self._late:
-            with torch.no_grad(), self._seat.away():
-                self._replica.remember(state)
-                self.strategy.resume(self._node, self._replica, state.get("kept", {}))
+            with self._away():
+                self._worker.load_state_dict(state["worker"])
 
     def close(self) -> None:
-        """The script is done: the strategy finishes, and the last worker brings the result home."""
-        replica, node = self._replica, self._node
-        if replica is None:
+        """The script is done: the worker finishes, and one worker brings the result home."""
+        replica, worker, driver = self._replica, self._worker, self.driver
+        if replica is None or worker is None or driver is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
         replica.leaves_early = any(loader.left_early for loader in self._loaders)
         with torch.no_grad():
-            self.strategy.finish(node, replica)
+            worker.finish()
             if self._norms is not None:
                 self._norms.finish()
-            if self.strategy.stays:
-                self._seat.request("done")  # until all are, others ask, and the answers count
-            self._totals()
-            self._seat.flush()
-            if self._seat.request("bye")["last"]:
-                final = self.strategy.collect(node, replica)
+            if self.strategy.traits.parameters_held_by_peers:
+                self._context.request("done")  # until all are, others send requests, and the replies count
+            driver.meter.report()
+            self._context.flush()
+            if self._context.request("bye")["last"]:
+                final = worker.consensus(final=True)
                 if self._norms is not None:
                     self._norms.collect()
-                self._totals()
-                self._seat.flush()
+                driver.meter.report()
+                self._context.flush()
                 digest, blob = _pack(final, self._shown(replica, final))
-                self._seat.bring(digest, blob)
-
-    # --- a worker's step ----------------------------------------------------------------------------
+                self._context.bring(digest, blob)
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self._accumulating = True
-        try:
+    def _away(self) -> Iterator[None]:
+        with torch.no_grad(), self._context.away():
             yield
-        finally:
-            self._accumulating = False
 
-    def _watch_forward(self, model: nn.Module) -> None:
-        """Lets the strategy know when the script is about to read the parameters for a step."""
-
-        def begin(module: nn.Module, _: object) -> None:
-            # Not a copy of the model, which has this hook too, nor an evaluation.
-            if module is model and torch.is_grad_enabled():
-                assert self._replica is not None
-                self._before_forward(self._replica)
-
-        model.register_forward_pre_hook(begin)
-
-    def _before_forward(self, replica: Replica) -> None:
-        before = self._node.now()
-        with torch.no_grad(), self._seat.away():
-            self.strategy.before_forward(self._node, replica)
-        self._exchange += self._node.now() - before
-
-    def before_backward(self) -> None:
-        self._depth += 1
-        replica = self._replica
-        if replica is None:
-            return
-        if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
-            self._early = False
-            replica.wait_for_the_end()
+    def passes(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass. One in which workers wait for each other needs care."""
+        if self._norms is not None and self._norms.waits:
+            self._context.passes(backward)
         else:
-            several = self.workers > 1 and len(replica.buckets) > 1
-            early = self._early and several and not self._observing and not self._accumulating
-            replica.before_backward(self._begin if early else None)
+            backward()
 
-    def after_backward(self) -> None:
-        """A backward pass has ended: unless it was another model's, the gradient is complete."""
-        self._depth -= 1
-        if self._replica is not None and self._replica.touched and not self._depth:
-            self._complete(self._replica)
+    # --- sharing out the data -----------------------------------------------------------------------
 
-    def failed_backward(self) -> None:
-        """The script may catch what was raised and go on: if all do, only this step's gradient is lost."""
-        self._depth -= 1
-        replica = self._replica
-        if replica is not None and not self._depth:
-            with torch.no_grad(), self._seat.away():
-                if replica.give_up(self._begin):
-                    self.strategy.ready(self._node, replica)
-                    replica.recover()
+    def _site(self) -> Sequence[Peer]:
+        """The workers of this one's site, if the strategy has two levels."""
+        if len(self.strategy.parts) == 1:
+            return ()
+        return next(site for site in self._node.sites if self._node.me in site)
 
-    def _complete(self, replica: Replica) -> None:
-        with torch.no_grad(), self._seat.away():
-            seconds = self._seat.compute_time()
-            replica.after_backward()
-            self._charged, self._agreed = True, False
-            if self._accumulating:
-                self._seat.spend(seconds)
-            else:
-                self._agree(replica, seconds)
+    def _gradient_peers(self) -> Group:
+        """The workers that exchange gradients with this one: those of its site, or all."""
+        everyone, site = self._node.group(), self._site()
+        return everyone.split(site) if site else everyone
 
-    def _agree(self, replica: Replica, seconds: float = 0.0) -> None:
-        """The strategy's part between the end of backward and whatever the script does to gradients."""
-        if self.strategy.overlaps:
-            # A third of a step is forward; the rest is shared out by the elements of each bucket.
-            spans = [seconds * (bucket.share * 2 / 3) for bucket in replica.buckets[1:]]
-            for span in [seconds - sum(spans), *spans][replica.begun :]:
-                self._seat.spend(span)
-                replica.hand_on(self._begin)
-        else:
-            self._seat.spend(seconds)
-        before = self._node.now()
-        self.strategy.ready(self._node, replica)
-        self._exchange += self._node.now() - before
-        replica.bind()
-        self._agreed = True
-        if self._observing:
-            self._observing = False
-            everyone = reversed(range(len(replica.layout.pieces)))
-            order = torch.tensor(list(dict.fromkeys([*replica.touched, *everyone])))
-            self.strategy.peers(self._node).broadcast(order)
-            replica.arrange(order.tolist())
-
-    def _begin(self, bucket: Bucket) -> None:
-        replica = self._replica
-        assert replica is not None
-        with torch.no_grad():
-            self.strategy.part(self._node, replica, bucket.gradient, bucket is replica.buckets[-1])
-
-    def _step_of(self, replica: Replica) -> Callable[..., Any]:
-        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._step(replica)
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-            return loss
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that one made earlier does not complain
-        return step
-
-    def _step(self, replica: Replica) -> None:
-        node = self._node
-        if self._charged:
-            replica.gather()
-        else:  # gradients that did not come by `backward()`, or none at all
-            if self.strategy.watches_forward:
-                self._before_forward(replica)
-            replica.before_anything()
-            self._complete(replica)
-        if not self._agreed:
-            with torch.no_grad(), self._seat.away():
-                self._agree(replica)
-        self._charged = False
-        replica.steps += 1
-        replica.check_finite(node.me)
-        before, applying = node.now(), replica.applying
-        with torch.no_grad(), self._seat.away():
-            self.strategy.step(node, replica)
-        after = node.now()
-        wait = after - before + self._exchange - (replica.applying - applying)
-        compute = after - self._mark - wait
-        self._mark, self._exchange = after, 0.0
-        self._compute += compute
-        self._wait += wait
-        samples, self._seen = replica.samples - self._seen, replica.samples
-        node.log("step", step=replica.steps, samples=samples, compute_s=compute, wait_s=wait)
-        self._totals()
-
-    def _totals(self) -> None:
-        assert self._replica is not None
-        self._node.totals(
-            steps=self._replica.steps,
-            samples=self._replica.samples,
-            compute_s=self._compute,
-            wait_s=self._wait,
-        )
-
-    # --- sharing out --------------------------------------------------------------------------------
+    def _weighted_with(self) -> list[int]:
+        """The workers whose examples a gradient is weighed against; the strategy weighs the rest."""
+        return [peer.rank for peer in self._site()] or [self.rank]
 
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:
@@ -327,105 +205,79 @@ class Member(Session):
                 "loader": number, "epoch": epoch, "batches": batches, "unseen": unseen,
                 "steps": self._replica.steps, "samples": self._replica.samples,
             }  # fmt: skip
-            answer = self._seat.request("lease", **request)
+            answer = self._context.request("lease", **request)
             return None if "over" in answer else Lease(**answer)
 
         def give_back(unseen: int) -> None:
-            self._seat.request("give_back", loader=number, unseen=unseen)
+            self._context.request("give_back", loader=number, unseen=unseen)
 
         def deal(epoch: int) -> tuple[int, int, int] | None:
-            answer = self._seat.request("deal", loader=number, epoch=epoch)
+            answer = self._context.request("deal", loader=number, epoch=epoch)
             if "over" in answer:
                 return None
-            self._join_group(answer["ranks"], answer["number"])
-            return self._group.index(self.rank), len(self._group), answer["epoch"]
+            self._join_cohort(answer["ranks"], answer["number"])
+            return self._cohort.index(self.rank), len(self._cohort), answer["epoch"]
 
         def due(examples: int) -> None:
             assert self._replica is not None
             self._due += examples
-            self._seat.request("due", samples=self._replica.samples + self._due)
+            self._context.request("due", samples=self._replica.samples + self._due)
 
+        traits = self.strategy.traits
         return SharedLoader(
             loader,
             rank=self.rank,
             workers=self.workers,
             seed=self.seed,
-            leases=None if self.strategy.lockstep else (take, give_back),
+            leases=None if traits.lockstep else (take, give_back),
             counted=self._counted,
-            deal=deal if self.strategy.lockstep and self.strategy.survives else None,
+            deal=deal if traits.lockstep and traits.survives else None,
             due=due,
-            processes=self._seat.processes,
-            peers=[peer.rank for peer in self.strategy.peers(self._node).workers]
-            if self.strategy.weighs
-            else None,
+            processes=self._context.processes,
+            peers=self._weighted_with() if traits.weighted_by_examples else None,
         )
 
-    def _join_group(self, ranks: list[int], number: int) -> None:
+    def _join_cohort(self, ranks: list[int], number: int) -> None:
         """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
-        if number != self._group_number:
-            assert self._replica is not None
-            self._group, self._group_number = ranks, number
-            with torch.no_grad(), self._seat.away():
-                self.strategy.regroup(self._node, self._replica, ranks, number)
+        if number == self._cohort_number:
+            return
+        self._cohort, self._cohort_number = ranks, number
+        if isinstance(self._worker, OnMembership):
+            with self._away():
+                self._worker.on_membership(ranks, number)
 
     def _counted(self, samples: int, scale: float) -> None:
         assert self._replica is not None
-        self._replica.scale(scale)
+        self._replica.gradients.scale(scale)
         self._replica.samples += samples
         self._due -= samples
 
-    # --- BatchNorm ----------------------------------------------------------------------------------
-
-    def _sum_within(self, tensor: Tensor) -> None:
-        """Sums up over all workers in the middle of a pass."""
-        assert self._replica is not None
-        device = self._replica.parameters[0].device.type
-
-        def wait() -> None:
-            before = self._node.now()
-            # Off while others run: in simulation they are on the same thread.
-            with torch.no_grad(), torch.autocast(device, enabled=False), self._seat.away():
-                self._node.all_reduce(tensor)
-            self._exchange += self._node.now() - before
-
-        self._seat.within(wait)
-
-    def passes(self, backward: Callable[[], None]) -> None:
-        """A backward pass; one in which workers wait for each other needs care."""
-        if self._norms is not None and self._norms.waits:
-            self._seat.passes(backward)
-        else:
-            backward()
-
-    # --- a server's life ----------------------------------------------------------------------------
+    # --- a server -----------------------------------------------------------------------------------
 
     def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         node = self._node
-        shard = Shard(model, optimizer, self.rank, len(node.servers), node.empty)
-        self._seat.request("prepared", layout=shard.layout.hash)
+        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty)
+        self._context.request("prepared", layout=shard.layout.hash)
         with torch.no_grad():
-            self.strategy.serve(node, shard)
+            self.strategy.server(node, shard).serve()
         node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)
-        self._seat.flush()
-        self._seat.request("bye")
+        self._context.flush()
+        self._context.request("bye")
         raise ServerDone
 
 
 def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
     """Some strategies are about what one optimizer does, and would be wrong with another."""
-    wanted = strategy.optimizers
+    wanted = strategy.traits.optimizer
     if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
         raise UsageError(
             f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
         )
-    if getattr(optimizer, "own_gradients", False) and not strategy.in_place:
+    if getattr(optimizer, "own_gradients", False) and not strategy.traits.steps_in_place:
         raise UsageError(
             f"{strategy} works on gradients, and {type(optimizer).__name__} makes its own, row by row: use "
             "hogwild, or torch.optim.SGD with backward()"
         )
-    strategy.check_groups(optimizer.param_groups)
-    if strategy.codec is not None:
-        strategy.codec.check_groups(optimizer.param_groups)
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -464,12 +316,15 @@ def _watch_backward() -> None:
 
 def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
     mine = session.get()
-    if not isinstance(mine, Member):
+    if not isinstance(mine, DistributedSession):
         return _backward(*args, **kwargs)
-    mine.before_backward()
+    driver = mine.driver
+    if driver is None:
+        return _backward(*args, **kwargs)
+    driver.before_backward()
     try:
         mine.passes(lambda: _backward(*args, **kwargs))
     except BaseException:
-        mine.failed_backward()
+        driver.failed_backward()
         raise
-    mine.after_backward()
+    driver.after_backward()

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.core.strategy import Strategy
-from polyrhythm.strategies.reduce_ops import begin_part, in_buckets, join_parts, mean_gradient
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.strategies.reduce_ops import MeanReducer, in_buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
 
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 class AllReduce(Strategy):
     """All workers average their gradients, then each takes the same step (bulk-synchronous SGD).
 
-    The average is the gradient of the union of the batches. It is taken at the end of `backward()`: what the
-    script does with gradients before `optimizer.step()`, such as clipping, it does to the average. What
-    backward completes early is exchanged while it goes on, in buckets; what a codec makes of it, at its end.
+    The average is the gradient of the union of the batches. It is taken at the end of `backward()`, so what
+    the script does to gradients before `optimizer.step()`, such as clipping, it does to the average. Buckets
+    of the gradient that are complete early are exchanged while backward runs on, unless a codec needs the
+    whole gradient.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce"))
@@ -31,24 +34,44 @@ class AllReduce(Strategy):
 
     name: ClassVar[str] = "allreduce"
     codecs: ClassVar[bool] = True
-    inside: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
 
     @property
-    def same_state(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(identical_optimizers=True, inside_sites=True)
 
-    @property
-    def overlaps(self) -> bool:
-        return in_buckets(self.codec)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return (InBuckets if in_buckets(self.codec) else AtOnce)(self, node, replica, group)
 
-    def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
-        # Whose gradients are missing is known with the last part.
-        begin_part(node, replica, self.codec, gradient, *((replica.present,) if last else ()))
 
-    def ready(self, node: Node, replica: Replica) -> None:
-        if not join_parts(replica):
-            mean_gradient(node, replica, self.codec, replica.present)
+class AtOnce(Worker):
+    """Averages the gradient when it is complete."""
 
-    def step(self, node: Node, replica: Replica) -> None:
-        replica.apply()
+    strategy: AllReduce
+
+    def __init__(self, strategy: AllReduce, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.reducer = MeanReducer(strategy.codec, node, replica, group)
+
+    def on_gradient(self) -> None:
+        self.reducer.mean_gradient(self.replica.gradients.present)
+
+    def step(self) -> None:
+        self.replica.apply()
+
+    def state_dict(self) -> State:
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self.reducer.load_state_dict(state)
+
+
+class InBuckets(AtOnce):
+    """Averages the gradient bucket by bucket while backward runs."""
+
+    def on_bucket(self, gradient: Sequence[Tensor], last: bool) -> None:
+        # The gradients that are missing are known with the last bucket.
+        self.reducer.begin_bucket(gradient, *((self.replica.gradients.present,) if last else ()))
+
+    def on_gradient(self) -> None:
+        self.reducer.join_buckets()

@@ -1,4 +1,4 @@
-"""Workers that step alone and average their parameters now and then."""
+"""Workers that take local steps and average their parameters now and then."""
 
 from __future__ import annotations
 
@@ -6,42 +6,32 @@ import math
 import statistics
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import PolyrhythmError, UsageError
-from polyrhythm.core.strategy import Strategy
-from polyrhythm.strategies.reduce_ops import (
-    agree,
-    begin_part,
-    check_way,
-    in_buckets,
-    join_parts,
-    mean,
-    mean_gradient,
-    numbers,
-    rates_of_residuals,
-)
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied
+from polyrhythm.strategies.reduce_ops import MeanReducer, agree, in_buckets, numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
 
 
-ROUNDS = 5  # from the median of so many a period is chosen, so that one that took long does not decide
+WINDOW = 5  # rounds whose median decides a period, so that one slow round does not
 
 
 @dataclass(frozen=True)
 class Rounds(Strategy):
-    """Workers step alone for a round of `period` steps, then exchange. What they exchange is up to each."""
+    """Workers take `period` local steps, then synchronize."""
 
     main: ClassVar[str | None] = "period"
-    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
-    inside: ClassVar[bool] = True
-    between: ClassVar[bool] = True
+    exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
 
     period: Literal["auto"] | int = 8
 
@@ -50,57 +40,62 @@ class Rounds(Strategy):
             raise UsageError("period must be 1 or more")
 
     @property
-    def beat(self) -> int | None:
-        return None if self.period == "auto" else self.period
+    def traits(self) -> Traits:
+        period = None if self.period == "auto" else self.period
+        return Traits(sync_period=period, inside_sites=True, between_sites=True)
 
-    def check_inside(self, within: Strategy) -> None:
-        # A site is one worker only when its own are together.
-        if within.beat == 1:
-            return
-        if within.beat is None or self.beat is None:
-            raise UsageError(
-                "the workers of a site must be together whenever sites exchange: neither period can be auto"
-            )
-        if over := self.beat % within.beat:
-            below, above = self.beat - over, self.beat - over + within.beat
-            raise UsageError(
-                f"the workers of a site must be together whenever sites exchange: every {within.beat} steps "
-                f"and every {self.beat} do not fit; {f'{below} or ' if below else ''}{above} would, in place "
-                f"of {self.beat}"
-            )
 
-    def step(self, node: Node, replica: Replica) -> None:
-        replica.apply()
-        if self.due(node, replica):
-            self.exchange(node, replica)
+class RoundsWorker(Worker):
+    """Takes local steps and synchronizes at the end of each round."""
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        if self.alone(replica) > 0:
-            self.exchange(node, replica, full=True)
+    strategy: Rounds
 
-    def alone(self, replica: Replica) -> int:
-        """How many steps this worker has taken since all were together."""
-        return replica.steps - int(replica.notes.get("together", 0))
+    def __init__(self, strategy: Rounds, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.reducer = MeanReducer(strategy.codec, node, replica, group)
+        self.local_steps = 0  # since the last synchronization
 
-    def due(self, node: Node, replica: Replica) -> bool:
-        """Whether the step that has just been taken is the last of its round."""
-        assert self.period != "auto"
-        return self.alone(replica) >= self.period
+    def step(self) -> None:
+        self.replica.apply()
+        self.local_steps += 1
+        if self.due():
+            self.synchronize()
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        """Brings all workers together; `full`: for good, so that no codec may leave anything out."""
-        replica.notes["together"] = replica.steps
+    def finish(self) -> None:
+        if self.local_steps:
+            self.synchronize(full=True)
+
+    def due(self) -> bool:
+        """True if the step that has just been taken is the last of its round."""
+        assert self.strategy.period != "auto"
+        return self.local_steps >= self.strategy.period
+
+    def synchronize(self, full: bool = False) -> None:
+        """Makes all workers equal; `full`: for good, so the codec may not leave anything out."""
+        self.local_steps = 0
+
+    def state_dict(self) -> State:
+        # In the middle of a round each worker has parameters of its own, and a run starts with the first's.
+        own = cloned(self.replica.parameters) if self.local_steps else []
+        return {"local_steps": self.local_steps, "parameters": own, "reducer": self.reducer.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.local_steps = state["local_steps"]
+        if self.local_steps:
+            copied(state["parameters"], self.replica.parameters)
+        self.reducer.load_state_dict(state["reducer"])
 
 
 @dataclass(frozen=True)
 class Averaging(Rounds):
-    """At the end of a round all take the mean of their parameters, and decide what becomes of momentum.
+    """At the end of a round all workers take the mean of their parameters.
 
-    `momentum` stands for all that the optimizer keeps for each element, Adam's two moments too. Each worker
-    keeps its own, or all take the average, or it is reset: each optimizer goes on as a new one.
+    `momentum` stands for all that the optimizer keeps for each element, Adam's two moments too: each worker
+    keeps its own, or all take the average, or every optimizer is reset to its initial state.
 
-    Through a codec goes how far each has come since all were together. What it leaves out is sent with later
-    rounds. An exchange for good, at the end, and one only to look at the consensus go without the codec.
+    Through a codec go the updates: how far each worker has come since the last synchronization. What the
+    codec leaves out is sent with later rounds. The last synchronization of a run, and a look at the
+    consensus, go without the codec.
     """
 
     codecs: ClassVar[bool] = True
@@ -108,96 +103,116 @@ class Averaging(Rounds):
     momentum: Literal["keep", "average", "reset"] = "keep"
 
     @property
-    def same_state(self) -> bool:
-        return self.momentum != "keep"
+    def traits(self) -> Traits:
+        period = None if self.period == "auto" else self.period
+        return Traits(
+            sync_period=period,
+            inside_sites=True,
+            between_sites=True,
+            identical_optimizers=self.momentum != "keep",
+            averages_optimizers=self.momentum == "average",
+        )
 
-    def check_inside(self, within: Strategy) -> None:
-        super().check_inside(within)
-        if self.momentum == "average" and not within.same_state:
-            raise UsageError(
-                "momentum=average between sites needs workers of a site to have the same, and under "
-                f"{within} each has its own; inside, local, average and slowmo have momentum=average too"
-            )
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return AveragingWorker(self, node, replica, group)
 
-    def ready(self, node: Node, replica: Replica) -> None:
-        if (self.codec is not None or self.weighs) and self.alone(replica) == 0:  # a round begins
-            copied(replica.parameters, replica.buffer("base"))
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        names = self._moment_names(node, replica) if self.momentum == "average" else []
+class AveragingWorker(RoundsWorker):
+    """Averages parameters, and the state of the optimizers if asked to."""
+
+    strategy: Averaging
+
+    def __init__(self, strategy: Averaging, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        # Updates count from here: the parameters at the last synchronization.
+        self.base = replica.buffer() if self.sends_updates else ()
+        self._moments: list[str] = []  # what all optimizers keep for each element
+
+    @property
+    def sends_updates(self) -> bool:
+        """False if the parameters themselves are averaged."""
+        return self.strategy.codec is not None
+
+    def on_gradient(self) -> None:
+        if self.sends_updates and self.local_steps == 0:
+            copied(self.replica.parameters, self.base)
+
+    def synchronize(self, full: bool = False) -> None:
+        replica, momentum = self.replica, self.strategy.momentum
+        names = self._moment_names() if momentum == "average" else []
         if names:
-            moments, held = replica.moments.flat(names)
-            self.mean(node, replica, [*replica.parameters, *moments], held, full=full)
-            replica.moments.adopt(names)
+            moments, held = replica.optimizer_state.flat(names)
+            self.mean([*replica.parameters, *moments], held, full=full)
+            replica.optimizer_state.adopt(names)
         else:
-            self.mean(node, replica, replica.parameters, full=full)
-        if self.momentum == "reset":
-            replica.moments.forget()
-        super().exchange(node, replica, full)
+            self.mean(replica.parameters, full=full)
+        if momentum == "reset":
+            replica.optimizer_state.forget()
+        super().synchronize(full)
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        if self.alone(replica) <= 0:
-            return replica.parameters
-        average = copied(replica.parameters, replica.buffer("average"))
-        self.mean(node, replica, average, full=True)
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if not self.local_steps:
+            return self.replica.parameters
+        average = cloned(self.replica.parameters)
+        self.mean(average, full=True)
         return average
 
-    def mean(
-        self,
-        node: Node,
-        replica: Replica,
-        vectors: Sequence[Tensor],
-        *flags: Tensor,
-        full: bool = False,
-    ) -> None:
-        """Replaces each vector, the parameters and whatever follows, by its mean over all workers.
-
-        `full`: without the codec.
-        """
-        weight = self.weight(node, replica)
-        if weight is None and self.codec is None:
-            return mean(node, replica, None, vectors, *flags)
-        base = replica.buffer("base")
-        # What counts is how far each came, so that what nobody has moved stays where it is, to the last bit.
-        own, others = vectors[: len(base)], vectors[len(base) :]
-        check_way(node, replica, self.codec)
-        for part, common in zip(own, base, strict=True):
-            part.sub_(common)
+    def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
+        """Replaces each vector, the parameters and what follows them, by its mean over the workers."""
+        if not self.sends_updates:
+            return self.reducer.mean(vectors, *flags)
+        own, others = vectors[: len(self.base)], vectors[len(self.base) :]
+        self.reducer.check_update()
+        # A mean of updates leaves what nobody has moved where it is, to the last bit.
+        for part, base in zip(own, self.base, strict=True):
+            part.sub_(base)
+        weight = self.weight()
         if weight is not None:
             for part in vectors:
                 part.mul_(weight)
-        mean(node, replica, None if full else self.codec, own, *others, *flags)
-        for part, common in zip(own, base, strict=True):
-            part.add_(common)
+        self.reducer.mean(own, *others, *flags, full=full)
+        for part, base in zip(own, self.base, strict=True):
+            part.add_(base)
 
-    def weight(self, node: Node, replica: Replica) -> float | None:
-        """How much this worker counts in the mean; None if all count alike, which all must know."""
+    def weight(self) -> float | None:
+        """How much this worker counts in the mean; None on all workers if all count alike."""
         return None
 
-    def _moment_names(self, node: Node, replica: Replica) -> list[str]:
-        """What all optimizers keep. They agree on it once, for some may not have taken a step yet."""
-        if "moments" not in replica.notes:
-            mine = replica.moments.names()
+    def _moment_names(self) -> list[str]:
+        """What all optimizers keep for each element. Agreed once all have taken a step."""
+        if not self._moments:
+            mine = self.replica.optimizer_state.names()
             number = float(zlib.crc32(" ".join(mine).encode())) if mine else 0.0
-            least, most = agree(node, number, -number, op="min")
+            least, most = agree(self.group, number, -number, op="min")
             if least == 0:
-                return []  # somebody has nothing to average yet
+                return []  # some optimizer has nothing to average yet
             if least != -most:
                 raise PolyrhythmError(
-                    f"{self}: {node.me}'s optimizer keeps {', '.join(mine)}, and another's something else"
+                    f"{self.strategy}: {self.node.me}'s optimizer keeps {', '.join(mine)}, and another's "
+                    "something else"
                 )
-            replica.notes["moments"] = mine
-        return list(replica.notes["moments"])
+            self._moments = mine
+        return self._moments
+
+    def state_dict(self) -> State:
+        base = cloned(self.base) if self.local_steps else []
+        return {**super().state_dict(), "base": base, "moments": list(self._moments)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        if state["base"]:
+            copied(state["base"], self.base)
+        self._moments = list(state["moments"])
 
 
 @dataclass(frozen=True)
 class LocalSGD(Averaging):
-    """Every worker steps alone; every `period` steps all average their parameters (local SGD).
+    """Every worker takes local steps; every `period` steps all average their parameters (local SGD).
 
     w_i <- w_i - lr * g_i, and every H-th step w_i <- mean_j w_j. Between averages nothing is sent.
     `period=auto` chooses H from `shortest` to `longest` after each average, so that averaging takes
     at most the share `overhead` of the time for steps: H = ceil(averaging / (overhead * step)). Both are
-    medians of what was measured last, so that a pause between two steps changes nothing.
+    medians of the last rounds, so a pause between two steps changes nothing.
 
     >>> import polyrhythm as pr
     >>> pr.parse("local:16").period
@@ -222,76 +237,93 @@ class LocalSGD(Averaging):
                 "overhead must be a finite number above 0: it is the share of time that averaging may take"
             )
 
-    def start(self, node: Node, replica: Replica) -> None:
-        super().start(node, replica)
-        replica.notes["since"] = node.now()
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return (AutoPeriod if self.period == "auto" else AveragingWorker)(self, node, replica, group)
 
-    def due(self, node: Node, replica: Replica) -> bool:
-        if self.period != "auto":
-            return super().due(node, replica)
-        now, since = node.now(), replica.notes["since"]  # a step has ended here
-        replica.notes.setdefault("took", []).append(now - since)
-        replica.notes["since"] = now
-        return self.alone(replica) >= int(replica.notes.get("period", self.shortest))
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        if self.period == "auto":
-            replica.notes["figures"] = self._figures(node, replica)
-        super().exchange(node, replica, full)
-        if self.period == "auto":
-            self._choose(node, replica, replica.notes.pop("figures"))
-            replica.notes["since"] = node.now()
+class AutoPeriod(AveragingWorker):
+    """Chooses the period from the time that steps and averages take."""
 
-    def mean(
-        self,
-        node: Node,
-        replica: Replica,
-        vectors: Sequence[Tensor],
-        *flags: Tensor,
-        full: bool = False,
-    ) -> None:
-        if "figures" not in replica.notes:
-            return super().mean(node, replica, vectors, *flags, full=full)
-        begun = node.now()
-        super().mean(node, replica, vectors, *flags, replica.notes["figures"], full=full)
-        replica.notes["communication"] = node.now() - begun
+    strategy: LocalSGD
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        begun = node.now()
-        shown = super().consensus(node, replica)
-        if self.period == "auto":
-            replica.notes["since"] += node.now() - begun  # it is no part of a step
+    def __init__(self, strategy: LocalSGD, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.period = strategy.shortest
+        self.averages: list[float] = []  # seconds of the last averages,
+        self.steps: list[float] = []  # and of a step in the last rounds
+        self._took: list[float] = []  # seconds of each step of this round
+        self._figures: Tensor | None = None  # the workers' measurements, while they travel with an average
+        self._communication = self._since = 0.0
+
+    def start(self) -> None:
+        super().start()
+        self._since = self.node.now()
+
+    def due(self) -> bool:
+        now = self.node.now()
+        self._took.append(now - self._since)
+        self._since = now
+        return self.local_steps >= self.period
+
+    def synchronize(self, full: bool = False) -> None:
+        self._figures = self._measured()
+        super().synchronize(full)
+        self._choose(self._figures)
+        self._figures = None
+        self._since = self.node.now()
+
+    def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
+        if self._figures is None:
+            return super().mean(vectors, *flags, full=full)
+        begun = self.node.now()
+        super().mean(vectors, *flags, self._figures, full=full)
+        self._communication = self.node.now() - begun
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        begun = self.node.now()
+        shown = super().consensus(final)
+        self._since += self.node.now() - begun  # it is not part of a step
         return shown
 
-    def _figures(self, node: Node, replica: Replica) -> Tensor:
-        """What this worker has measured, at its place among all: they travel with the average itself.
+    def _measured(self) -> Tensor:
+        """This worker's measurements, at its place among those of all. They travel with the average itself.
 
-        So what the average before took, for this one is not over yet, and what the steps of this round took:
-        their median, for the script may have paused in one of them to evaluate or to save.
+        That is the time of the average before this one, and the median step of this round: the script may
+        have paused in one of them to evaluate or to save.
         """
-        figures = numbers(*[0.0] * (2 * len(node.workers)))
-        figures[2 * node.rank] = replica.notes.get("communication", 0.0)
-        figures[2 * node.rank + 1] = statistics.median(replica.notes.pop("took"))
+        figures = numbers(*[0.0] * (2 * self.group.size))
+        figures[2 * self.group.rank] = self._communication
+        figures[2 * self.group.rank + 1] = statistics.median(self._took)
+        self._took = []
         return figures
 
-    def _choose(self, node: Node, replica: Replica, figures: Tensor) -> None:
-        """From what all have measured, in the mean of which each has an N-th of its own."""
-        told = (figures * len(node.workers)).tolist()
-        averages, steps = (replica.notes.setdefault(name, []) for name in ("averages", "rounds"))
-        if steps:  # at the first average nobody has measured one yet
-            # The last to come has waited for nobody: the least time is what the averaging itself takes.
-            averages.append(min(told[::2]))
-        steps.append(max(told[1::2]))
-        del averages[:-ROUNDS], steps[:-ROUNDS]
-        if not averages:
+    def _choose(self, figures: Tensor) -> None:
+        """Chooses the next period from the measurements of all, whose mean holds an N-th of each."""
+        told = (figures * self.group.size).tolist()
+        if self.steps:  # at the first average no worker has measured one yet
+            # The last worker to arrive waits for nobody: the least time is what the averaging itself takes.
+            self.averages.append(min(told[::2]))
+        self.steps.append(max(told[1::2]))
+        del self.averages[:-WINDOW], self.steps[:-WINDOW]
+        if not self.averages:
             return
-        communication, step = statistics.median_low(averages), statistics.median_low(steps)
-        wanted = communication / (self.overhead * step) if step > 0 else math.inf
-        # A difference of two clock readings is a little off, and ceil would make a whole step of it.
-        period = math.ceil(min(max(wanted - 1e-6, self.shortest), self.longest))
-        if period != replica.notes.get("period"):
-            node.log("period", period=period, communication_s=communication, step_s=step)
-        replica.notes["period"] = period
+        strategy = self.strategy
+        communication, step = statistics.median_low(self.averages), statistics.median_low(self.steps)
+        wanted = communication / (strategy.overhead * step) if step > 0 else math.inf
+        # The difference of two clock readings is a little off, and ceil would make a whole step of it.
+        period = math.ceil(min(max(wanted - 1e-6, strategy.shortest), strategy.longest))
+        if period != self.period or len(self.averages) == 1:
+            self.node.log("period", period=period, communication_s=communication, step_s=step)
+        self.period = period
+
+    def state_dict(self) -> State:
+        timing = (self.period, list(self.averages), list(self.steps), list(self._took), self._communication)
+        return {**super().state_dict(), "timing": timing}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.period, averages, steps, took, self._communication = state["timing"]
+        self.averages, self.steps, self._took = list(averages), list(steps), list(took)
 
 
 @dataclass(frozen=True)
@@ -313,29 +345,58 @@ class Average(Averaging):
     period: int = 8
 
     @property
-    def weighs(self) -> bool:
+    def traits(self) -> Traits:
+        return replace(super().traits, weighted_by_examples=True)
+
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return WeightedWorker(self, node, replica, group)
+
+
+class WeightedWorker(AveragingWorker):
+    """Averages parameters weighted by the examples of each worker."""
+
+    def __init__(self, strategy: Average, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.averaged = 0  # examples at the last average
+        self._weight: float | None = None
+
+    @property
+    def sends_updates(self) -> bool:
         return True
 
-    def peers(self, node: Node) -> Node:
-        return node.among([node.me])
+    def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
+        self._weight = self._share()
+        if self._weight is None and self.strategy.codec is None:
+            return self.reducer.mean(vectors, *flags)
+        super().mean(vectors, *flags, full=full)
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        super().exchange(node, replica, full)
-        replica.notes["averaged"] = replica.samples
+    def weight(self) -> float | None:
+        return self._weight
 
-    def weight(self, node: Node, replica: Replica) -> float | None:
-        mine = replica.samples - replica.notes.get("averaged", 0)
-        workers = range(len(node.workers))
-        counts = agree(node, *(mine if rank == node.rank else 0.0 for rank in workers), op="sum")
+    def _share(self) -> float | None:
+        mine = self.replica.samples - self.averaged
+        places = range(self.group.size)
+        counts = agree(self.group, *(mine if rank == self.group.rank else 0.0 for rank in places), op="sum")
         return None if min(counts) == max(counts) else mine * len(counts) / sum(counts)
+
+    def synchronize(self, full: bool = False) -> None:
+        super().synchronize(full)
+        self.averaged = self.replica.samples
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "examples": self.replica.samples - self.averaged}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.averaged = self.replica.samples - state["examples"]
 
 
 @dataclass(frozen=True)
 class PostLocal(Averaging):
-    """All average their gradients until the learning rate first falls, from then on it is local SGD.
+    """All average their gradients until the learning rate first falls; from then on it is local SGD.
 
-    With `after` the change comes after so many steps instead. Until then it is `allreduce`, and then
-    `local:period`. The first to see a lower learning rate tells the others with its next gradient, so
+    With `after` the change comes after so many steps instead. Before the change it is `allreduce`, after it
+    `local:period`. The first worker to see a lower learning rate tells the others with its next gradient, so
     that all change after the same step.
 
     >>> import polyrhythm as pr
@@ -344,9 +405,6 @@ class PostLocal(Averaging):
     """
 
     name: ClassVar[str] = "postlocal"
-    inside: ClassVar[bool] = False  # at first it has no rounds
-    between: ClassVar[bool] = False
-    remembers: ClassVar[tuple[str, ...]] = ("turned",)
     paper: ClassVar[str] = "Lin, Stich, Patel, Jaggi 2020, Don't Use Large Mini-Batches, Use Local SGD"
 
     period: int = 8
@@ -357,56 +415,98 @@ class PostLocal(Averaging):
         if self.after < 0:
             raise UsageError("after must be a number of steps, or 0: until the learning rate first falls")
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        if not self.after and not all("lr" in group for group in groups):
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, inside_sites=False, between_sites=False)  # at first it has no rounds
+
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        if not self.after and not all("lr" in group for group in replica.optimizer.param_groups):
             raise UsageError(f"{self} waits until lr falls, and this optimizer has none; say after=STEPS")
+        return (PostLocalInBuckets if in_buckets(self.codec) else PostLocalWorker)(self, node, replica, group)
+
+
+class PostLocalWorker(AveragingWorker):
+    """Averages gradients at first, then parameters."""
+
+    strategy: PostLocal
+
+    def __init__(self, strategy: PostLocal, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.steps = 0
+        self.local = False  # the change has come
+        self.fell: int | None = None  # the step at which a learning rate was seen to fall
+        self._rates: list[float] = []
+        self._falls = numbers(0.0)  # a flag that travels with the gradient
 
     @property
-    def overlaps(self) -> bool:
-        return in_buckets(self.codec)
+    def averages_gradients(self) -> bool:
+        after = self.strategy.after or (math.inf if self.fell is None else self.fell)
+        return not self.local and self.steps < after
 
-    def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
-        if self._together(replica):
-            flags = (replica.present, self._falls(replica)) if last else ()
-            begin_part(node, replica, self.codec, gradient, *flags)
+    def on_gradient(self) -> None:
+        if not self.averages_gradients:
+            self._turn_local()
+            super().on_gradient()
+            return
+        self.mean_gradient()
+        # This gradient is for the next step; another batch may still be added to it.
+        if self._falls.item():
+            self.fell = self.steps + 1
 
-    def ready(self, node: Node, replica: Replica) -> None:
-        if not self._together(replica):
-            self._turn(replica)
-            super().ready(node, replica)
+    def mean_gradient(self) -> None:
+        self.reducer.mean_gradient(self.replica.gradients.present, self.falls())
+
+    def step(self) -> None:
+        together = self.averages_gradients
+        self.steps += 1
+        if together:
+            self.replica.apply()
         else:
-            if not join_parts(replica):
-                mean_gradient(node, replica, self.codec, replica.present, self._falls(replica))
-            step = replica.steps + 1  # for which this gradient is; another batch may still be added to it
-            replica.notes["together"] = step
-            if replica.notes["falls"].item():
-                replica.notes["fell"] = step
+            super().step()
 
-    def _turn(self, replica: Replica) -> None:
-        """What was not sent of gradients is from here on a way that was not told."""
+    def falls(self) -> Tensor:
+        """A flag: 1 if the learning rate is lower than before."""
+        rates = [float(group.get("lr", 0.0)) for group in self.replica.optimizer.param_groups]
+        before, self._rates = self._rates or rates, rates
+        lower = any(now < then for now, then in zip(rates, before, strict=True))
+        self._falls = numbers(not self.strategy.after and lower)
+        return self._falls
+
+    def _turn_local(self) -> None:
+        """Turns the residual of gradients into a residual of updates."""
         import torch
 
-        if replica.notes.get("turned"):
+        sender = self.reducer.sender
+        if self.local:
             return
-        replica.notes["turned"] = True
-        if self.codec is None or not self.codec.feedback:
+        self.local = True
+        if sender is None or not sender.codec.feedback:
             return
-        # Only of SGD is it known how far a gradient leads: by others what is owed is forgotten.
-        known = isinstance(replica.optimizer, torch.optim.SGD)
-        rates = rates_of_residuals(replica)  # the present ones may have changed since
-        for span in replica.spans(whole=True):
+        # Only of SGD is it known how far a gradient leads; for other optimizers the residual is dropped.
+        known = isinstance(self.replica.optimizer, torch.optim.SGD)
+        rates = sender.rates  # the present ones may have changed since
+        for span in self.replica.spans(whole=True):
             uphill = span.settings.get("maximize", False)
             rate = (rates[span.group] if uphill else -rates[span.group]) if known else 0.0
-            span.of(replica.owed).mul_(rate)
+            span.of(sender.residual).mul_(rate)
 
-    def _together(self, replica: Replica) -> bool:
-        after = self.after or replica.notes.get("fell", math.inf)
-        return not replica.notes.get("turned") and replica.steps < after
+    def state_dict(self) -> State:
+        change = {"steps": self.steps, "local": self.local, "fell": self.fell, "rates": list(self._rates)}
+        return {**super().state_dict(), **change}
 
-    def _falls(self, replica: Replica) -> Tensor:
-        """A flag: whether the learning rate is lower than before."""
-        rates = [float(group.get("lr", 0.0)) for group in replica.optimizer.param_groups]
-        before = replica.notes.get("rates", rates)
-        flag = numbers(not self.after and any(now < then for now, then in zip(rates, before, strict=True)))
-        replica.notes["rates"], replica.notes["falls"] = rates, flag
-        return flag
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.steps, self.local, self.fell = state["steps"], state["local"], state["fell"]
+        self._rates = list(state["rates"])
+
+
+class PostLocalInBuckets(PostLocalWorker):
+    """Averages gradients bucket by bucket while backward runs."""
+
+    def on_bucket(self, gradient: Sequence[Tensor], last: bool) -> None:
+        if self.averages_gradients:
+            flags = (self.replica.gradients.present, self.falls()) if last else ()
+            self.reducer.begin_bucket(gradient, *flags)
+
+    def mean_gradient(self) -> None:
+        self.reducer.join_buckets()

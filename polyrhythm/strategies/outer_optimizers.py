@@ -1,36 +1,37 @@
-"""Workers that step alone, and an outer optimizer that takes what they have found as its gradient.
+"""Workers that take local steps, and an outer optimizer whose gradient is how far they have come.
 
-Where a round began, w_prev or theta, is kept in a buffer. The way from there to the mean of the workers is
-the outer gradient; all compute the same outer step.
+The parameters at the beginning of a round, w_prev or theta, are kept. Their distance to the mean of the
+workers is the outer gradient; all workers compute the same outer step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.core.errors import UsageError
-from polyrhythm.strategies.local_sgd import Averaging, Rounds
-from polyrhythm.strategies.reduce_ops import begin_mean, check_way, mean, numbers
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.core.strategy import Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied, cut, difference, split
+from polyrhythm.strategies.local_sgd import Averaging, AveragingWorker, Rounds, RoundsWorker
+from polyrhythm.strategies.reduce_ops import numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
-    from polyrhythm.core.strategy import Strategy
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
 class SlowMo(Averaging):
-    """Local SGD, with a slow momentum over the averages: each round goes on where the last ones went.
+    """Local SGD with a slow momentum over the averages.
 
     u <- beta u + (w_prev - w_mean) / lr, w <- w_prev - alpha lr u, with the learning rate of each parameter
-    group, in the mean over the workers if theirs differ. alpha = 1, beta = 0 is `local`.
+    group, averaged over the workers if theirs differ. alpha = 1, beta = 0 is `local`.
 
     >>> import polyrhythm as pr
     >>> pr.parse("slowmo:12,beta=0.7").beta
@@ -38,7 +39,6 @@ class SlowMo(Averaging):
     """
 
     name: ClassVar[str] = "slowmo"
-    remembers: ClassVar[tuple[str, ...]] = ("slow momentum",)
     paper: ClassVar[str] = (
         "Wang, Tantia, Ballas, Rabbat 2020, SlowMo: Improving Communication-Efficient Distributed SGD with "
         "Slow Momentum"
@@ -55,61 +55,72 @@ class SlowMo(Averaging):
         if not 0 <= self.beta < 1:
             raise UsageError("beta must be 0 or more, and below 1")
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        if not all("lr" in group for group in groups):
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        if not all("lr" in settings for settings in replica.optimizer.param_groups):
             raise UsageError(f"{self} takes slow steps by the optimizer's lr, and this one has none")
+        return SlowMoWorker(self, node, replica, group)
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if self.alone(replica) == 1:
-            copied(replica.parameters, replica.buffer("w_prev"))
-        super().step(node, replica)
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        super().exchange(node, replica, full)
-        self._move(replica, replica.parameters, replica.buffer("slow momentum"))
+class SlowMoWorker(AveragingWorker):
+    strategy: SlowMo
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        shown = super().consensus(node, replica)
-        if self.alone(replica) > 0:
-            self._move(replica, shown, [part.clone() for part in replica.buffer("slow momentum")])
+    def __init__(self, strategy: SlowMo, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.w_prev, self.u = replica.buffer(), replica.buffer()
+        self._rates: list[float] = []  # of all workers, in the mean
+
+    def step(self) -> None:
+        if self.local_steps == 0:
+            copied(self.replica.parameters, self.w_prev)
+        super().step()
+
+    def synchronize(self, full: bool = False) -> None:
+        super().synchronize(full)
+        self._slow_step(self.replica.parameters, self.u)
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        shown = super().consensus(final)
+        if self.local_steps:
+            self._slow_step(shown, cloned(self.u))
         return shown
 
-    def mean(
-        self,
-        node: Node,
-        replica: Replica,
-        vectors: Sequence[Tensor],
-        *flags: Tensor,
-        full: bool = False,
-    ) -> None:
-        # All take the same slow step, or they would part for good: so they take it by the same rates.
-        rates = numbers(*(float(group["lr"]) for group in replica.optimizer.param_groups))
-        super().mean(node, replica, vectors, *flags, rates, full=full)
-        replica.notes["rates"] = rates.tolist()
+    def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
+        # All must take the same slow step, or they would drift apart for good: so they share their rates.
+        rates = numbers(*(float(group["lr"]) for group in self.replica.optimizer.param_groups))
+        super().mean(vectors, *flags, rates, full=full)
+        self._rates = rates.tolist()
 
-    def _move(self, replica: Replica, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
-        """The slow step from the mean, in place, written so that what has no weight changes no bit."""
-        w_prev = replica.buffer("w_prev")
-        for span in replica.spans(whole=True):
-            lr = replica.notes["rates"][span.group]
+    def _slow_step(self, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
+        """The slow step from the mean, in place, written so that a term without weight changes no bit."""
+        alpha, beta = self.strategy.alpha, self.strategy.beta
+        for span in self.replica.spans(whole=True):
+            lr = self._rates[span.group]
             w, u = span.of(w_mean), span.of(momentum)
-            difference = span.of(w_prev) - w
-            if self.alpha != 1:
-                w.add_(difference, alpha=1 - self.alpha)
-            if self.beta:
-                u.mul_(self.beta)
-                w.sub_(u, alpha=self.alpha * lr)
+            change = span.of(self.w_prev) - w
+            if alpha != 1:
+                w.add_(change, alpha=1 - alpha)
+            if beta:
+                u.mul_(beta)
+                w.sub_(u, alpha=alpha * lr)
                 if lr:
-                    u.add_(difference, alpha=1 / lr)
+                    u.add_(change, alpha=1 / lr)
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "w_prev": cloned(self.w_prev), "u": cloned(self.u)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        copied(state["w_prev"], self.w_prev)
+        copied(state["u"], self.u)
 
 
 @dataclass(frozen=True)
 class DiLoCo(Rounds):
-    """Workers train alone for `period` steps; the mean way they went is one step of Nesterov's momentum.
+    """Workers train locally for `period` steps; their averaged displacement is an outer Nesterov gradient.
 
     delta = mean_i(theta - theta_i), m <- beta m + delta, theta <- theta - lr (delta + beta m). The state of
     the script's own optimizer, AdamW in the paper, stays with its worker, and so does weight decay. A codec
-    makes delta shorter. Steps left over at the end make one more outer step.
+    compresses delta. Steps left over at the end make one more outer step.
 
     >>> import polyrhythm as pr
     >>> pr.parse("diloco:100+bf16").lr
@@ -117,7 +128,6 @@ class DiLoCo(Rounds):
     """
 
     name: ClassVar[str] = "diloco"
-    remembers: ClassVar[tuple[str, ...]] = ("m",)
     codecs: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models"
@@ -134,48 +144,66 @@ class DiLoCo(Rounds):
         if not 0 <= self.beta < 1:
             raise UsageError("beta must be 0 or more, and below 1")
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if self.alone(replica) == 1:
-            copied(replica.parameters, replica.buffer("theta"))
-        super().step(node, replica)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return DiLoCoWorker(self, node, replica, group)
 
-    def exchange(self, node: Node, replica: Replica, full: bool = False) -> None:
-        delta = self._delta(node, replica, full)  # if this fails, theta and m are as they were
-        self._move(replica.buffer("theta"), replica.buffer("m"), delta, replica.parameters)
-        super().exchange(node, replica, full)
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        if self.alone(replica) <= 0:
-            return replica.parameters
-        delta, m = (
-            self._delta(node, replica, full=True),
-            [part.clone() for part in replica.buffer("m")],
-        )
-        return self._move(replica.buffer("theta"), m, delta, replica.buffer("consensus"))
+class DiLoCoWorker(RoundsWorker):
+    strategy: DiLoCo
 
-    def _delta(self, node: Node, replica: Replica, full: bool) -> Sequence[Tensor]:
-        check_way(node, replica, self.codec)
-        delta = _difference(replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
-        mean(node, replica, None if full else self.codec, delta)
+    def __init__(self, strategy: DiLoCo, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.theta, self.m, self._delta = replica.buffer(), replica.buffer(), replica.buffer()
+
+    def step(self) -> None:
+        if self.local_steps == 0:
+            copied(self.replica.parameters, self.theta)
+        super().step()
+
+    def synchronize(self, full: bool = False) -> None:
+        delta = self._mean_delta(full)  # if this fails, theta and m are as they were
+        self._outer_step(self.theta, self.m, delta, self.replica.parameters)
+        super().synchronize(full)
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if not self.local_steps:
+            return self.replica.parameters
+        delta = self._mean_delta(full=True)
+        return self._outer_step(self.theta, cloned(self.m), delta, cloned(self.theta))
+
+    def _mean_delta(self, full: bool) -> Sequence[Tensor]:
+        self.reducer.check_update()
+        delta = difference(self.theta, self.replica.parameters, self._delta)
+        self.reducer.mean(delta, full=full)
         return delta
 
-    def _move(
+    def _outer_step(
         self, theta: Sequence[Tensor], m: Sequence[Tensor], delta: Sequence[Tensor], into: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """One outer step from theta: m is changed in place, and what theta becomes is written `into`."""
+        """One outer step from theta. Changes m in place and writes the new theta `into` place."""
+        lr, beta = self.strategy.lr, self.strategy.beta
         for start, momentum, change, place in zip(theta, m, delta, into, strict=True):
-            momentum.mul_(self.beta).add_(change)
-            place.copy_(start).sub_(change.add(momentum, alpha=self.beta), alpha=self.lr)
+            momentum.mul_(beta).add_(change)
+            place.copy_(start).sub_(change.add(momentum, alpha=beta), alpha=lr)
         return into
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "theta": cloned(self.theta), "m": cloned(self.m)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        copied(state["theta"], self.theta)
+        copied(state["m"], self.m)
 
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo in `fragments` that take turns, each sent while the next `overlap` steps are computed.
 
-    Every H/P steps the next of P fragments is begun, and joined tau steps later: theta_p makes its outer
-    step, and the worker goes on from (1 - mix) theta_p + mix w_p. The next delta counts from theta_p. So the
-    network carries 1/P at a time, and nobody waits for it if it takes no longer than tau steps.
+    Every H/P steps the exchange of the next of P fragments begins, and tau steps later its result is used:
+    theta_p makes its outer step, and the worker continues from (1 - mix) theta_p + mix w_p. The next delta
+    counts from theta_p. So the network carries 1/P at a time, and nobody waits for it if it takes no longer
+    than tau steps.
 
     >>> import polyrhythm as pr
     >>> pr.parse("streaming-diloco:100,fragments=5,overlap=2").fragments
@@ -183,7 +211,6 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     name: ClassVar[str] = "streaming-diloco"
-    inside: ClassVar[bool] = False  # its workers are never equal
     paper: ClassVar[str] = "Douillard et al. 2025, Streaming DiLoCo with Overlapping Communication"
 
     period: int = 100
@@ -210,110 +237,130 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def every(self) -> int:
-        """A fragment is begun every so many steps."""
+        """Steps from the beginning of one fragment to that of the next."""
         return self.period // self.fragments
 
     @property
-    def beat(self) -> int | None:
-        return self.every
+    def traits(self) -> Traits:
+        # Its workers are never equal, so they cannot be one site.
+        return replace(super().traits, sync_period=self.every, sync_delay=self.overlap, inside_sites=False)
 
-    def check_inside(self, within: Strategy) -> None:
-        super().check_inside(within)
-        if within.beat and self.overlap % within.beat:
-            raise UsageError(
-                "what sites have agreed on must come when the workers of a site are together: overlap must "
-                f"be a multiple of {within.beat} too, and not {self.overlap}"
-            )
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return StreamingDiLoCoWorker(self, node, replica, group)
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if replica.steps == 1:
-            copied(replica.parameters, replica.buffer("theta"))
-        replica.apply()
-        if replica.steps % self.every == 0:
-            self._begin(node, replica)
-        if replica.steps >= self.every and replica.steps % self.every == self.overlap:
-            self._join(replica, replica.parameters, replica.buffer("theta"), replica.buffer("m"))
-            replica.notes.pop("under way")
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        if replica.steps:
-            theta = replica.buffer("theta")
-            self._settle(node, replica, replica.parameters, theta, replica.buffer("m"))
-            replica.notes.pop("under way", None)
-            copied(theta, replica.parameters)
+class UnderWay(NamedTuple):
+    """A fragment whose exchange has begun."""
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        if not replica.steps:
-            return replica.parameters
-        theta = copied(replica.buffer("theta"), replica.buffer("consensus"))
-        copies = [[part.clone() for part in each] for each in (replica.parameters, replica.buffer("m"))]
-        self._settle(node, replica, copies[0], theta, copies[1])
+    start: int
+    stop: int
+    residual: list[Tensor]  # what the codec had not sent before
+    wait: Callable[[], None]
+
+
+class StreamingDiLoCoWorker(DiLoCoWorker):
+    strategy: StreamingDiLoCo
+
+    def __init__(self, strategy: StreamingDiLoCo, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.steps = 0
+        self._under_way: UnderWay | None = None
+
+    def step(self) -> None:
+        if self.steps == 0:
+            copied(self.replica.parameters, self.theta)
+        self.replica.apply()
+        self.steps += 1
+        every = self.strategy.every
+        if self.steps % every == 0:
+            self._begin()
+        if self.steps >= every and self.steps % every == self.strategy.overlap:
+            self._join(self.replica.parameters, self.theta, self.m)
+            self._under_way = None
+
+    def finish(self) -> None:
+        if self.steps:
+            self._settle(self.replica.parameters, self.theta, self.m)
+            self._under_way = None
+            copied(self.theta, self.replica.parameters)
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if not self.steps or final:
+            return self.replica.parameters
+        theta = cloned(self.theta)
+        self._settle(cloned(self.replica.parameters), theta, cloned(self.m))
         return theta
 
-    def _begin(self, node: Node, replica: Replica) -> None:
-        """Sends how far the next fragment has come from theta."""
-        number = replica.steps // self.every - 1
-        start, stop = split(replica.layout.total, self.fragments)[number % self.fragments]
+    def _begin(self) -> None:
+        """Starts to exchange how far the next fragment has come from theta."""
+        number = self.steps // self.strategy.every - 1
+        ranges = split(self.replica.layout.total, self.strategy.fragments)
+        start, stop = ranges[number % self.strategy.fragments]
+        self.reducer.check_update(start, stop)
         theta, w, delta = (
-            cut(each, start, stop)
-            for each in (replica.buffer("theta"), replica.parameters, replica.buffer("delta"))
+            cut(each, start, stop) for each in (self.theta, self.replica.parameters, self._delta)
         )
-        check_way(node, replica, self.codec, start=start, stop=stop)
-        sent = _difference(theta, w, delta)
-        owed = [part.clone() for part in self._owed(replica, start, stop)]
-        begun = begin_mean(node, replica, self.codec, sent, start=start, stop=stop)
-        replica.notes["under way"] = (start, stop, owed, _once(begun))
+        sent = difference(theta, w, delta)
+        residual = cloned(self._residual(start, stop))
+        begun = self.reducer.begin(sent, start=start, stop=stop)
+        self._under_way = UnderWay(start, stop, residual, _once(begun))
 
-    def _owed(self, replica: Replica, start: int, stop: int) -> Sequence[Tensor]:
+    def _residual(self, start: int, stop: int) -> Sequence[Tensor]:
         """What the codec has not sent of a fragment."""
-        if self.codec is None or not self.codec.feedback or not self.mix:
+        sender = self.reducer.sender
+        if sender is None or not sender.codec.feedback or not self.strategy.mix:
             return ()
-        return cut(replica.owed, start, stop)
+        return cut(sender.residual, start, stop)
 
-    def _join(
-        self, replica: Replica, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]
-    ) -> None:
-        """Waits for the fragment that is under way; its outer step is made on these vectors."""
-        start, stop, owed, wait = replica.notes["under way"]
+    def _join(self, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]) -> None:
+        """Waits for the fragment that is under way, and takes its outer step on these vectors."""
+        assert self._under_way is not None
+        start, stop, residual, wait = self._under_way
         wait()
-        own, outer, momentum, delta = (
-            cut(each, start, stop) for each in (w, theta, m, replica.buffer("delta"))
-        )
-        self._move(outer, momentum, delta, outer)
-        # What was not sent now waits to be sent: it may not be in the worker's own part as well.
-        for mine, before, now in zip(own, owed, self._owed(replica, start, stop), strict=False):
+        mix = self.strategy.mix
+        own, outer, momentum, delta = (cut(each, start, stop) for each in (w, theta, m, self._delta))
+        self._outer_step(outer, momentum, delta, outer)
+        # The residual will be sent later: it must not be in the worker's own part as well.
+        for mine, before, now in zip(own, residual, self._residual(start, stop), strict=False):
             mine.add_(now - before)
         for mine, agreed in zip(own, outer, strict=True):
-            if self.mix:
-                mine.mul_(self.mix).add_(agreed, alpha=1 - self.mix)
+            if mix:
+                mine.mul_(mix).add_(agreed, alpha=1 - mix)
             else:
                 mine.copy_(agreed)
 
-    def _settle(
-        self,
-        node: Node,
-        replica: Replica,
-        w: Sequence[Tensor],
-        theta: Sequence[Tensor],
-        m: Sequence[Tensor],
-    ) -> None:
-        """Joins what is under way, and makes one more outer step of all fragments with steps left over."""
-        if "under way" in replica.notes:
-            self._join(replica, w, theta, m)
-        for number, (start, stop) in enumerate(split(replica.layout.total, self.fragments)):
-            turn = (replica.steps // self.every - 1) % self.fragments
-            if replica.steps % self.every == 0 and number == turn:
+    def _settle(self, w: Sequence[Tensor], theta: Sequence[Tensor], m: Sequence[Tensor]) -> None:
+        """Joins the fragment that is under way; takes an outer step of each that has moved since its last."""
+        strategy = self.strategy
+        if self._under_way is not None:
+            self._join(w, theta, m)
+        for number, (start, stop) in enumerate(split(self.replica.layout.total, strategy.fragments)):
+            turn = (self.steps // strategy.every - 1) % strategy.fragments
+            if self.steps % strategy.every == 0 and number == turn:
                 continue  # it has just been exchanged
             outer, own, momentum = (cut(each, start, stop) for each in (theta, w, m))
-            delta = _difference(outer, own, [part.clone() for part in own])
-            mean(node, replica, None, [part for part in delta if part.numel()])
-            self._move(outer, momentum, delta, outer)
+            delta = difference(outer, own, cloned(own))
+            self.reducer.mean([part for part in delta if part.numel()], full=True)
+            self._outer_step(outer, momentum, delta, outer)
 
+    def state_dict(self) -> State:
+        """Waits for the fragment that is under way: its mean is saved, and used when it is due."""
+        state = {**super().state_dict(), "steps": self.steps, "under_way": None}
+        state["parameters"] = cloned(self.replica.parameters)
+        if self._under_way is not None:
+            start, stop, residual, wait = self._under_way
+            wait()
+            state["under_way"] = (start, stop, cloned(residual), cloned(cut(self._delta, start, stop)))
+        return state
 
-def _difference(one: Sequence[Tensor], other: Sequence[Tensor], into: Sequence[Tensor]) -> Sequence[Tensor]:
-    for left, right, place in zip(one, other, into, strict=True):
-        place.copy_(left).sub_(right)
-    return into
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        copied(state["parameters"], self.replica.parameters)
+        self.steps = state["steps"]
+        if state["under_way"] is not None:
+            start, stop, residual, delta = state["under_way"]
+            copied(delta, cut(self._delta, start, stop))
+            self._under_way = UnderWay(start, stop, cloned(residual), lambda: None)
 
 
 def _once(wait: Callable[[], None]) -> Callable[[], None]:

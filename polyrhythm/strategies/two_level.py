@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from polyrhythm.core import grammar
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.node import Task
-from polyrhythm.core.part import Part
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.group import Group, Task
+from polyrhythm.core.registry import OPERATORS
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import OnBucket, OnGradient, State, Worker
 from polyrhythm.strategies.reduce_ops import agree
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.core.node import Coding, Node
+    from polyrhythm.core.group import Coding
+    from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
+    from polyrhythm.core.plan import Plan
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
 class TwoLevel(Strategy):
-    """Inside each site workers keep together; between sites each site is one worker of another strategy.
+    """One strategy inside each site; between sites each site is one worker of another strategy.
 
-    `allreduce / diloco:50`: the workers of a site average every gradient, so that they are equal after every
-    step. For DiLoCo they are one worker, whose optimizer's step is theirs: every 50 steps the first worker of
-    each site exchanges with those of the others, and the rest of its site get from it what they agreed on.
-    All of a site compute the same outer step from it. Between rounds nothing passes between sites.
+    `allreduce / diloco:50`: the workers of a site average every gradient, so they are equal after every
+    step. To DiLoCo they are one worker, whose optimizer step is theirs: every 50 steps the first worker of
+    each site exchanges with those of the other sites and broadcasts the result inside its own. All workers of
+    a site compute the same outer step from it. Between rounds nothing passes between sites.
 
-    `local:5 / diloco:50` (hierarchical local SGD, Lin et al. 2018): those of a site are equal after every
-    fifth step only. When sites exchange they have to be, so the one period is a multiple of the other. A look
-    at the consensus in between is that of the sites' means.
+    `local:5 / diloco:50` (hierarchical local SGD, Lin et al. 2018): the workers of a site are equal after
+    every fifth step only. They have to be when sites exchange, so one period must be a multiple of the other.
+    A look at the consensus in between sees the mean of each site.
 
-    In the outer mean every site counts alike, however many workers it has: so it is in the papers, where one
-    replica is one vote, whatever it runs on. Where sites should count by the examples that they have trained
-    on, use `average` between them.
+    In the outer mean every site counts alike, however many workers it has: in the papers one replica is one
+    vote, whatever it runs on. To weigh sites by their examples, use `average` between them.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+bf16/diloco:50+int4"))
@@ -46,124 +49,149 @@ class TwoLevel(Strategy):
     across: Strategy
 
     def __post_init__(self) -> None:
-        if not self.within.inside:
-            raise UsageError(f"inside a site there can be {able('inside')}, and not {self.within}")
-        if not self.across.between:
-            raise UsageError(f"between sites there can be {able('between')}, and not {self.across}")
-        self.across.check_inside(self.within)
+        if not self.within.traits.inside_sites:
+            raise UsageError(f"inside a site there can be {able('inside_sites')}, and not {self.within}")
+        if not self.across.traits.between_sites:
+            raise UsageError(f"between sites there can be {able('between_sites')}, and not {self.across}")
+        self._check_periods()
+
+    def _check_periods(self) -> None:
+        """The workers of a site must be equal whenever sites exchange: then a site is one worker."""
+        inside, between = self.within.traits, self.across.traits
+        if between.averages_optimizers and not inside.identical_optimizers:
+            raise UsageError(
+                "momentum=average between sites needs workers of a site to have the same, and under "
+                f"{self.within} each has its own; inside, local, average and slowmo have momentum=average too"
+            )
+        if inside.sync_period == 1:
+            return
+        if inside.sync_period is None or between.sync_period is None:
+            raise UsageError(
+                "the workers of a site must be together whenever sites exchange: neither period can be auto"
+            )
+        if over := between.sync_period % inside.sync_period:
+            below = between.sync_period - over
+            above = below + inside.sync_period
+            raise UsageError(
+                f"the workers of a site must be together whenever sites exchange: every {inside.sync_period} "
+                f"steps and every {between.sync_period} do not fit; {f'{below} or ' if below else ''}{above} "
+                f"would, in place of {between.sync_period}"
+            )
+        if between.sync_delay % inside.sync_period:
+            raise UsageError(
+                "what sites have agreed on must come when the workers of a site are together: overlap must "
+                f"be a multiple of {inside.sync_period} too, and not {between.sync_delay}"
+            )
 
     def __str__(self) -> str:
         return f"{self.within} / {self.across}"
 
     @property
-    def levels(self) -> tuple[Strategy, ...]:
+    def parts(self) -> tuple[Strategy, ...]:
         return self.within, self.across
 
     @property
-    def overlaps(self) -> bool:
-        return self.within.overlaps
+    def traits(self) -> Traits:
+        weighted = any(part.traits.weighted_by_examples for part in self.parts)
+        return Traits(sync_period=self.within.traits.sync_period, weighted_by_examples=weighted)
 
-    @property
-    def weighs(self) -> bool:
-        return self.within.weighs or self.across.weighs
-
-    @property
-    def beat(self) -> int | None:
-        return self.within.beat
-
-    def check(self, workers: int, servers: int) -> None:
-        for each in self.levels:
-            each.check(workers, servers)
-
-    def check_sites(self, sites: Mapping[str, Sequence[int]]) -> None:
-        if not sites:
+    def check(self, plan: Plan) -> None:
+        for part in self.parts:
+            part.check(plan)
+        if not plan.sites:
             raise UsageError(
                 f"{self} needs to know who is at which site: give a cluster file (--cluster) in which every "
                 'group of hosts has its site = "name"'
             )
-        empty = [name for name, ranks in sites.items() if not ranks]
+        empty = [name for name, ranks in plan.sites.items() if not ranks]
         if empty:
             raise UsageError(
                 f"{self}: the site {empty[0]} has no worker: they are dealt to the groups of hosts in order; "
                 "use more workers, or lower the counts"
             )
-        if len(sites) == 1:
+        if len(plan.sites) == 1:
             raise UsageError(
-                f"{self}: there is one site, {next(iter(sites))}; use {self.within}, or name two"
+                f"{self}: there is one site, {next(iter(plan.sites))}; use {self.within}, or name two"
             )
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        for each in self.levels:
-            each.check_groups(groups)
-            if each.codec is not None:
-                each.codec.check_groups(groups)
-
-    def peers(self, node: Node) -> Node:
-        return self.within.peers(node.among(_site(node)))
-
-    def start(self, node: Node, replica: Replica) -> None:
-        from polyrhythm.model.level import Level
-
-        inside, between = self._nodes(node, replica)
-        lower = replica.levels["inside"] = Level(replica, self.within.remembers)
-        upper = replica.levels["between"] = Level(
-            replica,
-            self.across.remembers,
-            apply=lambda: self.within.step(inside, lower),
-            samples=lambda: int(agree(inside, replica.samples, op="sum")[0]),  # all of a site ask for it
-        )
-        self.across.start(between, upper)
-
-    def part(self, node: Node, replica: Replica, gradient: Sequence[Tensor], last: bool) -> None:
-        inside, _ = self._nodes(node, replica)
-        self.within.part(inside, replica.levels["inside"], gradient, last)
-
-    def ready(self, node: Node, replica: Replica) -> None:
-        inside, between = self._nodes(node, replica)
-        self.within.ready(inside, replica.levels["inside"])
-        self.across.ready(between, replica.levels["between"])
-
-    def step(self, node: Node, replica: Replica) -> None:
-        _, between = self._nodes(node, replica)
-        self.across.step(between, replica.levels["between"])
-
-    def finish(self, node: Node, replica: Replica) -> None:
-        inside, between = self._nodes(node, replica)
-        self.within.finish(inside, replica.levels["inside"])
-        self.across.finish(between, replica.levels["between"])
-
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        inside, between = self._nodes(node, replica)
-        upper = replica.levels["between"]
-        with upper.at(self.within.consensus(inside, replica.levels["inside"])):
-            return self.across.consensus(between, upper)
-
-    def _nodes(self, node: Node, replica: Replica) -> tuple[Node, Node]:
-        """This worker in its site, and its site among the sites."""
-        if "nodes" not in replica.notes:
-            replica.notes["nodes"] = node.among(_site(node)), Between(node)
-        nodes: tuple[Node, Node] = replica.notes["nodes"]
-        return nodes
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        mine = next(site for site in node.sites if node.me in site)
+        inside = group.split(mine)
+        within = self.within.worker(node, replica, inside)
+        cls = TwoLevelInBuckets if isinstance(within, OnBucket) else TwoLevelWorker
+        return cls(self, node, replica, SiteGroup(group, node.sites, inside), within)
 
 
-class Between(Part):
-    """A worker's site as one worker among the sites.
+class TwoLevelWorker(Worker):
+    """The worker of the strategy inside a site; its step is what the outer strategy's worker applies."""
 
-    All of a site call what is here, with the same numbers, when they are together. Its first worker takes
-    part in the collectives of the sites' first workers, and then the others get from it what came out.
+    def __init__(
+        self, strategy: TwoLevel, node: Node, replica: Replica, group: SiteGroup, within: Worker
+    ) -> None:
+        from polyrhythm.model.nested import NestedReplica
+
+        super().__init__(strategy, node, replica, group)
+        self.within = within
+
+        def samples() -> int:  # of the whole site
+            return int(agree(group.inside, replica.samples, op="sum")[0])
+
+        self._site = NestedReplica(replica, within.step, samples)
+        self.across = strategy.across.worker(node, self._site, group)
+
+    def start(self) -> None:
+        self.across.start()
+
+    def on_gradient(self) -> None:
+        for worker in (self.within, self.across):
+            if isinstance(worker, OnGradient):
+                worker.on_gradient()
+
+    def step(self) -> None:
+        self.across.step()
+
+    def finish(self) -> None:
+        self.within.finish()
+        self.across.finish()
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        with self._site.at(self.within.consensus(final)):
+            return self.across.consensus(final)
+
+    def state_dict(self) -> State:
+        return {"within": self.within.state_dict(), "across": self.across.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        # The outer worker first: in the middle of a round the inner one knows the parameters of this worker.
+        self.across.load_state_dict(state["across"])
+        self.within.load_state_dict(state["within"])
+
+
+class TwoLevelInBuckets(TwoLevelWorker):
+    """Exchanges buckets inside the site while backward runs."""
+
+    def on_bucket(self, gradient: Sequence[Tensor], last: bool) -> None:
+        assert isinstance(self.within, OnBucket)
+        self.within.on_bucket(gradient, last)
+
+
+class SiteGroup(Group):
+    """The sites as a group, as one worker of a site sees it.
+
+    All workers of a site call its collectives, with the same numbers, when they are equal. The first worker
+    of each site takes part in the collective with those of the others, then broadcasts the result inside.
     """
 
-    def __init__(self, whole: Node) -> None:
-        firsts = sorted(site[0] for site in whole.sites)
-        mine = _site(whole)
-        super().__init__(whole, firsts, rank=firsts.index(mine[0]))
-        self._inside = whole.among(mine)
-        self._firsts = whole.among(firsts) if whole.me in firsts else None
+    def __init__(self, everyone: Group, sites: Sequence[Sequence[Peer]], inside: Group) -> None:
+        self.members = sorted(site[0] for site in sites)
+        self.rank = self.members.index(inside.members[0])
+        self.inside = inside
+        self._firsts = everyone.split(self.members) if inside.rank == 0 else None
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         if self._firsts is not None:
             self._firsts.all_reduce(*tensors, op=op)
-        self._spread(tensors)
+        self.spread(tensors)
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         begun = None if self._firsts is None else self._firsts.begin_all_reduce(*tensors, op=op)
@@ -173,38 +201,43 @@ class Between(Part):
         if self._firsts is not None:
             begun: Task | None = self._firsts.begin_coded_mean(coding, vectors, *flags)
         else:
-            coding.send(vectors)  # to nobody: what is left to send later is the same in the whole site
+            coding.send(vectors)  # to nobody: the residual must be the same in the whole site
             begun = None
         return _Spread(self, begun, [*coding.codable(vectors), *flags])
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         if self._firsts is not None:
             self._firsts.broadcast(*tensors, root=root)
-        self._spread(tensors)
+        self.spread(tensors)
 
-    def _spread(self, tensors: Sequence[Tensor]) -> None:
-        """From the first worker of a site to the others."""
-        self._inside.broadcast(*(each.detach().view(-1) for each in tensors if each.numel()))
+    def split(self, members: Sequence[Peer]) -> Group:
+        raise UsageError("a group of sites cannot be split")
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcasts from the first worker of the site to the others."""
+        self.inside.broadcast(*(each.detach().view(-1) for each in tensors if each.numel()))
 
 
 class _Spread(Task):
-    """A collective of the first workers, whose result goes on to all of their sites when it is joined."""
+    """A collective of the first workers, whose result is broadcast inside the sites when it is joined."""
 
-    def __init__(self, between: Between, begun: Task | None, tensors: Sequence[Tensor]) -> None:
-        self._between, self._begun, self._tensors = between, begun, tensors
+    def __init__(self, group: SiteGroup, begun: Task | None, tensors: Sequence[Tensor]) -> None:
+        self._group, self._begun, self._tensors = group, begun, tensors
 
     def join(self) -> None:
         if self._begun is not None:
             self._begun.join()
-        self._between._spread(self._tensors)
+        self._group.spread(self._tensors)
 
 
-def _site(node: Node) -> Sequence[Peer]:
-    """The workers of this one's site."""
-    return next(site for site in node.sites if node.me in site)
+def able(where: Literal["inside_sites", "between_sites"]) -> str:
+    """The strategies that can be there, in words."""
+    names = [
+        name
+        for name, cls in sorted(Strategy.registry.items())
+        if not any(option.required for option in grammar.options(cls)) and getattr(cls().traits, where)
+    ]
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
-def able(where: Literal["inside", "between"]) -> str:
-    """Who can be there, in words."""
-    *names, last = sorted(name for name, each in Strategy.registry.items() if getattr(each, where))
-    return f"{', '.join(names)} or {last}" if names else last
+OPERATORS["/"] = TwoLevel

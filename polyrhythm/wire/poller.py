@@ -22,7 +22,7 @@ from polyrhythm.wire.channel import Channel, writable
 IDLE = 0.01  # seconds without a leader after which the background thread leads
 
 
-class Engine:
+class Poller:
     """Polls connections. `take` reads what a connection has, and returns False when that has ended.
 
     `overdue` is asked before each poll; it ends what has come to a stop, and says when to ask again.

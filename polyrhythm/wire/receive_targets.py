@@ -21,13 +21,13 @@ class Place:
     """Where the tensors of an ask that has not come yet may go."""
 
     def __init__(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> None:
-        self.ask = sender, kind
+        self.request = sender, kind
         self.buffers = list(buffers)
         self.channel: Channel | None = None  # that fills it
         self.over = False
 
 
-class Places:
+class ReceiveTargets:
     """The places that one node keeps, and the arenas that others name to it."""
 
     def __init__(self, arenas: Arenas | None) -> None:
@@ -37,13 +37,13 @@ class Places:
 
     def keep(self, place: Place) -> None:
         with self._lock:
-            self._kept[place.ask] = place
+            self._kept[place.request] = place
 
     def withdraw(self, place: Place) -> None:
         """Nobody takes it from now on; whoever has taken it may still be filling it."""
         with self._lock:
-            if self._kept.get(place.ask) is place:
-                del self._kept[place.ask]
+            if self._kept.get(place.request) is place:
+                del self._kept[place.request]
 
     def receive(
         self, channel: Channel, header: Header, pool: Pool

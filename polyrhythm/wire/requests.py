@@ -16,16 +16,16 @@ from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header, Part
 from polyrhythm.wire.inbox import Incoming
-from polyrhythm.wire.poller import Engine
+from polyrhythm.wire.poller import Poller
 
 
 class Pending:
     """An answer that is on its way."""
 
     def __init__(
-        self, asks: Asks, to: Peer, header: Header, buffers: Sequence[Buffer], into: Sequence[Buffer]
+        self, requests: Requests, to: Peer, header: Header, buffers: Sequence[Buffer], into: Sequence[Buffer]
     ) -> None:
-        self._asks = asks
+        self._requests = requests
         self.to = to
         self.header = header
         self.buffers = buffers
@@ -41,26 +41,26 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> Incoming:
         """The answer, with `into` filled. Raises what came instead of it."""
-        asks, began = self._asks, time.monotonic()
-        asks.engine.wait(lambda: self.done, asks.wait if timeout is None else timeout)
+        requests, began = self._requests, time.monotonic()
+        requests.engine.wait(lambda: self.done, requests.wait if timeout is None else timeout)
         if self.answer is not None:
             return self.answer
         seconds = time.monotonic() - began
         if self.failure is not None:
             raise self.failure(seconds)
         if timeout is None:
-            asks.forget(self)
+            requests.forget(self)
         raise WaitError(self.waited(seconds))
 
     def waited(self, seconds: float, why: str = "") -> str:
         """How long it was waited for, in words."""
-        return waited(self._asks.me, seconds, self.to, f"to answer {self.header.kind!r}", why)
+        return waited(self._requests.me, seconds, self.to, f"to answer {self.header.kind!r}", why)
 
 
-class Asks:
+class Requests:
     """The asks of one node that have no answer yet. Waiting for one lasts `wait` seconds at most."""
 
-    def __init__(self, me: Peer, engine: Engine, wait: float) -> None:
+    def __init__(self, me: Peer, engine: Poller, wait: float) -> None:
         self.me, self.engine, self.wait = me, engine, wait
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}

@@ -25,7 +25,7 @@ _PAGE = 1 << 16  # what lies there begins at its own page, whatever a page is he
 _LIST = (0, -(-_ENTRIES * _ENTRY.size // _PAGE) * _PAGE)
 
 
-class Common:
+class SharedRegion:
     """This process's view of what all have in common."""
 
     def __init__(self, arenas: Arenas) -> None:

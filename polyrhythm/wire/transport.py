@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.wire.buffers import Buffer, copy, parts_of, shape
 from polyrhythm.wire.channel import STALL, Channel
@@ -33,9 +33,9 @@ from polyrhythm.wire.frame import Bounds, Header, Part
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Inbox, Incoming, Line, Reading
 from polyrhythm.wire.links import Links
-from polyrhythm.wire.poller import Engine
-from polyrhythm.wire.receive_targets import Place, Places, drain
-from polyrhythm.wire.requests import Asks, Pending, waited
+from polyrhythm.wire.poller import Poller
+from polyrhythm.wire.receive_targets import Place, ReceiveTargets, drain
+from polyrhythm.wire.requests import Pending, Requests, waited
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
 ENDED = "!ended"  # what arrives when a connection has ended that nobody makes anew
@@ -57,7 +57,7 @@ class Transport:
         queue: int = 64,
         wait: float = 300.0,
         encrypt: bool = True,
-        life: int = 0,
+        incarnation: int = 0,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         if len(key) != 32:
@@ -77,10 +77,10 @@ class Transport:
         self._ended: Counter[Peer] = Counter()  # bytes sent over connections that have ended
         self.wakes = 0
         self._halves: set[Line] = set()  # with a message of which the rest has not come yet
-        self._engine = Engine(self._take, self._overdue, str(me))
-        self._asks = Asks(me, self._engine, wait)
-        self._places = Places(arenas)
-        self._sequence = itertools.count((life << LIFE) + 1)
+        self._engine = Poller(self._take, self._overdue, str(me))
+        self._requests = Requests(me, self._engine, wait)
+        self._places = ReceiveTargets(arenas)
+        self._sequence = itertools.count((incarnation << INCARNATION_SHIFT) + 1)
         self._lock = threading.Lock()
         # Only nodes with the same arenas may name them to each other, so a node without any has no host id.
         self.host = host if arenas else ""
@@ -121,7 +121,7 @@ class Transport:
         with self._counting(to, buffers):
             self._deliver(to, kind, lambda channel: channel.send(header, views), retry)
 
-    def ask(
+    def request(
         self,
         to: Peer,
         kind: str,
@@ -131,16 +131,16 @@ class Transport:
     ) -> Pending:
         """Sends a request. `buffers` and `into` are lent until the answer is there."""
         header = Header(_checked(kind), next(self._sequence), 0, True, self.layout, fields or {})
-        pending = self._asks.add(to, header, buffers, into)
+        pending = self._requests.add(to, header, buffers, into)
         try:
             with self._counting(to, buffers):
                 self._request(pending)
         except BaseException:
-            self._asks.forget(pending)
+            self._requests.forget(pending)
             raise
         return pending
 
-    def answer(
+    def reply(
         self, to: Incoming, buffers: Sequence[Buffer] = (), fields: dict[str, Any] | None = None
     ) -> None:
         """Answers an ask, whose own buffers must not be used afterwards."""
@@ -232,7 +232,7 @@ class Transport:
         link = self._links[peer]
         link.gone = reason
         if link.channel is None or link.channel.broken:
-            self._asks.fail(PeerLost, f"{peer} is gone: {reason}", peer)
+            self._requests.fail(PeerLost, f"{peer} is gone: {reason}", peer)
         else:
             self._links.end_soon(link.channel)  # whoever reads comes to its end and fails what is left
         self._engine.notify()
@@ -242,7 +242,7 @@ class Transport:
         if self._links.closing.is_set():
             return
         self._links.closing.set()
-        self._asks.fail(WaitError, f"{self.me} is closed")
+        self._requests.fail(WaitError, f"{self.me} is closed")
         self._engine.notify()
         self._links.close()
         self._engine.close()
@@ -261,7 +261,7 @@ class Transport:
             header.into = pending.offered = offered if all(part.arena >= 0 for part in offered) else []
             inline = zip(pending.buffers, header.parts, strict=True)
             channel.send(header, [buffer.view for buffer, part in inline if part.arena < 0])
-            self._asks.sent(pending, channel)
+            self._requests.sent(pending, channel)
 
         self._deliver(pending.to, pending.header.kind, send)
 
@@ -402,7 +402,7 @@ class Transport:
         channel.close()
         if bad:
             self._on_error(bad)
-        stranded = self._asks.strand(channel)
+        stranded = self._requests.strand(channel)
         with self._lock:
             line = self._lines.pop(channel)
             self._ended[channel.peer] += channel.sent
@@ -424,14 +424,14 @@ class Transport:
         gone = self._links[pending.to].gone
         if gone is not None and not bad:
             why = f"{pending.to} is gone: {gone}"
-            return self._asks.end(pending, failure=lambda seconds: PeerLost(pending.waited(seconds, why)))
+            return self._requests.end(pending, failure=lambda seconds: PeerLost(pending.waited(seconds, why)))
         error: PolyrhythmError = WireError(bad)
         if not bad:
             try:
                 return self._request(pending)
             except PolyrhythmError as failure:
                 error = failure
-        self._asks.end(pending, failure=lambda _: error)
+        self._requests.end(pending, failure=lambda _: error)
 
     def _take_in(self, line: Line, header: Header) -> Generator[memoryview, None, bool]:
         channel, kind = line.channel, header.kind
@@ -458,7 +458,7 @@ class Transport:
 
     def _take_answer(self, line: Line, header: Header) -> Iterator[memoryview]:
         channel = line.channel
-        pending = self._asks.answered(channel, header.reply_to)
+        pending = self._requests.answered(channel, header.reply_to)
         if pending is None:
             yield from drain(header)
             return
@@ -478,9 +478,9 @@ class Transport:
             buffers, _ = yield from self._places.receive(channel, header, line.pool)
         if error is not None:
             yield from drain(header)
-            return self._asks.end(pending, failure=lambda _: error)
+            return self._requests.end(pending, failure=lambda _: error)
         answer = Incoming(channel.peer, header.kind, header.sequence, False, header.fields, buffers)
-        self._asks.end(pending, answer)
+        self._requests.end(pending, answer)
 
     def count(self, nbytes: int, between: int = 0) -> None:
         """Adds to `bytes_sent` what goes by other ways, so much of it `between` sites."""

@@ -63,7 +63,7 @@ SCRIPT_MISTAKES = {
 }
 
 
-def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def request(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit code and the one line."""
     try:
         code = main(arguments)
@@ -83,7 +83,7 @@ def test_invalid_command_line_is_refused_in_one_line(
 ) -> None:
     """A wrong command is refused before anything starts or is written."""
     arguments, expected, line = COMMANDS[what]
-    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "runs"), *arguments)
+    code, error = request(capfd, command, TRAIN, "--runs", str(tmp_path / "runs"), *arguments)
     assert code == expected
     assert re.search(line, error)
     assert not (tmp_path / "runs").exists()
@@ -95,7 +95,7 @@ def test_script_misuse_is_reported_in_one_line_without_traceback(
 ) -> None:
     """A script that uses polyrhythm wrongly is told so without a traceback."""
     expected, line = SCRIPT_MISTAKES[mistake]
-    code, error = ask(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
+    code, error = request(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
     assert re.search(line, error)
     assert code == expected
 
@@ -107,7 +107,7 @@ def test_cli_error_for_a_nan_gradient_names_worker_and_step(
 ) -> None:
     """A gradient that is no number ends the run; the worker and the step where it began are named."""
     how = ["-s", strategy, "--runs", str(tmp_path)]
-    code, error = ask(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
+    code, error = request(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
     assert code == 1
     assert re.search(r"worker 1\b.*step 2\b", error)
 
@@ -118,7 +118,7 @@ def test_cli_refuses_more_servers_than_parameters(
 ) -> None:
     """More servers than parameters cannot share them."""
     how = ["-s", "async", "--servers", "7", "--runs", str(tmp_path)]
-    code, error = ask(capfd, command, MISTAKES, *how, "--", "two_loaders")
+    code, error = request(capfd, command, MISTAKES, *how, "--", "two_loaders")
     assert code == 2
     assert "7 servers for 6 parameters: use at most one per parameter" in error
 
@@ -135,11 +135,11 @@ def test_cli_names_a_missing_script_or_unusable_run_folder(
 ) -> None:
     """A script that is not there, and a folder that cannot be made, are named."""
     missing = str(tmp_path / "missing.py")
-    code, error = ask(capfd, command, missing, "--runs", str(tmp_path / "runs"))
+    code, error = request(capfd, command, missing, "--runs", str(tmp_path / "runs"))
     assert code == 2
     assert f"there is no script {missing}; give the path" in error
     (tmp_path / "file").touch()
-    code, error = ask(capfd, command, TRAIN, "--runs", str(tmp_path / "file"))
+    code, error = request(capfd, command, TRAIN, "--runs", str(tmp_path / "file"))
     assert code == 2
     assert re.search(r"cannot make the run folder .*/file/.*: Not a directory; use --runs DIR", error)
 
@@ -155,7 +155,7 @@ def test_run_refuses_options_that_real_processes_cannot_support(
     option: str, value: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What real processes cannot do is refused before any of them starts."""
-    code, error = ask(capfd, "run", TRAIN, "--runs", str(tmp_path / "runs"), option, value)
+    code, error = request(capfd, "run", TRAIN, "--runs", str(tmp_path / "runs"), option, value)
     assert code == 2
     assert line in error
     assert not (tmp_path / "runs").exists()
@@ -167,11 +167,11 @@ def test_listen_option_names_a_port_in_use_or_invalid(
     """A port that somebody else has is named, and so is one that is no port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, error = ask(capfd, "run", TRAIN, "--listen", address, "--runs", str(tmp_path))
+        code, error = request(capfd, "run", TRAIN, "--listen", address, "--runs", str(tmp_path))
     assert code == 2
     assert re.search(rf"cannot listen at {address}: Address already in use; use another port", error)
     for wrong in ("localhost", "127.0.0.1:http", "127.0.0.1:99999"):
-        code, error = ask(capfd, "run", TRAIN, "--listen", wrong, "--runs", str(tmp_path))
+        code, error = request(capfd, "run", TRAIN, "--listen", wrong, "--runs", str(tmp_path))
         assert code == 2
         assert wrong in error
         assert "HOST:PORT" in error
@@ -183,11 +183,11 @@ def test_cli_names_a_missing_or_invalid_cluster_file(
 ) -> None:
     """A cluster file that is missing, or has a unit nobody knows, is named with what would work."""
     file = tmp_path / "office.toml"
-    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    code, error = request(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
     assert code == 2
     assert str(file) in error
     file.write_text('[[hosts]]\ncount = 2\nstep_time = "20 parsecs"\n')
-    code, error = ask(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
+    code, error = request(capfd, "simulate", TRAIN, "--cluster", str(file), "--runs", str(tmp_path / "runs"))
     assert code == 2
     assert "20 parsecs" in error
     assert "ms" in error

@@ -35,7 +35,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
-class Member:
+class DistributedSession:
     """A script of which every worker takes part in rings and keeps what came out."""
 
     def __init__(self, inputs: list[list[Tensor]], op: str, rounds: int = 1) -> None:
@@ -52,13 +52,13 @@ class Member:
         tensors = [tensor.clone() for tensor in self.inputs[session.rank]]
         before = node.bytes_sent
         for number in range(self.rounds):
-            ring.all_reduce(node, node.workers, tensors, self.op, number, self.turns.append)
+            ring.all_reduce(node, node.members.workers, tensors, self.op, number, self.turns.append)
         self.sent[session.rank] = node.bytes_sent - before
         self.outputs[session.rank] = tensors
 
 
-def simulated(inputs: list[list[Tensor]], op: str, rounds: int = 1, **more: Any) -> Member:
-    member = Member(inputs, op, rounds)
+def simulated(inputs: list[list[Tensor]], op: str, rounds: int = 1, **more: Any) -> DistributedSession:
+    member = DistributedSession(inputs, op, rounds)
     pr.simulate(member, workers=len(inputs), strategy="local", threads=1, **more)
     return member
 
@@ -122,7 +122,9 @@ def test_ring_all_reduce_gives_every_worker_the_expected_bits(case, n, op, size)
     check_bytes_and_steps(member, lengths, dtypes, n)
 
 
-def check_bytes_and_steps(member: Member, lengths: list[int], dtypes: list[torch.dtype], n: int) -> None:
+def check_bytes_and_steps(
+    member: DistributedSession, lengths: list[int], dtypes: list[torch.dtype], n: int
+) -> None:
     for rank in range(n):
         expected = [sent_elements(count, n, rank) for count in lengths]
         nbytes = sum(c * dtype.itemsize for c, dtype in zip(expected, dtypes, strict=True))
@@ -178,7 +180,7 @@ def test_simulated_ring_takes_the_time_of_2_n_minus_1_chunks(tmp_path):
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nbandwidth = "8 Mbit/s"\nlatency = "0 s"\n')
     summary = pr.simulate(
-        Member(made([400_000], [torch.float32], 4), "sum"),
+        DistributedSession(made([400_000], [torch.float32], 4), "sum"),
         workers=4,
         strategy="local",
         cluster=cluster,
@@ -219,17 +221,17 @@ class Real:
         model = torch.nn.Linear(1, 1)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         node: Any = session._node
-        n = len(node.workers)
+        n = len(node.members.workers)
         for number, (size, shared) in enumerate((size, shared) for size in self.sizes for shared in (0, 1)):
             inputs = [
                 [numbers(size, torch.float32, rank), numbers(9, torch.int64, rank)] for rank in range(n)
             ]
             tensors = inputs[node.rank]
             if shared:
-                tensors = [node.empty(t.numel(), t.dtype).copy_(t) for t in tensors]
+                tensors = [node.memory.empty(t.numel(), t.dtype).copy_(t) for t in tensors]
             wanted = [by_hand([given[at] for given in inputs], "sum") for at in range(2)]
             before, turns = node.transport.bytes_sent, []
-            workers = list(node.workers)
+            workers = list(node.members.workers)
             if number == 3 and node.rank == self.sleep:
                 time.sleep(600)
             trace = partial(self.die, node) if number == 3 and node.rank == self.kill else turns.append
@@ -347,7 +349,7 @@ def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
     with ring_of(4, wait=20.0) as (nodes, _):
         inputs = made([100], [torch.float32], 4)
         gone = SimpleNamespace(
-            kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "life": 0}
+            kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "incarnation": 0}
         )
         nodes[0]._notice(gone)  # type: ignore[arg-type]
         peers = list(nodes[0].workers)

@@ -146,12 +146,13 @@ def member(
     for op, count in REDUCTIONS:
         for dtype in (torch.float64, torch.float32):
             values = contribution(count, rank, dtype)
-            place = node.empty(count, dtype)
+            place = node.memory.empty(count, dtype)
             place.copy_(values)
             private = values.clone()  # not in shared memory
-            node.all_reduce(place, private, op=op)
+            node.group().all_reduce(place, private, op=op)
             results += [place.clone(), private]
-    tasks = [node.begin_all_reduce(node.empty(5, torch.float32).fill_(rank + k)) for k in range(10)]
+    places = [node.memory.empty(5, torch.float32).fill_(rank + k) for k in range(10)]
+    tasks = [node.group().begin_all_reduce(place) for place in places]
     for task in tasks:
         task.join()
     torch.save(results, folder / f"result-{rank}.pt")
@@ -215,16 +216,16 @@ class Dies:
         model = torch.nn.Linear(4, 4)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         node: Any = session._node
-        vector = node.empty(1 << 20, torch.float32).fill_(1.0)
-        node.all_reduce(vector)
+        vector = node.memory.empty(1 << 20, torch.float32).fill_(1.0)
+        node.group().all_reduce(vector)
         began = time.monotonic()
         try:
             if session.rank == 1:
-                node.begin_all_reduce(vector[: 1 << 18])
+                node.group().begin_all_reduce(vector[: 1 << 18])
                 os.kill(os.getpid(), self.how)
             for _ in range(50):
-                node.all_reduce(vector[: 1 << 18])
-                node.all_reduce(vector)
+                node.group().all_reduce(vector[: 1 << 18])
+                node.group().all_reduce(vector)
         except PolyrhythmError as error:
             text = f"{time.monotonic() - began:.1f} {error}"
             (self.folder / f"told-{session.rank}").write_text(text)
@@ -267,15 +268,15 @@ def survivor(
 ) -> None:
     """A worker without a launcher, which would end it: the last one dies, the others keep what they hear."""
     node = joined(rank, hosts, arenas, barrier, folder, way, news)
-    vector = node.empty(1 << 16, torch.float32).fill_(1.0)
-    node.all_reduce(vector)
+    vector = node.memory.empty(1 << 16, torch.float32).fill_(1.0)
+    node.group().all_reduce(vector)
     if rank == len(hosts) - 1:
-        node.begin_all_reduce(vector)
+        node.group().begin_all_reduce(vector)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
         for _ in range(3):
-            node.all_reduce(vector)
+            node.group().all_reduce(vector)
     except PolyrhythmError as error:
         (folder / f"told-{rank}").write_text(f"{time.monotonic() - began:.1f} {error}")
     barrier.wait(30)
@@ -308,7 +309,7 @@ def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
     processes[gone].join(60)
     for rank in range(gone):
         coordinator.introduce(Peer("worker", rank), (tmp_path / f"address-{rank}").read_text())
-        fields = {"role": "worker", "rank": gone, "life": 0, "reason": "was killed"}
+        fields = {"role": "worker", "rank": gone, "incarnation": 0, "reason": "was killed"}
         coordinator.send(Peer("worker", rank), "left", (), fields)
     threading.Thread(target=barrier.wait, args=(40,)).start()  # in the place of the dead
     for process in processes:
@@ -362,7 +363,7 @@ class Once:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         mine = self.values[session.rank]
         mine = mine if not mine.is_contiguous() else mine.clone()
-        session._node.all_reduce(mine, op=self.op)  # type: ignore[attr-defined]
+        session._node.group().all_reduce(mine, op=self.op)  # type: ignore[attr-defined]
         if self.into and not session.rank:
             torch.save(mine, self.into)
 

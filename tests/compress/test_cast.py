@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.registry import parse_codec
 
 
@@ -18,9 +18,9 @@ def test_fp16_and_bf16_clamp_finite_values_and_keep_inf_and_nan(
 ) -> None:
     largest = torch.finfo(dtype).max
     values = torch.tensor([3.4e38, -3.4e38, largest, -largest, most, 1.0, math.inf, -math.inf], dtype=dtype)
-    code = parse_codec(text).encode(values, Memory.alone(8, feedback=False))
+    code = parse_codec(text).encode(values, CodecState.alone(8, feedback=False))
     assert code.tolist() == [most, -most, most, -most, most, 1.0, math.inf, -math.inf]
-    assert math.isnan(parse_codec(text).encode(torch.tensor([math.nan]), Memory.alone(1, feedback=False)))
+    assert math.isnan(parse_codec(text).encode(torch.tensor([math.nan]), CodecState.alone(1, feedback=False)))
 
 
 @pytest.mark.parametrize(("text", "bits"), [("fp16", 11), ("bf16", 8)])
@@ -30,7 +30,7 @@ def test_the_nearest_is_sent(text: str, bits: int, dtype: torch.dtype) -> None:
     codec = parse_codec(text)
     values = torch.randn(10_000, dtype=dtype, generator=torch.Generator().manual_seed(0))
     got = torch.zeros_like(values)
-    codec.decode(codec.encode(values, Memory.alone(10_000, feedback=False)), got)
+    codec.decode(codec.encode(values, CodecState.alone(10_000, feedback=False)), got)
     error = (got - values) / values.abs()
     assert error.abs().max() <= 2.0**-bits and error.abs().max() > 0.9 * 2.0**-bits
     assert abs((got.abs() > values.abs()).double().mean() - 0.5) < 0.02
@@ -39,5 +39,7 @@ def test_the_nearest_is_sent(text: str, bits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("text", ["fp16", "bf16"])
 def test_decoding_adds_times_a_scale(text: str) -> None:
     codec, into = parse_codec(text), torch.ones(3)
-    codec.decode(codec.encode(torch.tensor([1.0, -2.0, 0.5]), Memory.alone(3, feedback=False)), into, 0.25)
+    codec.decode(
+        codec.encode(torch.tensor([1.0, -2.0, 0.5]), CodecState.alone(3, feedback=False)), into, 0.25
+    )
     assert into.tolist() == [1.25, 0.5, 1.125]

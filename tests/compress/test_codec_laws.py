@@ -101,7 +101,7 @@ def test_allreduce_parameters_minus_residuals_equal_plain_sgd(
     plane = Plane(11, groups=True)
     found = trained(simulate(plane, f"allreduce+{codec}", workers))
     law = dense(simulate, plane, "allreduce", workers)
-    assert near(moved(found, plane.owed([0.5, 0.5])), law)
+    assert near(moved(found, plane.residual([0.5, 0.5])), law)
     assert not near(found, law, 1e-6)
 
 
@@ -110,7 +110,7 @@ def test_unbiased_codecs_with_feedback_keep_a_residual(simulate: Any, codec: str
     """Feedback is not for the biased only."""
     plane = Plane(11)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([0.5])), dense(simulate, plane, "allreduce"))
+    assert near(moved(found, plane.residual([0.5])), dense(simulate, plane, "allreduce"))
 
 
 ROUND = [codec for codec in HOPS if parse_codec(codec).feedback]
@@ -125,7 +125,7 @@ def test_ring_hops_keep_the_residual_on_the_encoding_worker(simulate: Any, codec
     plane = Plane(11)
     found = trained(simulate(plane, f"allreduce+{codec}", workers, collective="ring"))
     law = dense(simulate, plane, "allreduce", workers)
-    assert near(moved(found, plane.owed([0.5])), law)
+    assert near(moved(found, plane.residual([0.5])), law)
     assert not near(found, law, 1e-6)
     assert all(equal(plane.x[rank][-1], plane.x[0][-1]) for rank in range(workers))
 
@@ -136,7 +136,7 @@ def test_summing_fp16_codes_rounds_the_mean_once_more(simulate: Any, codec: str,
     has that to keep. One worker alone loses nothing."""
     for workers in (1, WORKERS):
         plane = Plane(11)
-        found = moved(trained(simulate(plane, f"allreduce+{codec}", workers)), plane.owed([0.5]))
+        found = moved(trained(simulate(plane, f"allreduce+{codec}", workers)), plane.residual([0.5]))
         law = dense(simulate, plane, "allreduce", workers)
         assert near(found, law) == (workers == 1)
         assert all(float((found[name] - law[name]).abs().max()) <= 11 * 0.5 * 4 * 2.0**-bits for name in law)
@@ -157,9 +157,9 @@ def test_averaging_with_a_codec_keeps_unsent_displacements(
     plane = Plane(steps)
     found = trained(simulate(plane, f"{strategy}+{codec}", WORKERS))
     law = dense(simulate, plane, strategy)
-    owed = plane.owed([1.0])
-    assert near(moved(found, owed, -1.0 if strategy.startswith("diloco") else 1.0), law)
-    assert max(each.abs().max() for each in owed.values()) > 0
+    residual = plane.residual([1.0])
+    assert near(moved(found, residual, -1.0 if strategy.startswith("diloco") else 1.0), law)
+    assert max(each.abs().max() for each in residual.values()) > 0
 
 
 @each_value(("codec", ways(FEEDBACK)), ("fragments, mix", [(1, 0), (3, 0), (3, 0.5), (1, 0.9)]))
@@ -170,7 +170,7 @@ def test_streaming_diloco_keeps_the_residual_of_each_fragment(
     strategy = f"streaming-diloco:6,fragments={fragments},overlap=1,mix={mix},lr=1,beta=0"
     plane = Plane(21)
     found = trained(simulate(plane, f"{strategy}+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([1.0])), dense(simulate, plane, strategy))
+    assert near(moved(found, plane.residual([1.0])), dense(simulate, plane, strategy))
 
 
 def falling(step: int) -> float:
@@ -183,7 +183,7 @@ def test_residuals_keep_the_learning_rate_of_their_gradient(simulate: Any, codec
     plane = Plane(11, rate=falling, groups=True)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
     law = dense(simulate, plane, "allreduce")
-    assert near(moved(found, plane.owed([0.3, 0.06])), law)
+    assert near(moved(found, plane.residual([0.3, 0.06])), law)
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
@@ -191,7 +191,7 @@ def test_residuals_from_a_zero_learning_rate_count_for_nothing(simulate: Any, co
     """What was computed when the rate was 0 is worth nothing, however long it waits."""
     plane = Plane(7, rate=lambda step: 0.1 * (step - 1))
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([0.6])), dense(simulate, plane, "allreduce"))
+    assert near(moved(found, plane.residual([0.6])), dense(simulate, plane, "allreduce"))
 
 
 @each_value(
@@ -213,7 +213,7 @@ def test_postlocal_converts_residuals_at_the_switch(
     plane = Plane(steps, rate=rate, groups=True)
     strategy = "postlocal:3,after=6"
     found = trained(simulate(plane, f"{strategy}+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([1.0, 1.0]), 1.0), dense(simulate, plane, strategy))
+    assert near(moved(found, plane.residual([1.0, 1.0]), 1.0), dense(simulate, plane, strategy))
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
@@ -221,7 +221,7 @@ def test_gradient_accumulation_with_a_codec_counts_gradients_once(simulate: Any,
     """A gradient that is exchanged, added to and exchanged again is counted once."""
     plane = Plane(7, batches=3)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([0.5])), dense(simulate, plane, "allreduce"))
+    assert near(moved(found, plane.residual([0.5])), dense(simulate, plane, "allreduce"))
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
@@ -234,7 +234,7 @@ def test_allreduce_sends_residuals_of_layers_without_a_gradient(simulate: Any, c
 
     plane = Plane(9, skips=skips)
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
-    assert near(moved(found, plane.owed([0.5])), dense(simulate, plane, "allreduce"))
+    assert near(moved(found, plane.residual([0.5])), dense(simulate, plane, "allreduce"))
 
 
 LOOKED = ["allreduce", "local:3", "average:3", "slowmo:3", "diloco:3", "postlocal:3,after=4"]

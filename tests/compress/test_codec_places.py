@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.compress.compressor import Coder
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.compressor import Decompressor
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.core.registry import parse_codec
 from polyrhythm.launch.screen import Screen
@@ -195,11 +195,11 @@ def test_every_code_goes_to_all_others(simulate: Any, codec: str, workers: int) 
     steps, plane = 4, Plane(4)
     summary = simulate(plane, f"allreduce+{codec}", workers)
     chosen, total = parse_codec(codec), plane.replicas[0].layout.total
-    coder = Coder(chosen, plane.replicas[0].layout)
-    sizes = [stretch.high - stretch.low for stretch in coder.coded]
+    coder = Decompressor(chosen, plane.replicas[0].layout)
+    sizes = [segment.high - segment.low for segment in coder.coded]
     assert sum(sizes) == total
     codes = sum(
-        chosen.send(torch.ones(size, dtype=torch.float64), Memory.alone(size, dtype=torch.float64)).nbytes
+        chosen.send(torch.ones(size, dtype=torch.float64), CodecState.alone(size, dtype=torch.float64)).nbytes
         for size in sizes
     )
     start = (workers - 1) * 8 * total
@@ -260,10 +260,10 @@ def test_bfloat16_models_lose_only_their_own_rounding_with_a_codec(simulate: Any
     plane, law = Plane(steps, model=MODELS["half"]), Plane(steps, model=MODELS["half"])
     found = trained(simulate(plane, f"allreduce+{codec}", WORKERS))
     dense = trained(simulate(law, "allreduce", WORKERS))
-    owed = plane.owed([0.5])
+    residual = plane.residual([0.5])
     for name, value in dense.items():
-        top = max(float(value.abs().max()), float(owed[name].abs().max()), 1.0)
-        error = (found[name].double() - owed[name].double() - value.double()).abs().max()
+        top = max(float(value.abs().max()), float(residual[name].abs().max()), 1.0)
+        error = (found[name].double() - residual[name].double() - value.double()).abs().max()
         assert error <= (2 * steps * 2**-8 if value.dtype == torch.bfloat16 else 1e-12) * top
 
 

@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.core.message import Message, Reply
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
+from polyrhythm.model.vectors import cut
 from polyrhythm.strategies.server.parameter_server import ParameterServer
 from polyrhythm.strategies.server.server_loop import known_to
 from tests.support.combine import each_value
@@ -124,7 +124,7 @@ def _begin_again(watch: Watch, node: Any, replica: Replica) -> None:
     sequence, first = node._sequence, [part.clone() for part in replica.parameters]
     node.take_time(0.05 * node.rank)
     node._sequence -= 1
-    again = node.ask(node.servers[0], "pull").wait()
+    again = node.request(node.members.servers[0], "pull").wait()
     assert equal(again.tensors, first) and again["version"] == replica.version[0]
     assert node._sequence == sequence
     _compare(watch, node, replica, replica.parameters)
@@ -139,7 +139,8 @@ def _ask_again(
     replica.notes["last"] = sequence
     for old in (sequence, sequence, last):
         node._sequence = old - 1
-        again = node.ask(node.servers[0], "push", fetch=True, step=replica.steps, version=0).wait()
+        server = node.members.servers[0]
+        again = node.request(server, "push", fetch=True, step=replica.steps, version=0).wait()
         if old == sequence:
             assert again["version"] == versions[0]
             assert equal(again.tensors, answers[0].tensors)
@@ -226,7 +227,7 @@ def test_sync_parameters_minus_residuals_equal_plain_sgd(
     )
     found = trained(simulate(plane, f"sync+{codec}", WORKERS, servers))
     dense = trained(simulate(law, "allreduce", WORKERS))
-    assert near(moved(found, plane.owed([rate, rate / 5])), dense)
+    assert near(moved(found, plane.residual([rate, rate / 5])), dense)
     assert not near(found, dense, 1e-6)
 
 
@@ -259,9 +260,9 @@ def test_workers_keep_their_residual_at_the_end_of_the_data(simulate: Any, codec
     """Nobody goes on, so nothing moves the model from where it was evaluated: the rest stays, to be saved."""
     plane = Plane(11)
     found = trained(simulate(plane, f"async+{codec}", WORKERS, 2, UNEVEN))
-    owed = plane.owed([0.5 * WORKERS])
-    assert near(moved(found, owed), trained(simulate(Plane(11), "async", WORKERS, 2, UNEVEN)))
-    assert max(float(each.abs().max()) for each in owed.values()) > 0
+    residual = plane.residual([0.5 * WORKERS])
+    assert near(moved(found, residual), trained(simulate(Plane(11), "async", WORKERS, 2, UNEVEN)))
+    assert max(float(each.abs().max()) for each in residual.values()) > 0
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "int4", "sign"])
@@ -304,7 +305,7 @@ def test_server_strategies_push_residuals_of_layers_without_a_gradient(
         trained(simulate(each, text, WORKERS, 2, UNEVEN))
         for each, text in ((plane, f"{strategy}+{codec}"), (law, strategy))
     )
-    assert near(moved(found, plane.owed([0.5])), dense)
+    assert near(moved(found, plane.residual([0.5])), dense)
 
 
 # --- those who die ----------------------------------------------------------------------------------

@@ -15,17 +15,17 @@ pytest.importorskip("numba")
 ROOT = Path(__file__).parents[2]
 WORK = """
 import torch
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.registry import parse_codec
 for text in ("int8", "topk:0.5"):
     codec, into = parse_codec(text), torch.zeros(4)
-    codec.decode(codec.send(torch.tensor([0.0, 0.0, 127.0, -1.0]), Memory.alone(4)), into)
+    codec.decode(codec.send(torch.tensor([0.0, 0.0, 127.0, -1.0]), CodecState.alone(4)), into)
     print(text, into.tolist())
 """
 PREPARE = """
 import sys, torch
 from numba.core.dispatcher import Dispatcher
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.registry import describe, parse_codec
 
 def compiled():
@@ -41,7 +41,7 @@ for dtype in (torch.float32, torch.float64):
     for codec in codecs:
         if not codec.shared:
             values = torch.randn(2000, dtype=dtype)
-            code = codec.send(values, Memory.alone(2000, feedback=codec.feedback, dtype=dtype))
+            code = codec.send(values, CodecState.alone(2000, feedback=codec.feedback, dtype=dtype))
             codec.decode(code, torch.zeros_like(values))
     print(len(before) > 0, sorted(compiled() - before))
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 import polyrhythm as pr
 from polyrhythm.compress.codecs.dgc import DGC
 from polyrhythm.compress.codecs.sparsify import TopK
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse_codec
 from tests.support import programs
@@ -30,7 +30,7 @@ def gradients(steps: int, size: int = 300, dtype: torch.dtype = torch.float64) -
     return [torch.randn(size, dtype=dtype, generator=generator) for _ in range(steps)]
 
 
-def sent(codec: TopK, given: list[Tensor], memory: Memory) -> list[Tensor]:
+def sent(codec: TopK, given: list[Tensor], memory: CodecState) -> list[Tensor]:
     """What the others get, step by step."""
     received = []
     for gradient in given:
@@ -58,7 +58,7 @@ def test_dgc_of_density_1_without_masking_equals_momentum_sgd(dtype: torch.dtype
     """Density 1, masking off: bit for bit torch.optim.SGD with that momentum, or Nesterov's."""
     given = gradients(40, dtype=dtype)
     codec = DGC(1.0, values="fp32", momentum=0.9, nesterov=nesterov, masking=False)
-    received = sent(codec, given, Memory.alone(300, dtype=dtype))
+    received = sent(codec, given, CodecState.alone(300, dtype=dtype))
     assert torch.equal(trained(received), trained(given, momentum=0.9, nesterov=nesterov))
 
 
@@ -68,7 +68,7 @@ def test_dgc_of_density_1_with_masking_has_no_momentum(dtype: torch.dtype, neste
     """Density 1, masking on: the mask takes all momentum away. Plain SGD is left, or Nesterov's first."""
     given = gradients(10, dtype=dtype)
     codec = DGC(1.0, values="fp32", nesterov=nesterov)
-    received = sent(codec, given, Memory.alone(300, dtype=dtype))
+    received = sent(codec, given, CodecState.alone(300, dtype=dtype))
     plain = [g.add(g, alpha=0.9) for g in given] if nesterov else given
     assert all(torch.equal(one, other) for one, other in zip(received, plain, strict=True))
 
@@ -77,7 +77,7 @@ def test_dgc_of_density_1_with_masking_has_no_momentum(dtype: torch.dtype, neste
 @pytest.mark.parametrize("fields", [{}, {"values": "fp32", "pick": "exact"}, {"warmup": 5}])
 def test_dgc_without_momentum_sends_the_bytes_of_topk(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     """The same bytes."""
-    one, other = (Memory.alone(300, dtype=dtype) for _ in range(2))
+    one, other = (CodecState.alone(300, dtype=dtype) for _ in range(2))
     dgc, topk = DGC(0.05, momentum=0.0, **fields), TopK(0.05, **fields)
     for gradient in gradients(20, dtype=dtype):
         assert torch.equal(dgc.send(gradient, one), topk.send(gradient, other))
@@ -99,7 +99,7 @@ def test_dgc_step_matches_the_update_rule_of_the_paper(
 ) -> None:
     """u <- mu u + g, v <- v + u; or u <- mu (u + g), v <- v + u + g. The largest go; u and v are 0 there."""
     codec = DGC(density, 0, "fp32", "exact", momentum, nesterov, masking)
-    memory = Memory.alone(size, dtype=torch.float64)
+    memory = CodecState.alone(size, dtype=torch.float64)
     given = gradients(6, size)
     u, v = torch.zeros(2, size, dtype=torch.float64)
     for gradient, received in zip(given, sent(codec, given, memory), strict=True):
@@ -116,7 +116,7 @@ def test_dgc_step_matches_the_update_rule_of_the_paper(
 
 def test_dgc_sent_values_plus_residual_equal_the_accumulated_momentum() -> None:
     """Without masking, all that was sent and what is left are all that momentum has gathered."""
-    given, memory = gradients(50), Memory.alone(300, dtype=torch.float64)
+    given, memory = gradients(50), CodecState.alone(300, dtype=torch.float64)
     received = sent(DGC(0.1, masking=False), given, memory)
     velocity, total = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
     for gradient in given:
@@ -130,7 +130,7 @@ def test_dgc_clips_the_gradient_of_each_worker_to_clip_over_sqrt_n(workers: int)
     """To clip / sqrt(N); shorter ones stay as they are."""
     long, short = torch.full((100,), 3.0), torch.full((100,), 0.01)
     codec = DGC(1.0, values="fp32", momentum=0.0, clip=6.0)
-    received = sent(codec, [long, short], Memory.alone(100, workers=workers))
+    received = sent(codec, [long, short], CodecState.alone(100, workers=workers))
     assert received[0].norm().item() == pytest.approx(6 / math.sqrt(workers), rel=1e-6)
     assert torch.equal(received[1], short)
 
@@ -169,7 +169,7 @@ def test_the_whole_gradient_is_clipped(simulate: Any, strategy: str, servers: in
 
 
 def test_warming_up_sends_more() -> None:
-    given, memory = gradients(8, 10_000), Memory.alone(10_000, dtype=torch.float64)
+    given, memory = gradients(8, 10_000), CodecState.alone(10_000, dtype=torch.float64)
     counts = [int((each != 0).sum()) for each in sent(DGC(0.001, warmup=4, pick="exact"), given, memory)]
     assert counts[0] == 2500 and counts == sorted(counts, reverse=True) and counts[4:] == [10] * 4
 
@@ -194,7 +194,7 @@ def test_a_run_with_dgc_refuses_an_optimizer_with_momentum(simulate: Any) -> Non
 
 def test_the_server_answers_in_plain_topk() -> None:
     codec = parse_codec("dgc:0.01,momentum=0.5,per=layer,dense=1d,values=fp32")
-    reply = codec.reply()
+    reply = codec.for_replies()
     assert type(reply) is TopK
     assert (reply.density, reply.values, reply.per, reply.dense) == (0.01, "fp32", "layer", "1d")
 

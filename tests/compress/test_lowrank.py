@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import polyrhythm as pr
 from polyrhythm.compress.codecs.powersgd import HEADER, PowerSGD
 from polyrhythm.compress.kernels.algebra import add_product, orthonormal
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.registry import parse_codec
 from tests.support.programs import MOMENTUM, Script, same, trained
@@ -43,7 +43,7 @@ class Rounds:
     shapes: Shapes = field(default_factory=lambda: SHAPES)
     means: dict[int, list[Tensor]] = field(default_factory=dict)
     residuals: dict[int, list[Tensor]] = field(default_factory=dict)
-    memories: dict[int, list[Memory]] = field(default_factory=dict)
+    memories: dict[int, list[CodecState]] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -52,13 +52,13 @@ class Rounds:
         mine = self.gradients[here.rank]
         groups = [[shape] for shape in self.shapes] if self.codec.per == "layer" else [list(self.shapes)]
         about = {"feedback": self.codec.feedback, "dtype": mine[0].dtype, "worker": here.rank}
-        memories = [Memory.alone(size(group), shapes=group, **about) for group in groups]
+        memories = [CodecState.alone(size(group), shapes=group, **about) for group in groups]
         self.memories[here.rank] = memories
         for name in ("means", "residuals"):
             getattr(self, name)[here.rank] = []
         for one in mine:
             parts = [part.clone() for part in one.split([size(group) for group in groups])]
-            self.codec.mean(here._node, list(zip(parts, memories, strict=True)))
+            self.codec.mean(here._node.group(), list(zip(parts, memories, strict=True)))
             for memory in memories:
                 memory.sent()
             self.means[here.rank].append(torch.cat(parts))
@@ -91,9 +91,9 @@ def test_powersgd_workers_agree_and_mean_residual_is_the_missing_part(
         update = rounds.means[0][step]
         for rank in range(workers):
             assert torch.equal(rounds.means[rank][step], update)
-        owed = sum(kept[rank] + given[rank][step] for rank in range(workers)) / workers
+        residual = sum(kept[rank] + given[rank][step] for rank in range(workers)) / workers
         kept = [rounds.residuals[rank][step] for rank in range(workers)]
-        torch.testing.assert_close(sum(kept) / workers, owed - update, **near)
+        torch.testing.assert_close(sum(kept) / workers, residual - update, **near)
     if not rounds.codec.warm:
         return
     qs = [
@@ -108,7 +108,7 @@ def test_powersgd_step_matches_the_update_rule_of_the_paper(simulate: Any) -> No
     shape, workers, steps, rank = (11, 8), 3, 4, 2
     given = [[gradient(w, s, [shape]) for s in range(steps)] for w in range(workers)]
     rounds = played(simulate, f"powersgd:{rank}", given, [shape])
-    first = torch.Generator().manual_seed(Memory.alone(88).shared_stream())
+    first = torch.Generator().manual_seed(CodecState.alone(88).shared_stream())
     q = torch.empty(rank, 8, dtype=torch.float64).normal_(generator=first).T
     e = [torch.zeros(shape, dtype=torch.float64) for _ in range(workers)]
     for step in range(steps):
@@ -291,7 +291,7 @@ def test_powersgd_sent_values_plus_residual_equal_the_input(
 ) -> None:
     """What the code stands for, with what is kept, is all that was given: near enough for floats."""
     dtype = torch.float64 if double else torch.float32
-    codec, memory = PowerSGD(rank, warm), Memory.alone(size(shapes), shapes=shapes, dtype=dtype)
+    codec, memory = PowerSGD(rank, warm), CodecState.alone(size(shapes), shapes=shapes, dtype=dtype)
     given = torch.zeros(size(shapes), dtype=dtype)
     received = torch.zeros(size(shapes), dtype=dtype)
     for step in range(3):
@@ -313,7 +313,7 @@ def test_a_code_is_as_long_as_its_factors() -> None:
         ([(64 * 32,)], 2 * (45 + 45) + 2048 - 45 * 45),
         ([(3, 3)], 9),
     ]:
-        code = codec.encode(torch.ones(size(shapes)), Memory.alone(size(shapes), shapes=shapes))
+        code = codec.encode(torch.ones(size(shapes)), CodecState.alone(size(shapes), shapes=shapes))
         assert code.dtype == torch.uint8
         assert code.numel() == HEADER.size + 24 * (numbers != 9) + 4 * numbers
 
@@ -321,7 +321,7 @@ def test_a_code_is_as_long_as_its_factors() -> None:
 def test_powersgd_decodes_at_any_byte_offset() -> None:
     """Also where no float could begin."""
     codec, values = PowerSGD(1), gradient(0, 0, [(9, 7)], torch.float32)
-    code = codec.encode(values, Memory.alone(63, shapes=[(9, 7)]))
+    code = codec.encode(values, CodecState.alone(63, shapes=[(9, 7)]))
     shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), code])[3:]
     one, other = torch.zeros(63), torch.zeros(63)
     codec.decode(code, one)
@@ -364,7 +364,9 @@ def test_powersgd_refuses_malformed_codes(bad: Tensor) -> None:
 @settings(max_examples=200, deadline=None)
 def test_any_one_bit_flipped_is_a_code_or_refused(flip: int, bit: int) -> None:
     codec = PowerSGD(1)
-    bytes_ = codec.encode(gradient(0, 0, [(9, 7)], torch.float32), Memory.alone(63, shapes=[(9, 7)])).clone()
+    bytes_ = codec.encode(
+        gradient(0, 0, [(9, 7)], torch.float32), CodecState.alone(63, shapes=[(9, 7)])
+    ).clone()
     bytes_[flip % bytes_.numel()] ^= 1 << bit
     into = torch.zeros(63)
     try:

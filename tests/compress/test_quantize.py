@@ -14,7 +14,7 @@ from torch import Tensor
 from polyrhythm.compress.codecs.quantize import HEADER
 from polyrhythm.compress.kernels import dense
 from polyrhythm.compress.kernels.dense import plain
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.registry import parse_codec
@@ -224,7 +224,7 @@ def test_stochastic_rounding_is_independent_across_elements_and_streams() -> Non
         assert abs(float((4 * one * two).mean())) < bound
 
 
-def stepped(memory: Memory) -> Memory:
+def stepped(memory: CodecState) -> CodecState:
     memory.sent()
     return memory
 
@@ -346,7 +346,7 @@ def test_signum_votes_by_its_momentum() -> None:
 
 
 def test_reply_codec_of_sign_vote_sends_magnitudes() -> None:
-    reply = parse_codec("sign:vote=yes,momentum=0.9").reply()
+    reply = parse_codec("sign:vote=yes,momentum=0.9").for_replies()
     values = torch.tensor([2.0, -2.0])
     assert torch.equal(decoded(reply, reply.encode(values, alone(reply, values)), values), values)
 

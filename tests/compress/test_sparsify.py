@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.compress.codecs.sparsify import RandomK, TopK
 from polyrhythm.compress.kernels import selection
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.registry import parse_codec
 
@@ -43,7 +43,7 @@ def vectors(draw):
     return made * draw(st.sampled_from((1e-30, 1e-6, 1.0, 1e6)))
 
 
-def sent(codec, values: torch.Tensor, memory: Memory) -> torch.Tensor:
+def sent(codec, values: torch.Tensor, memory: CodecState) -> torch.Tensor:
     """What a receiver gets."""
     got = torch.zeros_like(values)
     codec.decode(codec.send(values, memory), got)
@@ -51,8 +51,8 @@ def sent(codec, values: torch.Tensor, memory: Memory) -> torch.Tensor:
     return got
 
 
-def memory_for(values: torch.Tensor, **more) -> Memory:
-    return Memory.alone(count=len(values), dtype=values.dtype, **more)
+def memory_for(values: torch.Tensor, **more) -> CodecState:
+    return CodecState.alone(count=len(values), dtype=values.dtype, **more)
 
 
 @given(vectors(), vectors(), st.sampled_from(("fp16", "fp32")), st.sampled_from((1e-4, 0.01, 0.3, 1.0)))
@@ -127,7 +127,7 @@ def test_tensor_operations_give_the_same_bits(codec, dtype, monkeypatch):
             if not compiled:
                 patch.setattr(selection, "compiled", lambda tensor: False)
             generator = torch.Generator().manual_seed(7)
-            memory, into = Memory.alone(count=50_000, dtype=dtype), torch.ones(50_000, dtype=dtype)
+            memory, into = CodecState.alone(count=50_000, dtype=dtype), torch.ones(50_000, dtype=dtype)
             codes = []
             for _ in range(4):
                 codes.append(codec.send(torch.empty_like(into).normal_(generator=generator), memory))
@@ -154,7 +154,7 @@ def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, road, monk
 def test_topk_sent_plus_residual_equals_the_gradient_sum_over_many_steps():
     """Over many steps only the sums of residuals and gradients round."""
     generator = torch.Generator().manual_seed(9)
-    codec, memory = TopK(0.05), Memory.alone(count=2000)
+    codec, memory = TopK(0.05), CodecState.alone(count=2000)
     given_, got = torch.zeros(2000, dtype=torch.float64), torch.zeros(2000, dtype=torch.float64)
     for _ in range(200):
         gradient = torch.empty(2000).normal_(generator=generator)
@@ -173,7 +173,7 @@ def test_a_density_of_one_sends_all_as_it_is(values):
 
 def test_without_feedback_nothing_is_kept():
     values = torch.arange(1.0, 11.0)
-    memory = Memory.alone(count=10, feedback=False)
+    memory = CodecState.alone(count=10, feedback=False)
     assert sent(TopK(0.1, feedback=False), values, memory).tolist() == [0.0] * 9 + [10.0]
     assert memory.residual is None
 
@@ -187,7 +187,7 @@ def test_warm_up_comes_down_to_the_density_by_equal_factors(codec):
 
 def test_a_quota_is_one_at_least():
     assert TopK(0.001).quota(10, 0) == 1 and TopK(1.0).quota(10, 0) == 10 and TopK(0.5).quota(0, 0) == 0
-    assert TopK(0.5).send(torch.zeros(0), Memory.alone(count=0)).dtype == torch.uint8
+    assert TopK(0.5).send(torch.zeros(0), CodecState.alone(count=0)).dtype == torch.uint8
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_randomk_workers_pick_the_same_entries_and_new_ones_each_step():
     codec, size = RandomK(0.1, feedback=False), 1000
     generator = torch.Generator().manual_seed(10)
     vectors_ = [torch.empty(size).normal_(generator=generator) for _ in range(3)]
-    memories = [Memory.alone(count=size, feedback=False, seed=5, worker=rank) for rank in range(3)]
+    memories = [CodecState.alone(count=size, feedback=False, seed=5, worker=rank) for rank in range(3)]
     drawn = []
     for _ in range(3):
         codes = [codec.send(v, m) for v, m in zip(vectors_, memories, strict=True)]
@@ -242,7 +242,7 @@ def test_randomk_workers_pick_the_same_entries_and_new_ones_each_step():
 def test_randomk_without_feedback_is_unbiased():
     """Each entry within five deviations of itself, over 4,000 draws; sizes that do not divide evenly too."""
     codec, values = RandomK(0.3, feedback=False), torch.arange(1.0, 11.0, dtype=torch.float64)
-    memory = Memory.alone(count=10, feedback=False, dtype=torch.float64)
+    memory = CodecState.alone(count=10, feedback=False, dtype=torch.float64)
     total, draws = torch.zeros(10, dtype=torch.float64), 4000
     for _ in range(draws):
         total += sent(codec, values, memory)
@@ -252,8 +252,8 @@ def test_randomk_without_feedback_is_unbiased():
 
 def test_answers_of_servers_are_not_scaled():
     """What an answer leaves out is in the next difference, so scaling would send it twice."""
-    codec = RandomK(0.5, feedback=False).reply()
-    got = sent(codec, torch.ones(10), Memory.alone(count=10, feedback=False))
+    codec = RandomK(0.5, feedback=False).for_replies()
+    got = sent(codec, torch.ones(10), CodecState.alone(count=10, feedback=False))
     assert set(got.tolist()) == {0.0, 1.0}
 
 
@@ -262,7 +262,9 @@ def test_answers_of_servers_are_not_scaled():
 def test_randomk_seed_survives_averaging_of_the_codes(dtype, workers):
     """However it rounds."""
     for seed in range(20):
-        code = RandomK(0.1).send(torch.ones(50, dtype=dtype), Memory.alone(count=50, dtype=dtype, seed=seed))
+        code = RandomK(0.1).send(
+            torch.ones(50, dtype=dtype), CodecState.alone(count=50, dtype=dtype, seed=seed)
+        )
         for mean in (
             code * workers / workers,
             code * workers * (1 / workers),
@@ -274,7 +276,7 @@ def test_randomk_seed_survives_averaging_of_the_codes(dtype, workers):
 
 
 def test_randomk_refuses_a_mean_of_codes_with_different_seeds():
-    codes = [RandomK(0.1).send(torch.ones(50), Memory.alone(count=50, seed=seed)) for seed in range(2)]
+    codes = [RandomK(0.1).send(torch.ones(50), CodecState.alone(count=50, seed=seed)) for seed in range(2)]
     with pytest.raises(WireError, match="out of step"):
         RandomK(0.1).decode((codes[0] + codes[1]) / 2, torch.zeros(50))
     for code in (torch.full((10,), math.nan), torch.zeros(3), torch.zeros(99), torch.full((10,), 1e9),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.compress.codecs.threshold import Threshold
 from polyrhythm.compress.kernels import selection
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse_codec
 
@@ -20,7 +20,7 @@ PATIENT = settings(deadline=None)  # the first call compiles
 KINDS = [torch.float32, torch.float64]
 
 
-def sent(codec: Threshold, values: torch.Tensor, memory: Memory) -> torch.Tensor:
+def sent(codec: Threshold, values: torch.Tensor, memory: CodecState) -> torch.Tensor:
     """What a receiver gets."""
     got = torch.zeros_like(values)
     codec.decode(codec.send(values, memory), got)
@@ -44,7 +44,7 @@ def noise(size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 def test_threshold_pulses_plus_residual_equal_the_input_exactly(size, seed, dtype, power, spread, pulses):
     """Bit for bit if tau is a power of two: then no difference rounds while |r| < 2^24 tau."""
     tau = 2.0**power
-    codec, memory = Threshold(tau, pulses=pulses), Memory.alone(count=size, dtype=dtype)
+    codec, memory = Threshold(tau, pulses=pulses), CodecState.alone(count=size, dtype=dtype)
     for step in range(3):
         gradient = noise(size, seed + step, dtype) * (tau * spread)
         before = memory.residual + gradient
@@ -56,7 +56,7 @@ def test_threshold_pulses_plus_residual_equal_the_input_exactly(size, seed, dtyp
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_threshold_sent_plus_residual_equals_the_sum_for_any_tau(dtype):
-    codec, memory = Threshold(1e-3, exact=False, pulses="many"), Memory.alone(count=1000, dtype=dtype)
+    codec, memory = Threshold(1e-3, exact=False, pulses="many"), CodecState.alone(count=1000, dtype=dtype)
     given_, got = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
     for step in range(100):
         gradient = noise(1000, step, dtype) * 2e-3
@@ -69,7 +69,7 @@ def test_threshold_sent_plus_residual_equals_the_sum_for_any_tau(dtype):
 def test_one_pulse_keeps_up_with_updates_of_tau_at_most():
     """|r| <= tau forever if |u| <= tau; if not, the residual grows without bound."""
     codec = Threshold(0.25)
-    slow, fast = Memory.alone(count=1000), Memory.alone(count=1000)
+    slow, fast = CodecState.alone(count=1000), CodecState.alone(count=1000)
     for step in range(60):
         sent(codec, noise(1000, step).clamp(-1, 1) * 0.25, slow)
         assert slow.residual.abs().max() <= 0.25
@@ -78,7 +78,7 @@ def test_one_pulse_keeps_up_with_updates_of_tau_at_most():
 
 
 def test_many_pulses_keep_up_with_anything():
-    codec, memory = Threshold(0.25, pulses="many"), Memory.alone(count=1000)
+    codec, memory = Threshold(0.25, pulses="many"), CodecState.alone(count=1000)
     for step in range(30):
         sent(codec, noise(1000, step) * 10 ** (step % 5), memory)
         assert memory.residual.abs().max() < 0.25
@@ -87,7 +87,7 @@ def test_many_pulses_keep_up_with_anything():
 def test_threshold_limits_pulses_to_24_bits_and_ignores_nan():
     """What is beyond 2^24 of them waits; what is not a number is not taken."""
     for pulses in ("one", "many"):
-        memory = Memory.alone(count=4)
+        memory = CodecState.alone(count=4)
         got = sent(Threshold(1.0, pulses=pulses), torch.tensor([1e30, math.nan, -3.0, 0.5]), memory)
         assert got[0] == (1.0 if pulses == "one" else (1 << 24) - 1)
         assert got[1:].tolist() == [0.0, -1.0 if pulses == "one" else -3.0, 0.0]
@@ -96,7 +96,7 @@ def test_threshold_limits_pulses_to_24_bits_and_ignores_nan():
 @given(st.floats(1e-20, 1e20))
 @PATIENT
 def test_the_power_of_two_next_to_tau_is_used(tau):
-    used = Threshold(tau).tau_for(Memory.alone(count=1))
+    used = Threshold(tau).tau_for(CodecState.alone(count=1))
     assert math.frexp(used)[0] == 0.5 and abs(math.log2(used / tau)) <= 0.5 + 1e-9
 
 
@@ -107,7 +107,7 @@ def steps(codec: Threshold, gradients) -> list[float]:
     memory = None
     taus = [codec.tau]
     for gradient in gradients:
-        memory = memory or Memory.alone(count=len(gradient))
+        memory = memory or CodecState.alone(count=len(gradient))
         memory.residual.zero_()  # so that the share that is sent is that of the gradient
         sent(codec, gradient, memory)
         taus.append(memory.numbers["tau"])
@@ -140,7 +140,7 @@ def test_tau_stays_within_the_band():
 def test_tau_finds_the_band(start, exact):
     """From far above and far below, on gradients that stay as they are; and then it rests."""
     codec = Threshold(start, adaptive=True, low=1e-3, exact=exact)
-    memory, shares, used = Memory.alone(count=10_000), [], set()
+    memory, shares, used = CodecState.alone(count=10_000), [], set()
     for step in range(800):
         if step >= 700:
             used.add(codec.tau_for(memory))
@@ -150,20 +150,20 @@ def test_tau_finds_the_band(start, exact):
 
 
 def test_tau_stays_in_range_however_long_nothing_comes():
-    codec, memory = Threshold(1e-3, adaptive=True), Memory.alone(count=10)
+    codec, memory = Threshold(1e-3, adaptive=True), CodecState.alone(count=10)
     memory.numbers["tau"] = 2.0**-100
     sent(codec, torch.zeros(10), memory)
     assert memory.numbers["tau"] == 2.0**-100
 
 
 def test_threshold_with_a_fixed_tau_stores_no_tau():
-    memory = Memory.alone(count=10)
+    memory = CodecState.alone(count=10)
     sent(Threshold(), torch.ones(10), memory)
     assert "tau" not in memory.numbers
 
 
 def test_warm_up_begins_at_a_64th_of_tau():
-    codec, memory = Threshold(0.5, warmup=6, adaptive=True), Memory.alone(count=10)
+    codec, memory = Threshold(0.5, warmup=6, adaptive=True), CodecState.alone(count=10)
     taus = []
     for _ in range(8):
         taus.append(codec.tau_for(memory))
@@ -175,9 +175,9 @@ def test_warm_up_begins_at_a_64th_of_tau():
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_threshold_reply_codec_chooses_its_own_tau(size: float):
     """Parameters have another size than gradients: the largest changes go, in multiples, whatever tau is."""
-    codec = Threshold(0.25, high=0.05, warmup=5).reply()
+    codec = Threshold(0.25, high=0.05, warmup=5).for_replies()
     theirs, mine = torch.zeros(1000), noise(1000, 0) * size
-    codec.decode(codec.send(mine - theirs, Memory.alone(count=1000, feedback=False)), theirs)
+    codec.decode(codec.send(mine - theirs, CodecState.alone(count=1000, feedback=False)), theirs)
     sent = theirs != 0
     assert 50 <= sent.sum() <= 350  # the power of two below lets more through
     assert (mine - theirs)[sent].abs().max() < mine[sent].abs().min()

@@ -146,7 +146,7 @@ def test_parse_inverts_str_of_two_levels(one: dict[str, Any], other: dict[str, A
         sides.append(make("every", **each, codec=None if keep is None else half(keep)))
     chosen = TwoLevel(*sides)
     assert parse(str(chosen)) == chosen
-    assert parse(str(chosen)).levels == tuple(sides)
+    assert parse(str(chosen)).parts == tuple(sides)
     assert str(parse(str(chosen))) == str(chosen)
 
 
@@ -379,7 +379,7 @@ def test_strategy_base_class_broadcasts_at_start_and_has_no_servers() -> None:
     chosen.start(node, node)
     assert node.sent == ("a", "b")
     assert tuple(chosen.consensus(node, node)) == node.parameters
-    assert chosen.lockstep
+    assert chosen.traits.lockstep
     assert not chosen.servers
     with pytest.raises(UsageError, match="plain has no servers"):
         chosen.serve(node, node)

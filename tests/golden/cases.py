@@ -202,8 +202,8 @@ def _cases() -> Iterator[Case]:
         yield from (case, replace(case, seed=2))
     yield from (*VARIANTS, *CODED)
     for case in (*plain, *FAILING):
-        if parse(case.strategy).survives:
+        if parse(case.strategy).traits.survives:
             yield replace(case, failures=True)
     for case in (*plain, *REAL):
-        if parse(case.strategy).lockstep:
+        if parse(case.strategy).traits.lockstep:
             yield replace(case, world="real")

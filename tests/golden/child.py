@@ -69,7 +69,7 @@ def _tried(case: Case, folder: Path) -> dict[str, Any]:
 def result(case: Case, folder: Path) -> dict[str, Any]:
     """Runs a case; what the golden file says of it."""
     cluster = folder / "cluster.toml"
-    speeds = "shared.toml" if parse(case.strategy).one_host else "uneven.toml"
+    speeds = "shared.toml" if parse(case.strategy).traits.one_host else "uneven.toml"
     cluster.write_text(
         "\n".join((HERE / name).read_text() for name in [speeds, "failures.toml"][: 1 + case.failures])
     )

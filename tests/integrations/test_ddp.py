@@ -84,9 +84,9 @@ def test_ddp_hook_residuals_follow_parameters_when_buckets_change(ranks: Found, 
     for step in range(6):
         total = total + (script.given(0, step).double() + script.given(1, step).double()) / 2
         got = got + found[0]["got"][step].double()
-        owed = (found[0]["owed"][step] + found[1]["owed"][step]) / 2
-        assert owed.abs().max() > 0.1
-        torch.testing.assert_close(got + owed, total, rtol=0, atol=2e-5)
+        residual = (found[0]["owed"][step] + found[1]["owed"][step]) / 2
+        assert residual.abs().max() > 0.1
+        torch.testing.assert_close(got + residual, total, rtol=0, atol=2e-5)
 
 
 def test_ddp_hook_with_topk_of_density_1_gives_the_plain_mean(ranks: Found) -> None:
@@ -99,9 +99,9 @@ def test_ddp_hook_with_topk_of_density_1_gives_the_plain_mean(ranks: Found) -> N
 def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec: str) -> None:
     """An infinity on one rank: NaN on both, for a GradScaler to see, and the next steps are sound."""
     for rank in ranks:
-        got, owed = rank["spoilt"][codec]["got"], rank["spoilt"][codec]["owed"]
+        got, residual = rank["spoilt"][codec]["got"], rank["spoilt"][codec]["owed"]
         assert not torch.isfinite(got[2]).all()
-        assert all(torch.isfinite(each).all() for each in (*got[:2], *got[3:], *owed))
+        assert all(torch.isfinite(each).all() for each in (*got[:2], *got[3:], *residual))
         assert got[3].abs().max() > 0
     one, other = (rank["spoilt"][codec]["got"] for rank in ranks)
     assert all(torch.equal(mine.isnan(), yours.isnan()) for mine, yours in zip(one, other, strict=True))

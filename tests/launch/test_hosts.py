@@ -64,7 +64,7 @@ class Host:
         assert self.process.pid is not None
         return self.process.pid
 
-    def lives(self) -> bool:
+    def incarnations(self) -> bool:
         return self.process.is_alive()
 
     @property
@@ -257,7 +257,7 @@ def lending(folder: Path) -> None:
     train()
     current = session.get()
     assert current is not None
-    node = current._seat.node
+    node = current._context.node
     links = node.transport._links._links.values()
     shares = {str(link.peer): link.channel.bounds.arenas > 0 for link in links if link.channel is not None}
     inside = node._crew._inside
@@ -389,7 +389,7 @@ def test_the_key_is_made_for_its_owner_alone(hosts: Hosts) -> None:
 def patient(folder: Path) -> None:
     """Trains; every worker waits in its third step until the test has struck."""
     session = pr.init()
-    me = session._seat.me
+    me = session._context.me
     (folder / str(me)).write_text(str(os.getpid()))
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -412,7 +412,7 @@ def begin(
     begun = hosts.run(program, workers=workers, here=here, strategy=strategy, **how)
     joined = hosts.join(program, workers=workers - here)
     marks = [hosts.folder / f"trains {rank}" for rank in range(workers)]
-    until(lambda: all(mark.exists() for mark in marks) or not all(map(Host.lives, (begun, joined))))
+    until(lambda: all(mark.exists() for mark in marks) or not all(map(Host.incarnations, (begun, joined))))
     hosts.note()
     return begun, joined
 

@@ -36,7 +36,7 @@ def network() -> nn.Module:
 def train_slowly(folder: Path, pause: float) -> None:
     """A step takes `pause` seconds and a little more."""
     session = pr.init()
-    if session._seat.me.role == "worker":
+    if session._context.me.role == "worker":
         (folder / f"worker {session.rank}").write_text(str(os.getpid()))
     train_set, _ = digits()
     model = network()

@@ -60,7 +60,7 @@ def test_pairwise_strategies_continue_after_one_of_four_workers_is_killed(
 ) -> None:
     """The others go on, and whoever takes its place is soon one of them."""
     summary = run_with_kills(tmp_path, strategy, {rank: 7}, restarts)
-    if not pr.parse(strategy).lockstep:
+    if not pr.parse(strategy).traits.lockstep:
         assert summary["samples"] >= EXAMPLES * EPOCHS and summary["batches_undone"] == 0
 
 

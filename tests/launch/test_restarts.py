@@ -32,7 +32,7 @@ def train_and_die(
 ) -> None:
     """Worker `rank` kills itself `kills[rank]` times, in its third step or as soon as it has started."""
     session = pr.init()
-    me = session._seat.me
+    me = session._context.me
     log = folder / f"lives of {me}"
     with log.open("a") as file:
         file.write(f"{os.getpid()}\n")
@@ -163,7 +163,7 @@ def test_a_run_that_fails_while_a_replacement_starts_cleans_up(tmp_path: Path) -
 
     def script() -> None:
         session = pr.init()
-        me = session._seat.me
+        me = session._context.me
         (tmp_path / str(me)).write_text(str(os.getpid()))
         model = network()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -56,14 +56,14 @@ def test_the_buckets_of_a_replica_cover_its_gradient(monkeypatch: pytest.MonkeyP
     model = mlp()
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for order in ([3, 2, 1, 0], [0, 2, 1, 3], [1, 3, 0, 2]):
-        replica.arrange(order)
-        assert [index for bucket in replica.buckets for index in bucket.indexes] == order
+        replica.gradients.arrange(order)
+        assert [index for bucket in replica.gradients.buckets for index in bucket.indexes] == order
         replica.gradient[0].zero_()
-        for bucket in replica.buckets:
+        for bucket in replica.gradients.buckets:
             for part in bucket.gradient:
                 part.add_(1)
         assert (replica.gradient[0] == 1).all()
-        assert sum(bucket.share for bucket in replica.buckets) == pytest.approx(1)
+        assert sum(bucket.share for bucket in replica.gradients.buckets) == pytest.approx(1)
 
 
 @both_worlds
@@ -195,7 +195,7 @@ class Unusual:
             x = torch.full((3, 4), 0.1 * (number + 1) * (session.rank + 1), dtype=torch.float64)
             if self.what == "fails late" and session.rank and number == 3:
                 replica = session._replica  # type: ignore[attr-defined]
-                last = list(model.parameters())[replica.buckets[-1].indexes[-1]]
+                last = list(model.parameters())[replica.gradients.buckets[-1].indexes[-1]]
                 node = last.view_as(last).grad_fn.next_functions[0][0]
                 node.register_hook(self._raise)  # when this one is done, all are
             if self.what == "half" and session.rank:

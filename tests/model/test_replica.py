@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from polyrhythm.collectives.arithmetic import BLOCK, OPERATIONS, cut, reduce, split
+from polyrhythm.collectives.arithmetic import OPERATIONS, reduce
 from polyrhythm.core.errors import NotFinite, UsageError
 from polyrhythm.model.layout import Layout
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
+from polyrhythm.model.vectors import BLOCK, cut, split
 from tests.support.programs import (
     ADAM,
     CLASSES,
@@ -96,7 +97,7 @@ def test_a_replica_steps_like_plain_pytorch(make: Any, set_to_none: bool, optimi
     for step in range(3):
         for model in (replica.model, plain):
             backward(model, step)
-        assert replica.gather()
+        assert replica.gradients.gather()
         for vector, view in zip(replica.layout.parameters, replica._views, strict=True):
             assert vector.grad is None or vector.grad.data_ptr() == view.data_ptr()
         replica.apply()
@@ -110,25 +111,25 @@ def test_absent_gradients_are_zero_and_known() -> None:
     """A parameter that loses its gradient leaves none of the old one in the flat vector."""
     replica, _, _ = pair(mlp)
     backward(replica.model)
-    replica.gather()
-    assert replica.absent == [] and replica.present.tolist() == [1.0] * 4
+    replica.gradients.gather()
+    assert replica.gradients.absent == [] and replica.gradients.present.tolist() == [1.0] * 4
     replica.optimizer.zero_grad()
     replica.model[2](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
-    assert replica.gather() and replica.absent == [0, 1]
+    assert replica.gradients.gather() and replica.gradients.absent == [0, 1]
     start = replica.layout.pieces[2].start
     assert (replica.gradient[0][:start] == 0).all() and (replica.gradient[0][start:] != 0).all()
     replica.optimizer.zero_grad()
-    assert not replica.gather() and (replica.gradient[0] == 0).all()
+    assert not replica.gradients.gather() and (replica.gradient[0] == 0).all()
 
 
 def test_replica_bind_shows_gradients_changed_by_other_workers() -> None:
     """After others have added to the gradient and to `present`, `.grad` shows what is there now."""
     replica, _, _ = pair(mlp)
     replica.model[2](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
-    replica.gather()
+    replica.gradients.gather()
     replica.gradient[0][:] = 5.0
-    replica.present.copy_(torch.tensor([0.5, 0.5, 0.0, 1.0]))
-    replica.bind()
+    replica.gradients.present.copy_(torch.tensor([0.5, 0.5, 0.0, 1.0]))
+    replica.gradients.bind()
     assert [parameter.grad is None for parameter in replica.model.parameters()] == [False, False, True, False]
     assert (replica.model[0].weight.grad == 5.0).all()
 
@@ -143,7 +144,7 @@ def test_sparse_gradients_become_dense() -> None:
     for _ in range(2):
         for model in (replica.model, plain):
             model(torch.tensor([1, 1, 4])).square().sum().backward()
-        replica.gather()
+        replica.gradients.gather()
         replica.apply()
         reference.step()
         replica.optimizer.zero_grad()
@@ -156,13 +157,13 @@ def test_the_finite_check_tells_overflow_from_nan() -> None:
     """Large finite gradients pass, though their sum overflows; a NaN is told with worker and step."""
     replica, _, _ = pair(mlp)
     backward(replica.model)
-    replica.gather()
+    replica.gradients.gather()
     replica.gradient[0].fill_(1e308)
-    replica.after_backward()
+    replica.gradients.after_backward()
     replica.check_finite("worker 3")
     replica.gradient[0][7] = float("nan")
     replica.steps = 9
-    replica.after_backward()
+    replica.gradients.after_backward()
     with pytest.raises(NotFinite, match=r"worker 3: the gradient of 0\.weight at step 9"):
         replica.check_finite("worker 3")
 
@@ -194,10 +195,10 @@ def test_replica_scales_only_the_gradient_of_later_passes(make: Any, set_to_none
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
                     law[name] = law.get(name, 0) + factor * parameter.grad.double()
-            replica.scale(factor)
-            replica.before_backward()
+            replica.gradients.scale(factor)
+            replica.gradients.before_backward()
             backward(replica.model, step)
-            replica.after_backward()
+            replica.gradients.after_backward()
         for name, parameter in replica.model.named_parameters():
             if name in law:
                 assert torch.allclose(parameter.grad.double(), law[name], rtol=1e-5, atol=1e-7), (
@@ -213,12 +214,12 @@ def test_a_batch_with_factor_0_leaves_the_gradient_unchanged() -> None:
     """With factor 0 the gradient stays as it was, bit for bit, though the pass gave NaN."""
     replica, _, _ = pair(mlp)
     backward(replica.model)
-    replica.after_backward()
+    replica.gradients.after_backward()
     before = replica.gradient[0].clone()
-    replica.scale(0.0)
-    replica.before_backward()
+    replica.gradients.scale(0.0)
+    replica.gradients.before_backward()
     (replica.model(Examples(3).tensors[0]).sum() * float("nan")).backward()
-    replica.after_backward()
+    replica.gradients.after_backward()
     assert torch.equal(replica.gradient[0], before)
     replica.check_finite("worker 0")
 
@@ -227,12 +228,12 @@ def test_a_replica_knows_its_own_backward_passes() -> None:
     """Another model's pass does not touch it; one that reaches any of its parameters does."""
     replica, other, _ = pair(mlp)
     backward(other)
-    assert not replica.touched
+    assert not replica.gradients.touched
     replica.model[2](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
-    assert replica.touched
-    replica.after_backward()
-    replica.before_backward()
-    assert not replica.touched
+    assert replica.gradients.touched
+    replica.gradients.after_backward()
+    replica.gradients.before_backward()
+    assert not replica.gradients.touched
 
 
 # --- shards -----------------------------------------------------------------------------------------
@@ -266,11 +267,11 @@ def test_shards_together_are_one_optimizer(make: Any, optimizer: Any, count: int
     servers = shards(make, grouped(optimizer), count)
     for step in range(3):
         backward(model, step)
-        replica.gather()
+        replica.gradients.gather()
         replica.optimizer.param_groups[0]["lr"] *= 0.5
         for server in servers:
             gradient = cut(replica.gradient, server.start, server.stop)
-            server.apply(gradient, replica.absent, replica.hyper_parameters())
+            server.apply(gradient, replica.gradients.absent, replica.settings())
         replica.apply()
         for server in servers:
             mine = cut(replica.parameters, server.start, server.stop)
@@ -300,7 +301,7 @@ def test_loaded_optimizer_state_is_sliced(optimizer: Any, count: int) -> None:
     replica = Replica(model, chosen)
     replica.optimizer.zero_grad()
     backward(model, 1)
-    replica.gather()
+    replica.gradients.gather()
     for server in servers:
         server.apply(cut(replica.gradient, server.start, server.stop))
     replica.apply()
@@ -319,9 +320,9 @@ def test_the_state_of_shards_is_the_state_of_one_optimizer(make: Any, optimizer:
     servers = shards(make, lambda model: optimizer(model.parameters()), count)
     for step in range(3):
         backward(model, step)
-        replica.gather()
+        replica.gradients.gather()
         for server in servers:
-            server.apply(cut(replica.gradient, server.start, server.stop), replica.absent)
+            server.apply(cut(replica.gradient, server.start, server.stop), replica.gradients.absent)
         replica.apply()
         replica.optimizer.zero_grad()
     law = copy.deepcopy(replica.optimizer.state_dict()["state"])

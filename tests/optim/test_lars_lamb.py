@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import polyrhythm as pr
 import polyrhythm.optim.lars_lamb
-from polyrhythm.collectives.arithmetic import cut, split
 from polyrhythm.core.errors import UsageError
 from polyrhythm.model.layout import Layout
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
+from polyrhythm.model.vectors import cut, split
 from tests.support.combine import each_value
 from tests.support.programs import Script, alone, distance, mlp, normed, odd, same, trained
 
@@ -334,9 +334,9 @@ def test_the_state_of_servers_is_the_state_of_one_optimizer(optimizer: Any, coun
     for step in range(3):
         torch.manual_seed(step)
         worker(torch.randn(4, 5, dtype=torch.float64)).square().sum().backward()
-        replica.gather()
+        replica.gradients.gather()
         for server in servers:
-            server.apply(cut(replica.gradient, server.start, server.stop), (), replica.hyper_parameters())
+            server.apply(cut(replica.gradient, server.start, server.stop), (), replica.settings())
         replica.apply()
         worker.zero_grad()
     mine = copy.deepcopy(replica.optimizer.state_dict()["state"])

@@ -641,21 +641,21 @@ def test_waiting_for_the_lock_of_a_stopped_worker_times_out_and_names_it(rows: b
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from polyrhythm.wire import Arenas
-from polyrhythm.wire.shared_region import Common
+from polyrhythm.wire.shared_region import SharedRegion
 arenas = Arenas(1, 1 << 30)
 holder = os.fork()
 if not holder:
-    Common(arenas).lock("x", 7).take()
+    SharedRegion(arenas).lock("x", 7).take()
     os.kill(os.getpid(), signal.SIGSTOP)
 os.waitpid(holder, os.WUNTRACED)
 import torch, polyrhythm as pr
 from polyrhythm.optim.sparse_sgd import Counts
 optimizer = pr.RowSGD([torch.zeros(4, 1)], lr=0.1)
 batch = torch.tensor([[1, 2]]), None, torch.ones(1)
-optimizer.share(0, Counts(), Common(arenas).lock("free"))
+optimizer.share(0, Counts(), SharedRegion(arenas).lock("free"))
 optimizer.learn(*batch)  # compiled by now
 optimizer.param_groups[0]["params"][0].zero_()
-optimizer.share(0, Counts(), Common(arenas).lock("x"))
+optimizer.share(0, Counts(), SharedRegion(arenas).lock("x"))
 
 def interrupt(main):  # once the innermost Python function is the one that calls the compiled loop
     while sys._current_frames()[main].f_code.co_name != "_learn_locked":

@@ -100,7 +100,7 @@ def owe(rank: int, codec: str, spoilt: int = -1) -> dict[str, Any]:
     """Known gradients: what each rank gave, what it got, what it owes after each step, and the buckets."""
     module = Known()
     model, state = made(module, codec, model=module)
-    got, owed, buckets = [], [], []
+    got, residual, buckets = [], [], []
     for step in range(6):
         model.zero_grad()
         gradient = given(rank, step)
@@ -108,9 +108,9 @@ def owe(rank: int, codec: str, spoilt: int = -1) -> dict[str, Any]:
             gradient[17] = torch.inf
         model(gradient).backward()
         got.append(flat(p.grad for p in module.tensors))
-        owed.append(residual(state))
+        residual.append(residual(state))
         buckets.append([list(names) for names in state._senders])
-    return {"got": got, "owed": owed, "buckets": buckets}
+    return {"got": got, "owed": residual, "buckets": buckets}
 
 
 def resume(rank: int, codec: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,8 +167,8 @@ def scaled(codec: str) -> dict[str, Any]:
             scaler.update()
             step += scaler.get_scale() >= before  # one that is skipped is tried again
             skipped += scaler.get_scale() < before
-        owed = [v for home in state.state_dict()["homes"] for _, v in sorted(home["vectors"].items())]
-        ends.append(flat([*module.parameters(), *owed]))
+        residual = [v for home in state.state_dict()["homes"] for _, v in sorted(home["vectors"].items())]
+        ends.append(flat([*module.parameters(), *residual]))
     return {"ends": ends, "skipped": skipped}
 
 

@@ -73,7 +73,7 @@ def train(
 ) -> None:
     """Trains; in `folder` every node leaves its process id, and every worker the examples it trained on."""
     session = pr.init(strategy)
-    me = session._seat.me if session.strategy else "alone"
+    me = session._context.me if session.strategy else "alone"
     if folder is not None:
         (folder / str(me)).write_text(str(os.getpid()))
     model = network()

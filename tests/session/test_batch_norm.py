@@ -368,7 +368,7 @@ class Mortal:
         came = statistics(model)
         for epoch in range(self.epochs):
             for number, (x, y) in enumerate(loader):
-                if dies and epoch == 1 and number == 2 and here.strategy.lockstep:
+                if dies and epoch == 1 and number == 2 and here.strategy.traits.lockstep:
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()

@@ -28,7 +28,7 @@ from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
 from polyrhythm.model.replica import Replica
 from polyrhythm.strategies.broadcast import reliable_broadcast as courier
-from polyrhythm.strategies.broadcast.delivery_log import Ledger
+from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
 from polyrhythm.strategies.broadcast.strategy import Broadcast
 from polyrhythm.worlds.simulated.node import SimulatedNode
 from tests.support.combine import each_value, few
@@ -74,22 +74,22 @@ class Watch:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """What happens in a simulation, seen from outside."""
     seen = Watch()
-    emit, add = Broadcast._emit, Ledger.add
+    emit, add = Broadcast._emit, DeliveryLog.add
 
     def emitting(self: Broadcast, node: Any, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
-        before = [part.clone() for part in replica.owed]
+        before = [part.clone() for part in replica.residual]
         codes = emit(self, node, replica, update)
         sent = [torch.zeros(len(part), dtype=torch.int32) for part in update]
         for code, place in zip(codes, sent, strict=False):
             selection.count(code, place, self.unit)
-        kept = [part.clone() for part in replica.owed]
+        kept = [part.clone() for part in replica.residual]
         seen.emitted[replica.notes["courier"].origin].append(
             Emitted(before, [part.clone() for part in update], sent, kept)
         )
         return codes
 
     def adding(
-        self: Ledger, origin: str, number: int, codes: Sequence[Tensor], first: int | None = None
+        self: DeliveryLog, origin: str, number: int, codes: Sequence[Tensor], first: int | None = None
     ) -> str:
         if first in (None, number):
             plain = tuple(code.numpy().tobytes() for code in codes)
@@ -97,7 +97,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         return add(self, origin, number, codes, first)
 
     monkeypatch.setattr(Broadcast, "_emit", emitting)
-    monkeypatch.setattr(Ledger, "add", adding)
+    monkeypatch.setattr(DeliveryLog, "add", adding)
     return seen
 
 
@@ -113,19 +113,19 @@ class Training:
 
     def __call__(self) -> None:
         here = pr.init()
-        life = here._node.life
+        incarnation = here._node.incarnation
         model = mlp()
         examples = Examples(self.size)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = here.prepare(
             model, optimizer, DataLoader(examples, batch_size=4, shuffle=True)
         )
-        self.replicas[here.rank, life] = here._replica
+        self.replicas[here.rank, incarnation] = here._replica
         here.log(before=Script.loss(here.consensus(), examples))
         for _ in range(self.epochs):
             for x, y in loader:
                 time.sleep(self.pause)
-                if not life and self.dies.get(here.rank) == here._replica.steps:
+                if not incarnation and self.dies.get(here.rank) == here._replica.steps:
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
@@ -252,7 +252,7 @@ def test_broadcast_accumulates_updates_while_the_network_is_behind(
     """Where too much is still to be sent nothing is added to it, and nothing is lost."""
     monkeypatch.setattr(courier, "FEW", -1)
     monkeypatch.setattr(courier, "LEAST", -1)
-    monkeypatch.setattr(Ledger, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
+    monkeypatch.setattr(DeliveryLog, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
     summary = run_in("simulated", Steps(20, lr=1.0), strategy="broadcast:0.25", workers=2, runs=tmp_path)
     for steps in watch.emitted.values():  # each 17th time all the same, for who knows
         assert [step.sent[0].item() for step in steps] == [0] * 16 + [-4 * 17] + [0] * 3
@@ -361,7 +361,7 @@ def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, 
 
     def main() -> None:
         here = pr.init()
-        late = here._node.life
+        late = here._node.incarnation
         model = nn.Linear(1, 1, bias=False).double()
         model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for _ in range(6 if late else 20):
@@ -508,8 +508,8 @@ def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     assert summary["metrics"]["after"] < summary["metrics"]["before"]
     ends = digests(summary)
     assert len(set(ends.values())) == 1
-    lives = dict(sorted(training.replicas))  # the last of each rank
-    there = [training.replicas[rank, lives[rank]] for rank in (int(name.split()[1]) for name in ends)]
+    incarnations = dict(sorted(training.replicas))  # the last of each rank
+    there = [training.replicas[rank, incarnations[rank]] for rank in (int(name.split()[1]) for name in ends)]
     for replica in there:
         assert replica.notes["courier"].ledger.have == there[0].notes["courier"].ledger.have
         assert equal(replica.notes["courier"].ledger.counts, watch.total(replica, pr.parse(strategy).unit))
@@ -588,8 +588,8 @@ def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]
     return made
 
 
-def book() -> Ledger:
-    return Ledger([torch.zeros(40, dtype=torch.int32)], 0.5)
+def book() -> DeliveryLog:
+    return DeliveryLog([torch.zeros(40, dtype=torch.int32)], 0.5)
 
 
 @settings(max_examples=100, deadline=None)

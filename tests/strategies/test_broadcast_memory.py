@@ -23,8 +23,8 @@ import polyrhythm as pr
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.peer import Peer
 from polyrhythm.strategies.broadcast import reliable_broadcast as courier
-from polyrhythm.strategies.broadcast.delivery_log import Ledger
-from polyrhythm.strategies.broadcast.reliable_broadcast import Courier
+from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
+from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
 from polyrhythm.worlds.simulated.node import SimulatedNode
 from tests.support.combine import each_value
 from tests.support.planes import equal
@@ -35,7 +35,7 @@ __all__ = ["watch"]  # a fixture
 STEPS = 150
 
 
-def is_right(ledger: Ledger, everything: dict[tuple[str, int], tuple[Tensor, ...]]) -> bool:
+def is_right(ledger: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor, ...]]) -> bool:
     """Its counts are those of all messages that it says it has, and what it keeps is of the last of them."""
 
     def total(origin: str, first: int, last: int) -> Tensor:
@@ -88,7 +88,7 @@ def test_merged_ledgers_count_each_message_once(data: st.DataObject) -> None:
     assert all(is_right(each, everything) for each in books.values())
 
 
-def tell(giver: Ledger, taker: Ledger) -> None:
+def tell(giver: DeliveryLog, taker: DeliveryLog) -> None:
     """Gives another what it lacks, message by message or whole, if it can be done."""
     missing = giver.missing(taker.have)
     if missing is None:
@@ -109,14 +109,14 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(courier, "LEAST", 0)
     monkeypatch.setattr(courier, "PATIENCE", 0)
     found: Counter[str] = Counter()
-    merge = Courier._merge
+    merge = ReliableBroadcast._merge
 
-    def merging(self: Courier, origin: str) -> None:
+    def merging(self: ReliableBroadcast, origin: str) -> None:
         merge(self, origin)
         found[origin] = max(found[origin], self.ledger.kept(origin)[1])
         found["waiting"] = max(found["waiting"], *map(len, self._outbox.values()), 0)
 
-    monkeypatch.setattr(Courier, "_merge", merging)
+    monkeypatch.setattr(ReliableBroadcast, "_merge", merging)
     return found
 
 

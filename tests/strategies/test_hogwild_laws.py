@@ -324,9 +324,9 @@ def test_a_step_costs_what_it_touches(tmp_path: Path) -> None:
 def test_finite_check_finds_infinities_in_sparse_gradients() -> None:
     model = Bag()
     replica = Replica(model, OPTIMIZERS["sgd"](model), sparse=True)
-    replica.before_backward()
+    replica.gradients.before_backward()
     (model(torch.tensor([[1, 2]])) * float("inf")).sum().backward()
-    replica.after_backward()
+    replica.gradients.after_backward()
     with pytest.raises(NotFinite, match=r"the gradient of table\.weight and 2 more at step 1"):
         replica.check_finite("worker 0", 1)
 
@@ -339,13 +339,13 @@ def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
     for dense in (False, True, True, False, False):
         model.table.sparse = not dense
         model.zero_grad()
-        replica.before_backward()
+        replica.gradients.before_backward()
         model(torch.tensor([[1, 2]])).sum().backward()
-        replica.after_backward()
+        replica.gradients.after_backward()
         assert bool(flat.any()) == dense and model.table.weight.grad.is_sparse != dense
         values = [parameter.grad.to_dense().sum() for parameter in model.parameters()]
         assert sum(map(float, replica._sums)) == pytest.approx(float(sum(values)))
-        replica.bind()
+        replica.gradients.bind()
 
 
 # --- who dies ---------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.collectives.arithmetic import split
 from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.model.vectors import split
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -161,7 +161,7 @@ def test_a_failed_exchange_leaves_theta_and_momentum(simulate: Any) -> None:
             if step == 5:
                 agreed, m = numbers.x.detach().clone(), buffers["m"][0].clone()
             if step == 8 and here.rank == 1:  # it is elsewhere, and there first
-                here._node.all_reduce(torch.ones(1))
+                here._node.group().all_reduce(torch.ones(1))
             numbers.x.grad = drift(here.rank, numbers.x.detach())
             try:
                 optimizer.step()

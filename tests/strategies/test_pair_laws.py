@@ -151,8 +151,8 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
     """Neither one that asks nor one that is asked: the others take their steps at the very same times."""
     link = '[[hosts]]\nstep_time = "10 ms"\nlatency = "1 ms"\nbandwidth = "10 Mbit/s"\n'
     straggler = f"[[stragglers]]\nworkers = [{slow}]\nslowdown = 10.0\n"
-    asks = asked(topology, tuple(range(6)), 0)
-    assert bool(asks[slow]) == (slow == 0)
+    requests = asked(topology, tuple(range(6)), 0)
+    assert bool(requests[slow]) == (slow == 0)
     times = []
     for cluster in (link, link + straggler):
         steps = events(simulate(Steps(30, size=100), f"adpsgd:{topology}", 6, cluster=cluster), "step")
@@ -168,14 +168,14 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
 def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks: set[int]) -> None:
     """Whoever lives: each asks or is asked and never both, by edges of the graph, and all are connected."""
     living = tuple(sorted(ranks))
-    near, asks = regraph(parse_topology(topology), living, 3), asked(topology, living, 3)
-    answer = {other for others in asks.values() for other in others}
-    assert not answer & {rank for rank, others in asks.items() if others}
-    assert all(other in near[rank] for rank, others in asks.items() for other in others)
+    near, requests = regraph(parse_topology(topology), living, 3), asked(topology, living, 3)
+    answer = {other for others in requests.values() for other in others}
+    assert not answer & {rank for rank, others in requests.items() if others}
+    assert all(other in near[rank] for rank, others in requests.items() for other in others)
     reached, ahead = {living[0]}, [living[0]]
     while ahead:
         here = ahead.pop()
-        new = {*asks[here], *(rank for rank, others in asks.items() if here in others)} - reached
+        new = {*requests[here], *(rank for rank, others in requests.items() if here in others)} - reached
         reached |= new
         ahead += new
     assert reached == ranks

@@ -14,8 +14,8 @@ from test_saved_state import EPOCHS, script
 
 import polyrhythm as pr
 from polyrhythm.cli.entry import main
-from polyrhythm.collectives.arithmetic import split
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import split
 from polyrhythm.session.context import session
 from polyrhythm.strategies.local_sgd import Rounds
 from polyrhythm.strategies.reduce_ops import agree
@@ -243,15 +243,15 @@ def test_inside_a_site_all_are_equal_after_every_step(
     def main() -> None:
         trace()
         replica = session.get()._replica
-        owed[session.get().rank] = [part.clone() for part in replica.levels["between"].owed]
+        residual[session.get().rank] = [part.clone() for part in replica.levels["between"].residual]
 
-    owed: dict[int, Any] = {}
+    residual: dict[int, Any] = {}
     simulate(main, f"allreduce / {outer}", sum(sizes(sites)), cluster=at(*sizes(sites)))
     for site in sites:
         for rank in site[1:]:
             for step, own in enumerate(trace.x[rank]):
                 assert torch.equal(own, trace.x[site[0]][step]), (rank, step)
-            assert all(map(torch.equal, owed[rank], owed[site[0]]))
+            assert all(map(torch.equal, residual[rank], residual[site[0]]))
 
 
 @every_pair
@@ -261,23 +261,25 @@ def test_at_the_end_of_a_round_all_of_a_site_are_equal(
 ) -> None:
     """Bit for bit, whatever is inside, and so is all that is left to send between sites."""
     trace = Trace(17, optimizer=MOMENTUM)
-    owed: dict[int, list[Any]] = {}
+    residual: dict[int, list[Any]] = {}
 
     def keep(rank: int, *_: object) -> None:
         between = session.get()._replica.levels["between"]
-        owed.setdefault(rank, []).append([part.clone() for part in between.owed])
+        residual.setdefault(rank, []).append([part.clone() for part in between.residual])
 
     trace.before = keep
     simulate(trace, pair, sum(sizes(sites)), cluster=at(*sizes(sites)))
-    within, across = pr.parse(pair).levels
+    within, across = pr.parse(pair).parts
     for site in sites:
         for rank in site[1:]:
             for step, own in enumerate(trace.x[rank], 1):
-                if step % within.beat == 0:
+                if step % within.traits.sync_period == 0:
                     assert torch.equal(own, trace.x[site[0]][step - 1]), (rank, step)
-            assert all(all(map(torch.equal, *both)) for both in zip(owed[rank], owed[site[0]], strict=True))
+            assert all(
+                all(map(torch.equal, *both)) for both in zip(residual[rank], residual[site[0]], strict=True)
+            )
     if isinstance(across, Rounds) and not across.name.startswith("streaming"):
-        for step in range(across.beat, 18, across.beat):
+        for step in range(across.traits.sync_period, 18, across.traits.sync_period):
             assert all(torch.equal(trace.x[rank][step - 1], trace.x[0][step - 1]) for rank in trace.x)
 
 
@@ -349,7 +351,7 @@ def test_buckets_are_agreed_on_inside_a_site(simulate: Any) -> None:
         here = pr.init()
         model = wide()
         model, optimizer = here.prepare(model, SGD(model.parameters()))
-        assert len(here._replica.buckets) > 1
+        assert len(here._replica.gradients.buckets) > 1
         for _ in range(3):
             model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
             optimizer.step()
@@ -366,7 +368,7 @@ def test_two_levels_keep_separate_residuals(simulate: Any) -> None:
     def main() -> None:
         Script(size=40)()
         replica = session.get()._replica
-        inside, between = (replica.levels[name].owed[0] for name in ("inside", "between"))
+        inside, between = (replica.levels[name].residual[0] for name in ("inside", "between"))
         assert inside.abs().sum() > 0 and between.abs().sum() > 0
         assert not torch.equal(inside, between) and not replica.buffers.keys() & {"theta", "m"}
 
@@ -499,7 +501,7 @@ class Parts(pr.Strategy):
     """Sums ranks over parts of the workers that overlap, many at once."""
 
     def step(self, node: Any, replica: Any) -> None:
-        everyone = list(node.workers)
+        everyone = list(node.members.workers)
         parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
         mine = [node.among(part) for part in parts if node.me in part]
         assert [each is node for each in mine] == [len(each.workers) == len(everyone) for each in mine]

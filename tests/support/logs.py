@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyrhythm.core.peer import LIFE
+from polyrhythm.core.peer import INCARNATION_SHIFT
 from tests.support.programs import events
 
 
@@ -28,7 +28,8 @@ def check_laws(summary: dict[str, Any], at_once: bool = True) -> None:
             if line["event"] == "late":
                 later = [each for each in mine[at:] if each.get("sender") == line["sender"]]
                 assert all(
-                    each["event"] == "late" or each["sequence"] >> LIFE > line["sequence"] >> LIFE
+                    each["event"] == "late"
+                    or each["sequence"] >> INCARNATION_SHIFT > line["sequence"] >> INCARNATION_SHIFT
                     for each in later
                 )
         _check_staleness(mine, at_once)
@@ -37,14 +38,14 @@ def check_laws(summary: dict[str, Any], at_once: bool = True) -> None:
 def _check_staleness(lines: list[dict[str, Any]], at_once: bool) -> None:
     """Staleness is the number of updates since its worker pulled: by itself, or with its last push."""
     pulled: dict[int, int] = {}
-    lives: dict[int, int] = {}
+    incarnations: dict[int, int] = {}
     for line in lines:
         if line["event"] == "pull":
             pulled[line["worker"]] = line["version"]
-            lives[line["worker"]] = -1
+            incarnations[line["worker"]] = -1
         elif line["event"] == "apply":
-            worker, life = line["worker"], line["sequence"] >> LIFE
-            assert lives[worker] in (-1, life), "a new life begins with a pull"
+            worker, incarnation = line["worker"], line["sequence"] >> INCARNATION_SHIFT
+            assert incarnations[worker] in (-1, incarnation), "a new life begins with a pull"
             most = line["version"] - 1 - pulled[worker]
             assert line["staleness"] == most if at_once else 0 <= line["staleness"] <= most
-            pulled[worker], lives[worker] = line["version"], life
+            pulled[worker], incarnations[worker] = line["version"], incarnation

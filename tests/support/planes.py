@@ -110,7 +110,7 @@ class Plane:
         parts = [each or self.replicas[0].layout.vectors(_zeros, exact=True) for each in kept]
         return [torch.stack(each).mean(0) for each in zip(*parts, strict=True)]
 
-    def owed(self, rates: Sequence[float]) -> dict[str, Tensor]:
+    def residual(self, rates: Sequence[float]) -> dict[str, Tensor]:
         """The same by name, each parameter times the rate of its group."""
         layout = self.replicas[0].layout
         flat = self.residuals()

@@ -180,7 +180,7 @@ class Script:
 
         Where no worker waits for another, the survivors would otherwise take all the data before the death.
         """
-        if self.kills.get(session.rank) == step and not session._node.life:  # not its replacement
+        if self.kills.get(session.rank) == step and not session._node.incarnation:  # not its replacement
             self.dead[session.rank] = 1
             os.kill(os.getpid(), signal.SIGKILL)
         due = [rank for rank, at in self.kills.items() if at <= step and rank != session.rank]

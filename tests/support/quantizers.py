@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.compress.kernels.dense import plain
-from polyrhythm.compress.state import Memory
+from polyrhythm.compress.state import CodecState
 from polyrhythm.core.codec import Codec
 
 NEAREST = ["fp8", "fp8:100", "int8", "int8:9", "int4", "int4:33"]
@@ -30,9 +30,9 @@ def drawn(count: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: 
     return (values * scale).to(dtype)
 
 
-def alone(codec: Codec, like: Tensor, feedback: bool | None = None, **origin: int) -> Memory:
+def alone(codec: Codec, like: Tensor, feedback: bool | None = None, **origin: int) -> CodecState:
     kept = codec.feedback if feedback is None else feedback
-    return Memory.alone(len(like), feedback=kept, dtype=like.dtype, **origin)
+    return CodecState.alone(len(like), feedback=kept, dtype=like.dtype, **origin)
 
 
 def decoded(codec: Codec, code: Tensor, like: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def decoded(codec: Codec, code: Tensor, like: Tensor) -> Tensor:
     return into
 
 
-def sent(codec: Codec, values: Tensor, memory: Memory) -> Tensor:
+def sent(codec: Codec, values: Tensor, memory: CodecState) -> Tensor:
     got = decoded(codec, codec.send(values, memory), values)
     memory.sent()
     return got

@@ -75,7 +75,7 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     for replica in replicas:  # so that no parameter counts as without a gradient
         for parameter in replica.layout.parameters:
             parameter.grad = torch.ones_like(parameter)
-        replica.gather()
+        replica.gradients.gather()
     server, cutter = threading.Thread(target=serve), threading.Thread(target=cut)
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.wire import Arenas, mutex
-from polyrhythm.wire.shared_region import Common
+from polyrhythm.wire.shared_region import SharedRegion
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def test_named_shared_memory_is_the_same_in_every_process(arenas: Arenas) -> Non
     """Whoever asks first, in whatever order; it is zero at first, and stays when they are gone."""
 
     def child(names: str) -> None:
-        common = Common(arenas)
+        common = SharedRegion(arenas)
         for name in names:
             common.memory(name, 100)[ord(names[0]) - ord("a")] = ord(name)
 
     for names in ("abc", "cab", "bca"):
         os.waitpid(forked(lambda names=names: child(names)), 0)
-    common = Common(arenas)
+    common = SharedRegion(arenas)
     for name in "abc":
         assert bytes(common.memory(name, 100)) == bytes([ord(name)] * 3) + bytes(97)
     assert bytes(common.memory("d", 1 << 20)) == bytes(1 << 20)
@@ -60,14 +60,14 @@ def test_concurrent_requests_for_named_memory_do_not_overlap(arenas: Arenas) -> 
     """No two names share a place, and no name has two."""
 
     def child(rank: int) -> None:
-        common = Common(arenas)
+        common = SharedRegion(arenas)
         for number in range(100):
             common.memory(f"of all {(number * 7 + rank) % 100}", 8)[rank] = 1 + number * 0
             common.memory(f"of {rank} {number}", 5)[:] = bytes([rank + 1] * 5)
 
     children = [forked(lambda rank=rank: child(rank)) for rank in range(4)]
     assert [os.waitpid(each, 0)[1] for each in children] == [0] * 4
-    common = Common(arenas)
+    common = SharedRegion(arenas)
     for number in range(100):
         assert bytes(common.memory(f"of all {number}", 8)) == bytes([1] * 4 + [0] * 4)
         for rank in range(4):
@@ -75,7 +75,7 @@ def test_concurrent_requests_for_named_memory_do_not_overlap(arenas: Arenas) -> 
 
 
 def test_invalid_requests_for_named_memory_are_refused(arenas: Arenas) -> None:
-    common = Common(arenas)
+    common = SharedRegion(arenas)
     common.memory("x", 8)
     with pytest.raises(PolyrhythmError, match="shared memory 'x' has 8 bytes, and 9 were asked for"):
         common.memory("x", 9)
@@ -93,7 +93,7 @@ def test_a_lock_excludes(arenas: Arenas) -> None:
     """Processes that each read, wait and write count right."""
 
     def child() -> None:
-        common = Common(arenas)
+        common = SharedRegion(arenas)
         lock, word = common.lock("x"), common.memory("word", 8).cast("q")
         for _ in range(200):
             lock.take()
@@ -105,15 +105,15 @@ def test_a_lock_excludes(arenas: Arenas) -> None:
     children = [forked(child) for _ in range(3)]
     for each in children:
         os.waitpid(each, 0)
-    assert Common(arenas).memory("word", 8).cast("q")[0] == 600
+    assert SharedRegion(arenas).memory("word", 8).cast("q")[0] == 600
 
 
 def test_death_of_the_holder_releases_a_named_lock(arenas: Arenas) -> None:
-    common = Common(arenas)
+    common = SharedRegion(arenas)
     word, lock = common.memory("word", 1), common.lock("x")
 
     def child() -> None:
-        Common(arenas).lock("x").take()
+        SharedRegion(arenas).lock("x").take()
         word[0] = 1
         time.sleep(60)
 
@@ -128,11 +128,11 @@ def test_death_of_the_holder_releases_a_named_lock(arenas: Arenas) -> None:
 
 
 def test_named_lock_goes_to_a_waiter_before_its_last_holder(arenas: Arenas) -> None:
-    common = Common(arenas)
+    common = SharedRegion(arenas)
     word, lock = common.memory("word", 1), common.lock("x")
 
     def child() -> None:
-        mine = Common(arenas).lock("x")
+        mine = SharedRegion(arenas).lock("x")
         for _ in range(20):
             mine.take()
             word[0] += 1
@@ -155,7 +155,7 @@ def test_concurrently_requested_named_lock_is_created_once(arenas: Arenas) -> No
     """Processes that all ask for new locks at once: made anew while one has it, it would exclude nobody."""
 
     def child() -> None:
-        common = Common(arenas)
+        common = SharedRegion(arenas)
         words = common.memory("words", 8 * 50).cast("q")
         for number in range(50):
             for _ in range(10):
@@ -168,7 +168,7 @@ def test_concurrently_requested_named_lock_is_created_once(arenas: Arenas) -> No
 
     children = [forked(child) for _ in range(3)]
     assert [os.waitpid(each, 0)[1] for each in children] == [0] * 3
-    assert Common(arenas).memory("words", 8 * 50).cast("q").tolist() == [30] * 50
+    assert SharedRegion(arenas).memory("words", 8 * 50).cast("q").tolist() == [30] * 50
 
 
 class Late(Exception):
@@ -187,7 +187,7 @@ def stopped_with(arenas: Arenas, name: str) -> int:
     """A process that has a lock, as worker 7, and is stopped."""
 
     def child() -> None:
-        Common(arenas).lock(name, 7).take()
+        SharedRegion(arenas).lock(name, 7).take()
         os.kill(os.getpid(), signal.SIGSTOP)
 
     holder = forked(child)
@@ -203,13 +203,13 @@ def end(child: int) -> None:
 def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas) -> None:
     """In the room and at the door; when it goes on, or dies, the lock is as good as ever."""
     holder = stopped_with(arenas, "x")
-    lock = Common(arenas).lock("x", 1, gives_up(1.2))
+    lock = SharedRegion(arenas).lock("x", 1, gives_up(1.2))
     began = time.monotonic()
     for _ in range(2):  # the one who gave up has left the door
         with pytest.raises(Late, match="worker 7"):
             lock.take()
     assert time.monotonic() - began > 2.4
-    other = forked(lambda: Common(arenas).lock("x", 2).take())
+    other = forked(lambda: SharedRegion(arenas).lock("x", 2).take())
     wait_until(lock.door.taken)  # behind another one
     with pytest.raises(Late, match="worker 7"):
         lock.take()
@@ -221,15 +221,15 @@ def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas
 
 def test_waiting_behind_a_stopped_lock_waiter_names_it(arenas: Arenas) -> None:
     """Nobody has the room then, and yet all wait."""
-    lock = Common(arenas).lock("x", 0)
+    lock = SharedRegion(arenas).lock("x", 0)
     lock.take()
-    before = forked(lambda: Common(arenas).lock("x", 7).take())
+    before = forked(lambda: SharedRegion(arenas).lock("x", 7).take())
     wait_until(lambda: lock.door.holder == 7)
     os.kill(before, signal.SIGSTOP)
     os.waitpid(before, os.WUNTRACED)
     lock.release()
     with pytest.raises(Late, match="worker 7"):
-        Common(arenas).lock("x", 1, gives_up(0.7)).take()
+        SharedRegion(arenas).lock("x", 1, gives_up(0.7)).take()
     end(before)
     lock.take()
     lock.release()
@@ -250,18 +250,18 @@ def test_lock_timeout_restarts_when_the_holder_changes(
             raise Late
 
     with pytest.raises(Late):
-        Common(arenas).lock("x", 9).room.take(give_up, lambda: turns.pop(0))
+        SharedRegion(arenas).lock("x", 9).room.take(give_up, lambda: turns.pop(0))
     assert told == [(3, 0.125), (4, 0.0), (4, 0.125), (4, 0.25), (5, 0.0)]
     end(holder)
 
 
 def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
     holder = stopped_with(arenas, "x")
-    word = Common(arenas).memory("word", 1)
+    word = SharedRegion(arenas).memory("word", 1)
 
     def child() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        lock = Common(arenas).lock("x")
+        lock = SharedRegion(arenas).lock("x")
         word[0] = 1
         try:
             lock.take()
@@ -269,20 +269,20 @@ def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
             word[0] = 2
 
     waiter = forked(child)
-    wait_until(lambda: word[0] == 1 and Common(arenas).lock("x").door.taken())
+    wait_until(lambda: word[0] == 1 and SharedRegion(arenas).lock("x").door.taken())
     os.kill(waiter, signal.SIGINT)
     wait_until(lambda: word[0] == 2)
     os.waitpid(waiter, 0)
-    assert not Common(arenas).lock("x").door.taken()
+    assert not SharedRegion(arenas).lock("x").door.taken()
     end(holder)
 
 
 def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
     """At the door, in the room, between: killed again and again, it is always to be had in the end."""
-    lock = Common(arenas).lock("x", 0, gives_up(20))
+    lock = SharedRegion(arenas).lock("x", 0, gives_up(20))
 
     def child() -> None:
-        mine = Common(arenas).lock("x", 1)
+        mine = SharedRegion(arenas).lock("x", 1)
         while True:
             mine.take()
             mine.release()
@@ -299,7 +299,7 @@ def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
 
 
 def test_a_named_lock_is_released_only_by_the_thread_that_took_it(arenas: Arenas) -> None:
-    lock = Common(arenas).lock("x")
+    lock = SharedRegion(arenas).lock("x")
     lock.take()
     failed: list[str] = []
 

@@ -40,7 +40,7 @@ def test_pushes_survive_cuts_and_count_once(strategy):
         node.meet([("worker", 0, transports[WORKER].address), ("server", 0, proxy.address)])
     shard, replica = Shard(*point(), 0, 1, server.empty), Replica(*point(), worker.empty)
     replica.layout.parameters[0].grad = torch.ones(1000)
-    replica.gather()
+    replica.gradients.gather()
     done = threading.Event()
 
     def serve():

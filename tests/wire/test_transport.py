@@ -111,7 +111,7 @@ def shared(arenas, index, count):
 def double(server, number=1):
     for _ in range(number):
         message = server.receive(timeout=10)
-        server.answer(
+        server.reply(
             message, [floats(*(2 * x for x in values(b))) for b in message.buffers], {"of": message.kind}
         )
 
@@ -147,7 +147,7 @@ def test_ask_and_answer_between_processes(address, lend):
         count = 1 + number * 9973
         out, into = (shared(arenas, 0, count) for _ in range(2))
         np.frombuffer(out.view, np.float32)[:] = number
-        answer = worker.ask(SERVER, "double", [out], [into]).wait(10)
+        answer = worker.request(SERVER, "double", [out], [into]).wait(10)
         assert answer.fields == {"of": "double"}
         assert answer.buffers[0].view is into.view
         assert (np.frombuffer(into.view, np.float32) == 2 * number).all()
@@ -164,10 +164,10 @@ def test_tensors_in_shared_arenas_are_not_sent_over_the_socket():
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
         big = shared(arenas, 0, 1 << 20)
-        pending = worker.ask(SERVER, "x", [big], [big])
+        pending = worker.request(SERVER, "x", [big], [big])
         message = server.receive()
         assert message.buffers[0].arena == 0 and message.buffers[0].offset == big.offset
-        server.answer(message, [Buffer("float32", memoryview(bytes(4 << 20)))])
+        server.reply(message, [Buffer("float32", memoryview(bytes(4 << 20)))])
         pending.wait(10)
         assert len(proxy.seen) < 2000
         assert server.bytes_sent == worker.bytes_sent == 4 << 20
@@ -187,9 +187,9 @@ def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
     with nodes() as (server, worker):
         monkeypatch.setattr(Channel, "send", look)
         worker.send(SERVER, "told", [floats(1)])
-        pending = worker.ask(SERVER, "asked", [floats(1, 2)])
+        pending = worker.request(SERVER, "asked", [floats(1, 2)])
         server.receive(["told"], timeout=5)
-        server.answer(server.receive(["asked"], timeout=5), [floats(1, 2, 3)])
+        server.reply(server.receive(["asked"], timeout=5), [floats(1, 2, 3)])
         pending.wait(5)
         assert counted == [("told", False, 4, 0), ("asked", False, 12, 0), ("asked", True, 12, 12)]
         server.close()
@@ -204,10 +204,10 @@ def test_tensors_between_hosts_are_sent_as_bytes():
     with nodes(**options) as (server, worker):
         out, into = shared(mine, 0, 3), shared(mine, 0, 3)
         out.view[:] = floats(1, 2, 3).view
-        pending = worker.ask(SERVER, "x", [out], [into])
+        pending = worker.request(SERVER, "x", [out], [into])
         message = server.receive(timeout=5)
         assert message.buffers[0].arena == -1 and values(message.buffers[0]) == [1, 2, 3]
-        server.answer(message, [floats(4, 5, 6)])
+        server.reply(message, [floats(4, 5, 6)])
         pending.wait(5)
         assert values(into) == [4, 5, 6]
     del out, into, pending
@@ -222,7 +222,7 @@ def test_messages_in_both_directions_over_one_connection(address):
         message = server.receive(["hello"], timeout=5)
         assert (message.sender, message.asked, message.fields) == (WORKER, False, {"name": "w"})
         assert [values(b) for b in message.buffers] == [[1], [], [2, 3]]
-        pending = server.ask(WORKER, "back", [floats(7)])
+        pending = server.request(WORKER, "back", [floats(7)])
         double(worker)
         assert values(pending.wait(5).buffers[0]) == [14]
         assert len(server._engine._channels) == 1
@@ -254,14 +254,14 @@ def test_wake_ends_the_receives_that_wait_now():
 
 def test_refused_requests_and_transport_misuse_raise_errors():
     with nodes() as (server, worker):
-        pending = worker.ask(SERVER, "x")
+        pending = worker.request(SERVER, "x")
         message = server.receive()
         server.refuse(message, "no such shard: ask server 1")
         with pytest.raises(PolyrhythmError, match=r"^no such shard"):
             pending.wait(5)
         assert pending.done
         with pytest.raises(UsageError, match="answered already"):
-            server.answer(message)
+            server.reply(message)
         for call in (
             lambda: worker.send(Peer("server", 7), "x"),
             lambda: worker.send(SERVER, "!x"),
@@ -277,7 +277,7 @@ def test_another_layout_is_refused():
     with nodes(on_error=errors.append) as (server, worker):
         server.layout, worker.layout = "aaaa", "bbbb"
         with pytest.raises(WireError, match=r"worker 1 sent 'x' for layout bbbb, server 0 has aaaa"):
-            worker.ask(SERVER, "x", [floats(1)]).wait(5)
+            worker.request(SERVER, "x", [floats(1)]).wait(5)
         worker.layout = ""
         worker.send(SERVER, "y")
         assert server.receive(timeout=5).kind == "y"
@@ -287,13 +287,13 @@ def test_another_layout_is_refused():
 def test_an_answer_of_another_shape_is_an_error():
     with nodes() as (server, worker):
         into = floats(0, 0)
-        pending = worker.ask(SERVER, "x", into=[into])
-        server.answer(server.receive(), [floats(1, 2, 3)])
+        pending = worker.request(SERVER, "x", into=[into])
+        server.reply(server.receive(), [floats(1, 2, 3)])
         with pytest.raises(WireError, match="server 0 answered 'x' with"):
             pending.wait(5)
         assert values(into) == [0, 0]
-        pending = worker.ask(SERVER, "x", into=[into])
-        server.answer(server.receive(), [floats(1, 2)])
+        pending = worker.request(SERVER, "x", into=[into])
+        server.reply(server.receive(), [floats(1, 2)])
         assert values(pending.wait(5).buffers[0]) == [1, 2]
 
 
@@ -304,13 +304,13 @@ def test_only_who_was_asked_can_answer():
         other.introduce(WORKER, worker.address)
         other.send(WORKER, "before")
         worker.receive(["before"], timeout=5)
-        pending = worker.ask(SERVER, "x")
+        pending = worker.request(SERVER, "x")
         forged = Header("x", 99, pending.header.sequence, fields={"forged": True})
         other._links[WORKER].channel.send(forged)
         other.send(WORKER, "after")
         worker.receive(["after"], timeout=5)
         assert not pending.done
-        server.answer(server.receive(timeout=5), fields={"forged": False})
+        server.reply(server.receive(timeout=5), fields={"forged": False})
         assert pending.wait(5).fields == {"forged": False}
         other.close()
 
@@ -321,13 +321,13 @@ def test_many_threads_ask_at_once():
         serving.start()
         wrong = []
 
-        def ask(number):
+        def request(number):
             for step in range(100):
-                answer = worker.ask(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
+                answer = worker.request(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
                 if set(values(answer.buffers[0])) != {2.0 * (number + step)}:
                     wrong.append((number, step))
 
-        threads = [threading.Thread(target=ask, args=(number * 1000,)) for number in range(4)]
+        threads = [threading.Thread(target=request, args=(number * 1000,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in (*threads, serving):
@@ -344,7 +344,7 @@ def test_a_wrong_key_cannot_join_and_others_are_served(address):
         with pytest.raises(WireError, match="does not have the key of this run"):
             stranger.send(SERVER, "x")
         silent = [dial(server.address) for _ in range(3)]
-        pending = worker.ask(SERVER, "x", [floats(1)])
+        pending = worker.request(SERVER, "x", [floats(1)])
         double(server)
         assert values(pending.wait(5).buffers[0]) == [2]
         assert server.receive(timeout=0.01) is None
@@ -387,15 +387,15 @@ def test_traffic_counts_the_bytes_on_the_sockets_exactly(encrypt):
         begun, seen = sum(worker.traffic().values()), len(proxy.seen)
         assert set(worker.traffic()) == {SERVER} and server.traffic()[WORKER] == 0
         for count in (0, 1, 5, 100_000):
-            pending = worker.ask(SERVER, "push", [floats(*range(count))], into=[floats(*range(count))])
+            pending = worker.request(SERVER, "push", [floats(*range(count))], into=[floats(*range(count))])
             double(server)
             pending.wait(5)
         sent = worker.traffic()[SERVER] - begun + server.traffic()[WORKER]
         assert sent == len(proxy.seen) - seen > 2 * 4 * 100_000
         before = worker.traffic()[SERVER]
         proxy.cut()
-        pending = worker.ask(SERVER, "again")
-        server.answer(server.receive(timeout=5))
+        pending = worker.request(SERVER, "again")
+        server.reply(server.receive(timeout=5))
         pending.wait(5)
         assert before < worker.traffic()[SERVER] < before + 500
         proxy.close()
@@ -406,13 +406,13 @@ def test_tampering_is_detected_and_the_node_lives_on():
     with nodes("tcp:127.0.0.1", server={"on_error": errors.append}) as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
-        worker.ask(SERVER, "x")
-        server.answer(server.receive(timeout=5))
+        worker.request(SERVER, "x")
+        server.reply(server.receive(timeout=5))
         proxy.tamper_at = 600
         worker.send(SERVER, "y", [Buffer("uint8", memoryview(bytes(1000)))])
         assert server.receive(timeout=0.2) is None
         assert errors == ["bytes from worker 1 were changed on the way"]
-        pending = worker.ask(SERVER, "z", [floats(1)])
+        pending = worker.request(SERVER, "z", [floats(1)])
         double(server)
         assert values(pending.wait(5).buffers[0]) == [2]
         proxy.close()
@@ -421,13 +421,13 @@ def test_tampering_is_detected_and_the_node_lives_on():
 def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
     errors = []
     with nodes(worker={"on_error": errors.append}) as (server, worker):
-        pending = worker.ask(SERVER, "x")
+        pending = worker.request(SERVER, "x")
         message = server.receive(timeout=5)
         message._line.channel._sock.sendall(b"no message at all")
         with pytest.raises(WireError, match="server 0 sent b'no '"):
             pending.wait(5)
         assert len(errors) == 1
-        again = worker.ask(SERVER, "x", [floats(1)])
+        again = worker.request(SERVER, "x", [floats(1)])
         double(server)
         assert values(again.wait(5).buffers[0]) == [2]
 
@@ -445,7 +445,7 @@ def test_a_request_resent_after_a_broken_connection_is_delivered_once(address):
     with nodes(address) as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
-        pending = worker.ask(SERVER, "push", [floats(3)])
+        pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
         line = message._line
         proxy.cut()
@@ -453,7 +453,7 @@ def test_a_request_resent_after_a_broken_connection_is_delivered_once(address):
         while message._line is line and time.monotonic() < deadline:
             time.sleep(0.005)
         assert server.receive(timeout=0.05) is None
-        server.answer(message, [floats(6)])
+        server.reply(message, [floats(6)])
         assert values(pending.wait(5).buffers[0]) == [6]
         proxy.close()
 
@@ -462,15 +462,15 @@ def test_a_request_whose_reply_was_lost_is_redelivered_as_duplicate():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
-        pending = worker.ask(SERVER, "push", [floats(3)])
+        pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
         assert not message.duplicate
         message._line.channel.close()
-        server.answer(message, [floats(6)])
+        server.reply(message, [floats(6)])
         repeated = server.receive(timeout=5)
         assert repeated.duplicate and repeated.sequence == message.sequence
         assert values(repeated.buffers[0]) == [3]
-        server.answer(repeated, fields={"applied": "before"})
+        server.reply(repeated, fields={"applied": "before"})
         assert pending.wait(5).fields == {"applied": "before"}
         proxy.close()
 
@@ -479,10 +479,10 @@ def test_a_lost_reply_without_tensors_is_resent_automatically():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
-        pending = worker.ask(SERVER, "lease")
+        pending = worker.request(SERVER, "lease")
         message = server.receive(timeout=5)
         message._line.channel.close()
-        server.answer(message, fields={"first": 8})
+        server.reply(message, fields={"first": 8})
         assert server.receive(timeout=0.3) is None
         assert pending.wait(5).fields == {"first": 8}
         proxy.close()
@@ -499,7 +499,7 @@ def test_requests_over_broken_connections_are_counted_exactly_once():
                 if (message := server.receive(timeout=0.05)) is not None:
                     if not message.duplicate:
                         taken.append(message.fields["n"])
-                    server.answer(message, message.buffers)
+                    server.reply(message, message.buffers)
 
         def disturb():
             while not stop.wait(0.03):
@@ -511,7 +511,7 @@ def test_requests_over_broken_connections_are_counted_exactly_once():
         try:
             for number in range(60):
                 into = floats(*[0] * 5000)
-                worker.ask(SERVER, "push", [floats(*[number] * 5000)], [into], {"n": number}).wait(20)
+                worker.request(SERVER, "push", [floats(*[number] * 5000)], [into], {"n": number}).wait(20)
                 assert set(values(into)) == {number}
         finally:
             stop.set()
@@ -572,11 +572,11 @@ def test_messages_of_a_restarted_peer_are_not_duplicates():
 def test_a_replacement_may_connect_before_the_death_is_reported(address):
     """Its connection outlives the word that its former life is lost, and is answered; numbers go on."""
     with nodes(address) as (server, worker):
-        old = worker.ask(SERVER, "push")
+        old = worker.request(SERVER, "push")
         unanswered = server.receive(timeout=5)
-        with contextlib.closing(Transport(WORKER, KEY, listen=address, life=1)) as again:
+        with contextlib.closing(Transport(WORKER, KEY, listen=address, incarnation=1)) as again:
             again.introduce(SERVER, server.address)
-            pending = again.ask(SERVER, "push")
+            pending = again.request(SERVER, "push")
             message = server.receive(timeout=5)
             assert message.sequence == (1 << 40) + 1 and not message.duplicate
             channel = server._links[WORKER].channel
@@ -584,11 +584,11 @@ def test_a_replacement_may_connect_before_the_death_is_reported(address):
             server.introduce(WORKER, again.address)
             time.sleep(LINGER + 0.3)
             assert server._links[WORKER].channel is channel and not channel.broken
-            server.answer(message, fields={"version": 7})
+            server.reply(message, fields={"version": 7})
             assert pending.wait(5).fields == {"version": 7}
             server.send(WORKER, "x")
             assert again.receive(timeout=5).kind == "x"
-            server.answer(unanswered)  # goes to the one that asked, which in truth is gone
+            server.reply(unanswered)  # goes to the one that asked, which in truth is gone
             old.wait(5)
 
 
@@ -630,7 +630,7 @@ def test_a_full_queue_holds_the_sender_back():
 def test_losing_a_peer_ends_waits_with_an_error_that_names_it():
     with nodes() as (server, worker):
         worker.send(SERVER, "last words")
-        pending = worker.ask(SERVER, "push")
+        pending = worker.request(SERVER, "push")
         threading.Timer(0.2, worker.lost, (SERVER, "its process ended")).start()
         expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its "
         expected += "process ended$"
@@ -649,10 +649,10 @@ def test_losing_a_peer_ends_waits_with_an_error_that_names_it():
 
 def test_the_loss_of_one_ends_no_wait_for_another():
     with nodes() as (server, worker):
-        pending = worker.ask(SERVER, "push")
+        pending = worker.request(SERVER, "push")
         worker.lost(Peer("server", 1), "it never came")
         assert not pending.done
-        server.answer(server.receive(timeout=5), fields={"applied": True})
+        server.reply(server.receive(timeout=5), fields={"applied": True})
         assert pending.wait(5).fields == {"applied": True}
 
 
@@ -682,7 +682,7 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
 def test_every_transport_wait_times_out_and_names_both_peers():
     with nodes(wait=0.2, queue=1) as (_, worker):
         for wait, whom in (
-            (lambda: worker.ask(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
+            (lambda: worker.request(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
             (lambda: worker.receive(["b", "a"]), "anyone to send 'a' or 'b'"),
             (
                 lambda: [
@@ -702,7 +702,7 @@ def test_every_transport_wait_times_out_and_names_both_peers():
 
 def test_close_ends_all_waits():
     with nodes() as (_, worker):
-        pending = worker.ask(SERVER, "x")
+        pending = worker.request(SERVER, "x")
         threading.Timer(0.1, worker.close).start()
         with pytest.raises(WaitError, match="worker 1 is closed"):
             worker.receive()
@@ -715,18 +715,18 @@ def test_close_ends_all_waits():
 
 def test_request_memory_is_reused_only_after_the_reply():
     with nodes() as (server, worker):
-        first, second = (worker.ask(SERVER, "x", [floats(*[n] * 1000)]) for n in (1, 2))
+        first, second = (worker.request(SERVER, "x", [floats(*[n] * 1000)]) for n in (1, 2))
         messages = [server.receive(timeout=5) for _ in range(2)]
         assert [values(m.buffers[0])[0] for m in messages] == [1, 2]
         memory = messages[0]._memory
-        server.answer(messages[0])
+        server.reply(messages[0])
         first.wait(5)
-        third = worker.ask(SERVER, "x", [floats(*[3] * 1000)])
+        third = worker.request(SERVER, "x", [floats(*[3] * 1000)])
         message = server.receive(timeout=5)
         assert message._memory is memory
         assert values(messages[1].buffers[0])[0] == 2
         for m in (messages[1], message):
-            server.answer(m)
+            server.reply(m)
         second.wait(5)
         third.wait(5)
 
@@ -758,8 +758,8 @@ def test_a_slow_message_holds_up_nobody_else(size):
         thread.start()
         time.sleep(0.3)
         began = time.monotonic()
-        pending = worker.ask(SERVER, "pull")
-        server.answer(server.receive(["pull"], timeout=5))
+        pending = worker.request(SERVER, "pull")
+        server.reply(server.receive(["pull"], timeout=5))
         pending.wait(5)
         assert time.monotonic() - began < 1
         stop.set()
@@ -790,18 +790,18 @@ def test_an_expected_message_is_received_into_its_buffer(address):
     with nodes(address) as (server, worker):
         place = Buffer("float32", memoryview(bytearray(4 * 100_000)))
         withdraw = server.expect(WORKER, "x", [place])
-        first = worker.ask(SERVER, "x", [floats(*[1] * 100_000)])
+        first = worker.request(SERVER, "x", [floats(*[1] * 100_000)])
         message = server.receive(timeout=5)
         assert message.buffers[0].view is place.view and set(values(place)) == {1}
-        server.answer(message)
+        server.reply(message)
         first.wait(5)
         withdraw()
         withdraw = server.expect(WORKER, "x", [place])
-        other = worker.ask(SERVER, "x", [floats(5)])  # does not fit
+        other = worker.request(SERVER, "x", [floats(5)])  # does not fit
         message = server.receive(timeout=5)
         withdraw()
         assert values(message.buffers[0]) == [5] and set(values(place)) == {1}
-        server.answer(message)
+        server.reply(message)
         other.wait(5)
 
 
@@ -834,13 +834,13 @@ def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
 def test_peers_sending_to_each_other_do_not_deadlock(address):
     """More than the connection holds, both ways at once, and nobody receives before all is sent."""
     with nodes(address) as (server, worker):
-        worker.ask(SERVER, "hello")
-        server.answer(server.receive(timeout=5))
+        worker.request(SERVER, "hello")
+        server.reply(server.receive(timeout=5))
         payload = Buffer("uint8", memoryview(bytes(3 << 20)))
         asked = {}
 
         def send(one, other):
-            asked[one] = [one.ask(other, "x", [payload]) for _ in range(12)]
+            asked[one] = [one.request(other, "x", [payload]) for _ in range(12)]
 
         threads = [threading.Thread(target=send, args=pair) for pair in ((server, WORKER), (worker, SERVER))]
         for thread in threads:
@@ -850,7 +850,7 @@ def test_peers_sending_to_each_other_do_not_deadlock(address):
             assert not thread.is_alive()
         for one in (server, worker):
             for _ in range(12):
-                one.answer(one.receive(timeout=5))
+                one.reply(one.receive(timeout=5))
         for pending in (*asked[server], *asked[worker]):
             pending.wait(5)
 
@@ -862,8 +862,8 @@ def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
         sock = dial(server.address)
         channel = open_channel(sock, identity, KEY, dialed=True, where="the server", encrypt=False)
         sock.sendall(encode(Header("x", 1, parts=[Part("uint8", 1 << 20)])) + bytes(1000))
-        pending = worker.ask(SERVER, "y")
-        server.answer(server.receive(timeout=5))
+        pending = worker.request(SERVER, "y")
+        server.reply(server.receive(timeout=5))
         pending.wait(5)
         sock.settimeout(5)
         assert sock.recv(1) == b""  # the server hung up

@@ -24,15 +24,15 @@ class Table:
     there: dict[Peer, int] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0))
     answers: dict[tuple[Peer, int], dict[str, Any]] = field(default_factory=dict)
 
-    def ask(self, epoch: int, *workers: Peer, loader: int = 0) -> None:
+    def request(self, epoch: int, *workers: Peer, loader: int = 0) -> None:
         for worker in workers:
-            life = self.there[worker]
+            incarnation = self.there[worker]
 
-            def respond(answer: dict[str, Any], key: tuple[Peer, int] = (worker, life)) -> None:
+            def respond(answer: dict[str, Any], key: tuple[Peer, int] = (worker, incarnation)) -> None:
                 self.answers[key] = answer
 
-            self.deals.ask(worker, life, loader, epoch, respond)
-            self.deals.answer(self.there)
+            self.deals.request(worker, incarnation, loader, epoch, respond)
+            self.deals.reply(self.there)
 
     def told(self) -> dict[tuple[Peer, int], dict[str, Any]]:
         """What was answered since the last look."""
@@ -40,9 +40,9 @@ class Table:
         return answers
 
     def die(self, worker: Peer) -> None:
-        life = self.there.pop(worker)
-        self.deals.answer(self.there)
-        self.there[worker] = life + 1  # and comes back at once
+        incarnation = self.there.pop(worker)
+        self.deals.reply(self.there)
+        self.there[worker] = incarnation + 1  # and comes back at once
 
 
 def share(ranks: list[int], number: int, epoch: int) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def share(ranks: list[int], number: int, epoch: int) -> dict[str, Any]:
 
 def test_an_epoch_begins_when_all_are_there() -> None:
     table = Table()
-    table.ask(0, W2, W0)
+    table.request(0, W2, W0)
     assert table.told() == {} and table.deals.waiting == {W0, W2}
-    table.ask(0, W1)
+    table.request(0, W1)
     assert table.told() == dict.fromkeys(((worker, 0) for worker in WORKERS), share([0, 1, 2], 0, 0))
     assert table.deals.waiting == set()
 
@@ -61,40 +61,40 @@ def test_an_epoch_begins_when_all_are_there() -> None:
 def test_one_that_came_back_has_no_share_of_what_has_begun() -> None:
     """The life before it was dealt a part of the first epoch. It died with it: for this one it is over."""
     table = Table()
-    table.ask(0, *WORKERS)
+    table.request(0, *WORKERS)
     table.told()
     table.die(W1)
-    table.ask(0, W1)
+    table.request(0, W1)
     assert table.told() == {(W1, 1): {"over": True}} and table.deals.waiting == set()
 
 
 def test_nobody_waits_for_one_that_came_back() -> None:
     """It may still load its data, or be elsewhere in the script; it is in when it has asked in time."""
     table = Table()
-    table.ask(0, *WORKERS)
+    table.request(0, *WORKERS)
     table.told()
     table.die(W1)
-    table.ask(1, W0, W2)
+    table.request(1, W0, W2)
     assert table.told() == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
-    table.ask(1, W1)
+    table.request(1, W1)
     assert table.told() == {(W1, 1): {"over": True}}
-    table.ask(2, W1, W0)
+    table.request(2, W1, W0)
     assert table.told() == {}
-    table.ask(2, W2)
+    table.request(2, W2)
     assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 2, 2))
-    table.ask(3, W0, W2)
+    table.request(3, W0, W2)
     assert table.told() == {}  # now it is one of those that are waited for
-    table.ask(3, W1)
+    table.request(3, W1)
     assert {answer["number"] for answer in table.told().values()} == {2}
 
 
 def test_the_same_ranks_in_another_life_are_another_group() -> None:
     """A replacement has nothing of what the group has exchanged, so the group starts again with it."""
     table = Table()
-    table.ask(0, *WORKERS)
+    table.request(0, *WORKERS)
     table.told()
     table.die(W1)
-    table.ask(1, W1, W0, W2)
+    table.request(1, W1, W0, W2)
     assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 1, 1))
 
 
@@ -102,12 +102,12 @@ def test_who_is_in_gets_the_next_epoch_of_a_second_loader() -> None:
     """For those of a second loader one that came back never asked: it gets the one that all begin now."""
     table = Table()
     for epoch in (0, 1):
-        table.ask(epoch, *WORKERS, loader=1)
+        table.request(epoch, *WORKERS, loader=1)
     table.die(W1)
-    table.ask(0, W1, W0, W2)
+    table.request(0, W1, W0, W2)
     table.told()
-    table.ask(0, W1, loader=1)
-    table.ask(2, W0, W2, loader=1)
+    table.request(0, W1, loader=1)
+    table.request(2, W0, W2, loader=1)
     assert table.told() == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 1, 2))
 
 
@@ -120,27 +120,29 @@ def test_the_coordinator_gives_the_share_of_the_dead_to_nobody(again: bool) -> N
     )  # fmt: skip
     answers: dict[tuple[Peer, int], dict[str, Any]] = {}
 
-    def say(peer: Peer, kind: str, life: int = 0, **fields: Any) -> None:
-        here.handle(peer, kind, fields, lambda answer: answers.update({(peer, life): answer}), life)
+    def say(peer: Peer, kind: str, incarnation: int = 0, **fields: Any) -> None:
+        here.handle(
+            peer, kind, fields, lambda answer: answers.update({(peer, incarnation): answer}), incarnation
+        )
 
-    def ask(epoch: int, *lives: tuple[Peer, int]) -> dict[tuple[Peer, int], dict[str, Any]]:
+    def request(epoch: int, *incarnations: tuple[Peer, int]) -> dict[tuple[Peer, int], dict[str, Any]]:
         answers.clear()
-        for peer, life in lives:
-            say(peer, "deal", life, loader=0, epoch=epoch)
+        for peer, incarnation in incarnations:
+            say(peer, "deal", incarnation, loader=0, epoch=epoch)
         return dict(answers)
 
     for kind in ("join", "prepared"):
         for peer in WORKERS:
             say(peer, kind, layout="x")
-    assert len(ask(0, (W0, 0), (W1, 0), (W2, 0))) == 3
-    assert ask(1, (W0, 0), (W1, 0)) == {}
+    assert len(request(0, (W0, 0), (W1, 0), (W2, 0))) == 3
+    assert request(1, (W0, 0), (W1, 0)) == {}
     here.died(W1, "fell")
     if again:
-        say(W1, "join", life=1)
-        say(W1, "prepared", life=1, layout="x")
-        assert ask(0, (W1, 1)) == {(W1, 1): {"over": True}}
-    assert ask(1, (W2, 0)) == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
+        say(W1, "join", incarnation=1)
+        say(W1, "prepared", incarnation=1, layout="x")
+        assert request(0, (W1, 1)) == {(W1, 1): {"over": True}}
+    assert request(1, (W2, 0)) == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
     if again:
-        assert ask(1, (W1, 1)) == {(W1, 1): {"over": True}}
-        found = ask(2, (W1, 1), (W0, 0), (W2, 0))
+        assert request(1, (W1, 1)) == {(W1, 1): {"over": True}}
+        found = request(2, (W1, 1), (W0, 0), (W2, 0))
         assert found == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 2, 2))

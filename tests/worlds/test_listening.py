@@ -40,16 +40,16 @@ class Nearest(Peers):
         return self.locked
 
     def step(self, node: Any, replica: Any) -> None:
-        with node.exclusive():
+        with node.lock():
             replica.apply()
         later = [peer for peer in others(node) if peer > node.me] or others(node)
         theirs = replica.buffer("theirs")
         for peer in later[:1]:
             try:
-                node.ask(peer, "look", into=theirs, start=0, stop=replica.layout.total).wait()
+                node.request(peer, "look", into=theirs, start=0, stop=replica.layout.total).wait()
             except PeerLost:
                 return
-            with node.exclusive():
+            with node.lock():
                 for mine, other in zip(replica.parameters, theirs, strict=True):
                     mine.add_(other).div_(2)
 
@@ -73,20 +73,20 @@ def named() -> Iterator[None]:
 
 def script(dies: dict[int, int], folder: Path, epochs: int = 3, pause: float = 0.0) -> None:
     here = pr.init()
-    life = here._node.life
+    incarnation = here._node.incarnation
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = here.prepare(model, optimizer, DataLoader(Examples(96), batch_size=4))
     for _ in range(epochs):
         for x, y in loader:
             time.sleep(pause)
-            if not life and dies.get(here.rank) == here._replica.steps:
+            if not incarnation and dies.get(here.rank) == here._replica.steps:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         here.consensus()
-    torch.save(model.state_dict(), folder / f"{here.rank} {life}.pt")
+    torch.save(model.state_dict(), folder / f"{here.rank} {incarnation}.pt")
 
 
 def run_nearest(world: str, folder: Path, dies: dict[int, int], strategy: str, **more: Any) -> dict[str, Any]:
@@ -169,14 +169,14 @@ def test_answers_count_that_a_worker_gives_after_its_last_step(tmp_path: Path) -
         model = mlp()
         _, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
         if here.rank == 1:
-            request = here._seat.request
+            request = here._context.request
 
             def told(kind: str, **fields: Any) -> dict[str, Any]:
                 if kind in ("done", "bye"):
                     waits.touch()
                 return request(kind, **fields)
 
-            here._seat.request = told
+            here._context.request = told
         elif here.rank == 0:
             while not waits.exists():
                 time.sleep(0.01)
@@ -201,7 +201,7 @@ def test_a_request_to_a_lost_peer_fails_when_it_is_awaited() -> None:
         node = ProcessNode(transport.me, transport, 0, 0.0)
         transport.introduce(Peer("worker", 1), "unix:nobody")
         transport.lost(Peer("worker", 1), "was killed")
-        reply = node.ask(Peer("worker", 1), "look")
+        reply = node.request(Peer("worker", 1), "look")
         with pytest.raises(PeerLost, match="worker 1 is gone: was killed"):
             reply.wait()
     finally:

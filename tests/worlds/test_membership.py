@@ -186,7 +186,7 @@ class Told:
         self.here = Coordinator(
             workers=2, servers=0, strategy=pr.parse(self.strategy), seed=0, clock=lambda: 0.0,
             start_servers=lambda count: None, tell=self.tell, replace=self.replace,
-            released=lambda peer, life: self.released.append((peer, life)),
+            released=lambda peer, incarnation: self.released.append((peer, incarnation)),
         )  # fmt: skip
         nodes = (W0, W1, SERVER)[: 2 + self.here.servers]
         for peer in nodes:
@@ -196,15 +196,15 @@ class Told:
         assert self.here.running
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
-        self.notices.append((kind, fields.get("rank"), fields.get("life")))
+        self.notices.append((kind, fields.get("rank"), fields.get("incarnation")))
 
     def replace(self, peer: Peer) -> bool:
         self.restarts -= 1
         return self.restarts >= 0
 
-    def say(self, peer: Peer, kind: str, life: int = 0, **fields: Any) -> dict[str, Any]:
+    def say(self, peer: Peer, kind: str, incarnation: int = 0, **fields: Any) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
-        self.here.handle(peer, kind, fields, answers.append, life)
+        self.here.handle(peer, kind, fields, answers.append, incarnation)
         return answers[-1] if answers else {}
 
 
@@ -215,13 +215,13 @@ def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     assert told.here.expected == {W1} and told.notices == [("left", 1, 0)]
     assert told.say(W0, "bye") == {"last": False}
     assert told.notices[1:] == [("left", 0, 0)] and not told.here.failure
-    welcome = told.say(W1, "join", life=1)
-    assert welcome["life"] == 1 and welcome["workers"] == 2
+    welcome = told.say(W1, "join", incarnation=1)
+    assert welcome["incarnation"] == 1 and welcome["workers"] == 2
     assert [role for role, _, _ in welcome["peers"]] == ["server", "worker"]
     assert told.notices[2:] == []  # nobody is to wait for one that still loads its data
-    told.say(W1, "prepared", life=1, layout="x")
+    told.say(W1, "prepared", incarnation=1, layout="x")
     assert told.notices[2:] == [("joined", 1, None)]
-    assert told.say(W1, "bye", life=1) == {"last": True}
+    assert told.say(W1, "bye", incarnation=1) == {"last": True}
     told.here.result(W1, "digest", b"")
     assert told.notices[3:] == [("left", 1, 1), ("over", None, None)]
     assert not told.here.finished
@@ -233,7 +233,7 @@ def test_coordinator_counts_replacements_that_die_before_joining() -> None:
     told = Told(restarts=2)
     told.here.died(W1, "fell")
     told.here.died(W1, "fell")
-    assert told.here.expected == {W1} and told.here.lives[W1] == 2
+    assert told.here.expected == {W1} and told.here.incarnations[W1] == 2
     told.here.died(W1, "stumbled")
     assert not told.here.expected and not told.here.failure
     assert told.notices == [("left", 1, 0)]  # the others never knew of it
@@ -271,12 +271,12 @@ def test_coordinator_ignores_messages_of_a_previous_life() -> None:
         ("join", {}),
         ("failed", {"error": "", "exit_code": 1}),
     ):
-        assert told.say(W1, kind, life=0, **fields) == {}
+        assert told.say(W1, kind, incarnation=0, **fields) == {}
     assert told.here.leases.undone == first["count"] and W1 not in told.here.members
-    told.say(W1, "join", life=1)
-    told.say(W1, "prepared", life=1, layout="x")
-    assert told.say(W1, "bye", life=0) == {} and W1 in told.here.members
-    assert told.say(W1, "lease", life=1, **lease) == first
+    told.say(W1, "join", incarnation=1)
+    told.say(W1, "prepared", incarnation=1, layout="x")
+    assert told.say(W1, "bye", incarnation=0) == {} and W1 in told.here.members
+    assert told.say(W1, "lease", incarnation=1, **lease) == first
 
 
 @pytest.mark.parametrize("dies", ["nobody", "before it is done", "when it is done"])
@@ -291,18 +291,18 @@ def test_totals_are_final_when_all_are_done(dies: str) -> None:
     told.here.handle(W0, "done", {}, answers.append)
     assert answers == [] and told.say(W0, "late") == {"workers": [] if told.here.expected else ["worker 1"]}
     if dies == "before it is done":
-        told.say(W1, "join", life=1)
-        told.say(W1, "prepared", life=1, layout="x")
+        told.say(W1, "join", incarnation=1)
+        told.say(W1, "prepared", incarnation=1, layout="x")
         assert answers == []
-    life = told.here.lives[W1]
+    incarnation = told.here.incarnations[W1]
     if dies == "when it is done":
         told.here.handle(W1, "done", {}, lambda _: None)
         assert answers == [{}]
         told.here.died(W1, "fell")
         assert not told.here.expected
     else:
-        assert told.say(W1, "done", life=life) == {} and answers == [{}]
-        told.here.handle(W1, "bye", {}, answers.append, life)
+        assert told.say(W1, "done", incarnation=incarnation) == {} and answers == [{}]
+        told.here.handle(W1, "bye", {}, answers.append, incarnation)
     assert answers == [{}] and told.say(W0, "bye") == {"last": True}
     told.here.result(W0, "digest", b"")
     assert told.here.finished and answers[1:] == [{"last": False}] * (dies != "when it is done")
@@ -326,10 +326,10 @@ def test_totals_of_all_lives_count() -> None:
     }  # fmt: skip
     told.say(W1, "events", lines=[line])
     told.here.died(W1, "fell")
-    told.say(W1, "join", life=1)
-    told.say(W1, "prepared", life=1, layout="x")
-    told.say(W1, "events", life=1, lines=[{**line, "steps": 2, "samples": 8}])
-    told.say(W1, "events", life=0, lines=[{**line, "steps": 6, "samples": 24}])  # read late
+    told.say(W1, "join", incarnation=1)
+    told.say(W1, "prepared", incarnation=1, layout="x")
+    told.say(W1, "events", incarnation=1, lines=[{**line, "steps": 2, "samples": 8}])
+    told.say(W1, "events", incarnation=0, lines=[{**line, "steps": 6, "samples": 24}])  # read late
     assert told.here.progress() == (8, 32)
     summary = told.here.summary()
     assert (summary["steps"], summary["samples"], summary["bytes_sent"]) == (8, 32, 14)
@@ -339,7 +339,7 @@ def test_memory_of_a_dead_worker_is_freed_after_all_servers_release_it() -> None
     told = Told(restarts=1)
     told.here.died(W1, "fell")
     assert told.released == []
-    left = {"event": "left", "peer": "worker 1", "life": 0, "reason": "fell"}
+    left = {"event": "left", "peer": "worker 1", "incarnation": 0, "reason": "fell"}
     told.say(W0, "events", lines=[left])
     assert told.released == []
     told.say(SERVER, "events", lines=[left])
@@ -363,5 +363,5 @@ def test_finished_epochs_have_no_leases_for_a_joining_worker() -> None:
 
 
 def test_message_life_is_encoded_in_its_sequence_number() -> None:
-    assert Message(W0, "x", 5).life == 0
-    assert Message(W0, "x", (3 << 40) + 5).life == 3
+    assert Message(W0, "x", 5).incarnation == 0
+    assert Message(W0, "x", (3 << 40) + 5).incarnation == 3

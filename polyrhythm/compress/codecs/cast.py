@@ -11,7 +11,7 @@ from polyrhythm.core.errors import WireError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 PIECE = 1 << 18
 
@@ -30,7 +30,7 @@ class Half(Codec):
     summable: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         return _shortened(values, values.half())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -51,7 +51,7 @@ class BFloat(Codec):
     summable: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         return _shortened(values, values.bfloat16())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:

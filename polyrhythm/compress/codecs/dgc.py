@@ -15,7 +15,7 @@ from polyrhythm.core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DGC(TopK):
                     f"leave it out there (SGD with momentum=0), or use topk:{self.density:g} in place of dgc"
                 )
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         if memory.residual is None:
             return self.encode(values, memory)
         u, v = memory.buffer("u"), memory.residual
@@ -91,7 +91,7 @@ class DGC(TopK):
     def needs_norm(self) -> bool:
         return not math.isinf(self.clip)
 
-    def _clipped(self, gradient: Tensor, memory: Memory) -> Tensor:
+    def _clipped(self, gradient: Tensor, memory: CodecState) -> Tensor:
         """N gradients of this norm, at random angles, make one of norm `clip`."""
         if math.isinf(self.clip):
             return gradient
@@ -99,7 +99,7 @@ class DGC(TopK):
         norm = float(gradient.norm()) if memory.norm is None else memory.norm
         return gradient * (most / norm) if norm > most else gradient
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         return TopK(
             self.density, self.warmup, self.values, self.pick, feedback=self.feedback, per=self.per,
             dense=self.dense, pull=self.pull,

@@ -16,8 +16,8 @@ from polyrhythm.core.errors import UsageError, WireError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
-    from polyrhythm.core.node import Node
+    from polyrhythm.compress.state import CodecState
+    from polyrhythm.core.group import Group
 
 # A worker's own code: the header, the place of each matrix, then P of each, Q of each, and what is in none.
 HEADER = struct.Struct("<4Q")  # bytes of a number, rank, how many values, how many matrices
@@ -60,20 +60,20 @@ class PowerSGD(Codec):
         if self.rank < 1:
             raise UsageError("rank must be 1 or more")
 
-    def mean(self, node: Node, stretches: Sequence[tuple[Tensor, Memory]]) -> None:
+    def mean(self, group: Group, segments: Sequence[tuple[Tensor, CodecState]]) -> None:
         tables = [
             _Table(self, values if memory.residual is None else memory.residual.add_(values), memory)
-            for values, memory in stretches
+            for values, memory in segments
         ]
-        first = _means(node, [[*table.times_q(), *table.rests] for table in tables])
+        first = _means(group, [[*table.times_q(), *table.rests] for table in tables])
         ps = [
             [orthonormal(p) for p in given[: len(table.places)]]
             for table, given in zip(tables, first, strict=True)
         ]
         own = [table.transposed_times(p) for table, p in zip(tables, ps, strict=True)]
-        qs = _means(node, own)
+        qs = _means(group, own)
         for (values, memory), table, given, p, mine, q in zip(
-            stretches, tables, first, ps, own, qs, strict=True
+            segments, tables, first, ps, own, qs, strict=True
         ):
             # By this worker's own Q, not by the mean: so what is left is never more than there was. The other
             # way it would hold all that its gradients have ever differed from the mean.
@@ -82,7 +82,7 @@ class PowerSGD(Codec):
             table.keep(q)
             _add(table.places, p, q, given[len(table.places) :], values.zero_())
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         import torch
 
         table = _Table(self, values, memory)
@@ -114,8 +114,8 @@ class _Place(NamedTuple):
     def stop(self) -> int:
         return self.start + self.rows * self.columns
 
-    def of(self, stretch: Tensor) -> Tensor:
-        return stretch[self.start : self.stop].view(self.rows, self.columns)
+    def of(self, segment: Tensor) -> Tensor:
+        return segment[self.start : self.stop].view(self.rows, self.columns)
 
 
 class _Table:
@@ -124,7 +124,7 @@ class _Table:
     Here P and Q have their columns as rows: so products with them take a fraction of the time.
     """
 
-    def __init__(self, codec: PowerSGD, values: Tensor, memory: Memory) -> None:
+    def __init__(self, codec: PowerSGD, values: Tensor, memory: CodecState) -> None:
         self.places = _places(memory.shapes, codec.rank)
         self.matrices = [place.of(values) for place in self.places]
         self.rests = _rests(values, self.places)
@@ -169,14 +169,14 @@ def _places(shapes: Sequence[tuple[int, ...]], rank: int) -> list[_Place]:
     return places
 
 
-def _rests(stretch: Tensor, places: Sequence[_Place]) -> list[Tensor]:
+def _rests(segment: Tensor, places: Sequence[_Place]) -> list[Tensor]:
     """What lies before, between and after the matrices."""
     starts = [0, *(place.stop for place in places)]
-    stops = [*(place.start for place in places), stretch.numel()]
-    return [stretch[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    stops = [*(place.start for place in places), segment.numel()]
+    return [segment[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
-def _starts(codec: PowerSGD, matrices: Sequence[Tensor], memory: Memory) -> list[Tensor]:
+def _starts(codec: PowerSGD, matrices: Sequence[Tensor], memory: CodecState) -> list[Tensor]:
     """The Q of each matrix to begin with: the last one, or one that is drawn, on all workers alike.
 
     Made orthonormal, for as long as a gradient it would make P as long as its square, beyond the range of
@@ -206,7 +206,7 @@ def _split(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [vector[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
 
 
-def _means(node: Node, tables: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def _means(group: Group, tables: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """New tensors: the means of these over all workers, in one exchange for each kind."""
     import torch
 
@@ -216,7 +216,7 @@ def _means(node: Node, tables: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     flat = [torch.cat([every[index].reshape(-1) for index in indexes]) for indexes in kinds.values()]
     if flat:
-        node.all_reduce(*flat, op="mean")
+        group.all_reduce(*flat, op="mean")
     for vector, indexes in zip(flat, kinds.values(), strict=True):
         for index, part in zip(indexes, _split(vector, [every[i].numel() for i in indexes]), strict=True):
             every[index] = part.view_as(every[index])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 HEADER = 8
 
@@ -72,9 +72,9 @@ class Quantizer(Codec):
     def prepare(self, dtype: torch.dtype) -> None:
         import torch
 
-        from polyrhythm.compress.state import Memory
+        from polyrhythm.compress.state import CodecState
 
-        memory = Memory.alone(3, feedback=self.feedback, dtype=dtype)
+        memory = CodecState.alone(3, feedback=self.feedback, dtype=dtype)
         values = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
         self.decode(self.send(values, memory), values)
 
@@ -112,10 +112,10 @@ class Float8(Quantizer):
     def __post_init__(self) -> None:
         check_block(self.block)
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, None)
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, memory.residual)
 
     def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
@@ -157,19 +157,19 @@ class Integers(Quantizer):
     def __post_init__(self) -> None:
         check_block(self.block)
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         return replace(self, rounding="nearest")  # see `stochastic`: lots are for sums, not for differences
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, None, memory)
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, memory.residual, memory)
 
     def _size(self, count: int) -> int:
         return count if self.top > 7 else dense.size(count, self.block, 2)
 
-    def _encode(self, values: Tensor, residual: Tensor | None, memory: Memory) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None, memory: CodecState) -> Tensor:
         wide = values.element_size() * blocks_of(len(values), self.block)
         code = self.made(values, wide + self._size(len(values)))
         units, body = code[HEADER : HEADER + wide].view(values.dtype), code[HEADER + wide :]

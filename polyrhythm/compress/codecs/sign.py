@@ -13,7 +13,7 @@ from polyrhythm.core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Sign(Quantizer):
         if self.vote:  # there is nothing to keep: a vote has no size
             object.__setattr__(self, "feedback", False)
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, None, memory)
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         return self._encode(values, memory.residual, memory)
 
-    def _encode(self, values: Tensor, residual: Tensor | None, memory: Memory) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None, memory: CodecState) -> Tensor:
         import torch
 
         from polyrhythm.compress.kernels.dense.plain import units_between
@@ -87,6 +87,6 @@ class Sign(Quantizer):
         if self.vote:
             mean.sign_()
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         # What a server has to say has a size, and it knows what a worker still lacks.
         return replace(self, vote=False, momentum=0.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class TopK(Sparse):
     `pick=exact` always k. For `warmup` times more is sent: from 25 % geometrically down to `density`.
 
     >>> import torch
-    >>> from polyrhythm.compress.state import Memory
-    >>> memory, got = Memory.alone(count=4), torch.zeros(4)
+    >>> from polyrhythm.compress.state import CodecState
+    >>> memory, got = CodecState.alone(count=4), torch.zeros(4)
     >>> codec = TopK(0.25)
     >>> codec.decode(codec.send(torch.tensor([0.5, -3.0, 1.0, 2.5]), memory), got)
     >>> got, memory.residual
@@ -67,11 +67,11 @@ class TopK(Sparse):
     values: Literal["fp16", "fp32"] = "fp16"
     pick: Literal["sampled", "exact"] = "sampled"
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         indexes = selection.largest(values, self.quota(len(values), memory.count), exact=self.pick == "exact")
         return selection.pack(values, indexes, half=self.values == "fp16")[0]
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         if memory.residual is None:
             return self.encode(values, memory)
         quota = self.quota(len(values), memory.count)
@@ -93,8 +93,8 @@ class RandomK(Sparse):
     the code right on average; with feedback what was not drawn waits, and nothing is scaled.
 
     >>> import torch
-    >>> from polyrhythm.compress.state import Memory
-    >>> memory, got = Memory.alone(count=6), torch.zeros(6)
+    >>> from polyrhythm.compress.state import CodecState
+    >>> memory, got = CodecState.alone(count=6), torch.zeros(6)
     >>> codec = RandomK(0.5)
     >>> codec.decode(codec.send(torch.arange(1.0, 7.0), memory), got)
     >>> got + memory.residual
@@ -106,7 +106,7 @@ class RandomK(Sparse):
     paper: ClassVar[str] = "Wangni et al. 2018, Gradient Sparsification for Communication-Efficient Learning"
     summable: ClassVar[bool] = True
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         import torch
 
         seed = memory.shared_stream()
@@ -124,7 +124,7 @@ class RandomK(Sparse):
         indexes = _lots(seed, len(into), count)[0].to(into.device)
         into.index_add_(0, indexes, code[FRONT:].to(into), alpha=scale)
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         # A server's answer is no estimate of the difference: what it leaves out is in the next difference.
         return replace(self, feedback=True)
 

@@ -13,7 +13,7 @@ from polyrhythm.core.errors import UsageError, WireError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
     from polyrhythm.core.codec import Codec
 
 
@@ -46,10 +46,10 @@ class QSGD(Quantizer):
         if not 1 <= self.levels <= 32767:
             raise UsageError("levels must be from 1 to 32767")
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         return _nearest(self)
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         import torch
 
         units = torch.empty(blocks_of(len(values), self.block), dtype=values.dtype)
@@ -179,10 +179,10 @@ class TernGrad(Quantizer):
         if not 0 <= self.clip < math.inf:
             raise UsageError("clip must be 0 or more")
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         return _nearest(self)
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         import torch
 
         from polyrhythm.compress.kernels.dense.plain import units_between

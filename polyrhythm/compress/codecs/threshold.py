@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.state import CodecState
 
 SMALLEST, LARGEST = 1 / LARGEST_TAU, LARGEST_TAU
 DECAY = 0.5 ** (1 / 20)  # so that tau moves by a factor of two in twenty steps at most
@@ -33,8 +33,8 @@ class Threshold(Codec):
     nothing. For `warmup` times tau is smaller: from a 64th geometrically up.
 
     >>> import torch
-    >>> from polyrhythm.compress.state import Memory
-    >>> memory, got = Memory.alone(count=3), torch.zeros(3)
+    >>> from polyrhythm.compress.state import CodecState
+    >>> memory, got = CodecState.alone(count=3), torch.zeros(3)
     >>> codec = Threshold(0.5)
     >>> for _ in range(2):
     ...     codec.decode(codec.send(torch.tensor([0.25, -0.75, 0.1]), memory), got)
@@ -65,12 +65,12 @@ class Threshold(Codec):
         if not self.feedback:
             raise UsageError("without feedback all that is below tau would be lost: leave feedback=no away")
 
-    def encode(self, values: Tensor, memory: Memory) -> Tensor:
+    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
         import torch
 
         return self._code(torch.zeros_like(values), values, memory)
 
-    def send(self, values: Tensor, memory: Memory) -> Tensor:
+    def send(self, values: Tensor, memory: CodecState) -> Tensor:
         if memory.residual is None:
             return self.encode(values, memory)
         return self._code(memory.residual, values, memory)
@@ -78,7 +78,7 @@ class Threshold(Codec):
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         selection.add(code, into, scale)
 
-    def reply(self) -> Codec:
+    def for_replies(self) -> Codec:
         return Answers(
             self.tau, "many", high=self.high, exact=self.exact, per=self.per, dense=self.dense, pull=self.pull
         )
@@ -86,7 +86,7 @@ class Threshold(Codec):
     def prepare(self, dtype: torch.dtype) -> None:
         selection.warm(dtype)
 
-    def tau_for(self, memory: Memory, values: Tensor | None = None) -> float:
+    def tau_for(self, memory: CodecState, values: Tensor | None = None) -> float:
         """The size of a pulse now, for these values."""
         tau = tau_now(memory.numbers.get("tau", self.tau), self.warmup, memory.count)
         if not self.exact:
@@ -96,7 +96,7 @@ class Threshold(Codec):
         # next one, tau could swing to and fro between two of them, each step, and never find its band.
         return used if used / 2 < tau < 2 * used else 2.0 ** round(math.log2(tau))
 
-    def _code(self, residual: Tensor, values: Tensor, memory: Memory) -> Tensor:
+    def _code(self, residual: Tensor, values: Tensor, memory: CodecState) -> Tensor:
         """residual += values, and the code of what is taken out of it."""
         tau = self.tau_for(memory, values)
         code, count = selection.pulses(residual, values, tau, many=self.pulses == "many")
@@ -118,7 +118,7 @@ class Answers(Threshold):
     about the share `high` of the entries is sent, in whole multiples.
     """
 
-    def tau_for(self, memory: Memory, values: Tensor | None = None) -> float:
+    def tau_for(self, memory: CodecState, values: Tensor | None = None) -> float:
         if values is None:
             return super().tau_for(memory)
         few = max(1, round(self.high * len(values)))

@@ -41,20 +41,21 @@ def named(text: str) -> str:
 def check(policy: str, strategy: Strategy) -> None:
     """Raises UsageError if a policy has workers wait for each other under a strategy where they do not."""
     # Workers that hold the parameters among themselves can ask each other for the rest too.
-    if policy in ("rank0", "mean") and not (strategy.lockstep or strategy.stays):
+    traits = strategy.traits
+    if policy in ("rank0", "mean") and not (traits.lockstep or traits.parameters_held_by_peers):
         raise UsageError(
             f"batch_norm={policy} needs a strategy in which all workers step together, such as allreduce, "
             "local:8 or sync, or one in which they ask each other, such as gossip or adpsgd; under "
             f"{strategy} each goes at its own pace: use batch_norm=recompute or local"
         )
-    if policy == "sync" and not strategy.lockstep:
+    if policy == "sync" and not strategy.traits.lockstep:
         raise UsageError(
             "batch_norm=sync needs a strategy in which all workers step together, such as allreduce, local:8 "
             f"or sync; under {strategy} each goes at its own pace: use batch_norm=recompute or local"
         )
     # In the middle of a pass nobody can go on without another: what each has got by then is of different
     # unions. Nor would they be one machine: each normalises what comes of parameters of its own.
-    if policy == "sync" and strategy.survives:
+    if policy == "sync" and strategy.traits.survives:
         raise UsageError(
             f"batch_norm=sync has all workers wait for all in every layer, and under {strategy} they go on "
             "without one that dies: use batch_norm=mean, rank0, recompute or local"

@@ -35,7 +35,7 @@ class _Stage:
         module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _enter(self, *_: Any) -> None:
-        if not self._replica.counts:
+        if not self._replica.gradients.counts:
             self._own = {name: self._buffers[name] for name in NAMES}
             self._buffers.update({name: own.clone() for name, own in self._own.items() if own is not None})
 

@@ -40,6 +40,6 @@ def choose(
             raise UsageError("batch_norm=recompute needs the training loader: give it to session.prepare()")
         return Recompute(model, node, loaders[0], seed)
     merged = Rank0(model, node, samples) if name == "rank0" else Mean(model, node, samples)
-    if strategy.stays:
-        merged.live(together=strategy.lockstep)
+    if strategy.traits.parameters_held_by_peers:
+        merged.live(together=strategy.traits.lockstep)
     return merged

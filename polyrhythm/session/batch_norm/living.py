@@ -34,18 +34,18 @@ class Living:
 
     def __init__(self, node: Node, own: Callable[[], Given], together: bool) -> None:
         self.node, self._own = node, own
-        self._together = together and not node.life
+        self._together = together and not node.incarnation
         self._round = NOW
         self._shown: dict[int, Given] = {}  # by round: the present one and the one before
         self._held: list[Message] = []  # asks for a round that this worker has not come to
-        node.listen(self._hear, "norms")
+        node.subscribe(self._hear, "norms")
 
     def all(self) -> dict[Peer, Given]:
         """What each has that is there, by rank; called by all that step together at the same place."""
         if not self._together:
             return self.now()
         own = self._own()
-        with self.node.exclusive():
+        with self.node.lock():
             # Nobody can be two rounds ahead of another: for the second it would need what that one shows.
             self._shown = {round_: each for round_, each in self._shown.items() if round_ == self._round}
             self._round += 1
@@ -61,7 +61,8 @@ class Living:
 
     def _ask(self, own: Given, round_: int) -> dict[Peer, Given]:
         node = self.node
-        asked = {peer: node.ask(peer, "norms", round=round_) for peer in node.workers if peer != node.me}
+        others = [peer for peer in node.members.workers if peer != node.me]
+        asked = {peer: node.request(peer, "norms", round=round_) for peer in others}
         given = {node.me: own}
         for peer, reply in asked.items():
             try:
@@ -72,9 +73,9 @@ class Living:
         return dict(sorted(given.items()))
 
     def _hear(self, message: Message | None) -> None:
-        with self.node.exclusive():
+        with self.node.lock():
             if message is None:
-                self._held = [each for each in self._held if self.node.alive(each)]
+                self._held = [each for each in self._held if self.node.members.alive(each)]
                 return
             round_ = message["round"]
             if self._together and round_ > self._round:
@@ -82,4 +83,4 @@ class Living:
                 return
             given = self._shown.get(round_)
         given = given or self._own()
-        self.node.answer(message, *given.tensors, samples=given.samples)
+        self.node.reply(message, *given.tensors, samples=given.samples)

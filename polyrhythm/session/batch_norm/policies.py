@@ -91,7 +91,7 @@ class Merged(Policy):
         """From here on nobody waits for the dead. One that comes in place of another goes on with what the
         others have: the lowest that has trained."""
         self.living = Living(self.node, self._own, together)
-        if self.node.life:
+        if self.node.incarnation:
             given = self.living.now()
             del given[self.node.me]
             if given:
@@ -140,7 +140,7 @@ class Rank0(Merged):
             return self.merge(self.living.all())
         own = {name: statistics(module) for name, module in tracking(self.model).items()}
         self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
-        self.node.broadcast(*(value for each in self.agreed.values() for value in each))
+        self.node.group().broadcast(*(value for each in self.agreed.values() for value in each))
 
     def merge(self, given: dict[Peer, Given]) -> None:
         *values, _, _ = _lowest(given).tensors
@@ -164,7 +164,7 @@ class Mean(Merged):
             return self.merge(self.living.all())
         node, modules = self.node, tracking(self.model)
         own = [statistics(module) for module in modules.values()]
-        if len(node.workers) == 1:  # every bit is its own
+        if len(node.members.workers) == 1:  # every bit is its own
             self.agreed = dict(zip(modules, own, strict=True))
             return
         counts = self._tracked()
@@ -172,8 +172,8 @@ class Mean(Merged):
             counts -= self._before
         means, variances = (torch.cat([each[part].cpu() for each in own]) for part in (0, 1))
         mean, variance, _ = pool(
-            lambda table: node.all_reduce(table, counts),
-            node.rank, len(node.workers), means, variances, self._samples(),
+            lambda table: node.group().all_reduce(table, counts),
+            node.rank, len(node.members.workers), means, variances, self._samples(),
         )  # fmt: skip
         sizes = [each[0].numel() for each in own]
         merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)

@@ -46,7 +46,7 @@ class Sync(Rank0):
 
     def __init__(self, model: nn.Module, node: Node, replica: Replica, total: Total) -> None:
         super().__init__(model, node, lambda: replica.samples)
-        crew = Crew(node.rank, len(node.workers), replica, total)
+        crew = Crew(node.rank, len(node.members.workers), replica, total)
         for name, module in model.named_modules():
             if not isinstance(module, _BatchNorm):
                 continue
@@ -82,7 +82,7 @@ class Forward:
         if not module.training:
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
-        count = input.numel() // input.shape[1] if crew.replica.counts else 0
+        count = input.numel() // input.shape[1] if crew.replica.gradients.counts else 0
         with torch.no_grad():
             wide = input.to(_wide(input))
             variance, mean = torch.var_mean(wide, _dims(input), correction=0)
@@ -134,7 +134,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.stack([dy.sum(_dims(x)), (dy * xhat).sum(_dims(x))])
         dx = None
         if ctx.needs_input_grad[0]:
-            scale: float = ctx.crew.replica.scaling
+            scale: float = ctx.crew.replica.gradients.scaling
             sums = (own.double() * scale if scale else torch.zeros_like(own, dtype=torch.float64)).cpu()
             ctx.crew.total(sums.view(-1))
             dx = torch.zeros_like(x)  # of what is borrowed, which counts nothing

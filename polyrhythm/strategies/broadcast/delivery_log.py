@@ -69,7 +69,7 @@ class Log:
             self.put(entry)
 
 
-class Ledger:
+class DeliveryLog:
     """The pulses that have come, by parameter, and how far they are known, by origin."""
 
     def __init__(self, counts: Sequence[Tensor], tau: float) -> None:

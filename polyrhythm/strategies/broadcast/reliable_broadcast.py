@@ -23,10 +23,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
-from polyrhythm.strategies.broadcast.delivery_log import Have, Ledger
-from polyrhythm.strategies.broadcast.snapshot_barrier import Rest
+from polyrhythm.model.vectors import copied
+from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, Have
+from polyrhythm.strategies.broadcast.snapshot_barrier import SnapshotBarrier
 from polyrhythm.strategies.decentralized.base import others
-from polyrhythm.strategies.server.server_loop import copied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,18 +46,18 @@ HEARD: Item = ("heard", "", 0)  # what all on this side have, for another to kee
 WHOLE: Item = ("whole", "", 0)  # all counts, and the messages that are kept
 
 
-class Courier:
+class ReliableBroadcast:
     """What one worker sends to others and hears from them, and how far that is confirmed."""
 
     kinds: ClassVar[tuple[str, ...]] = (
         "pulses", "have", "heard", "whole", "state", "settle", "digest", "rest",
     )  # fmt: skip
 
-    def __init__(self, node: Node, ledger: Ledger, base: Sequence[Tensor], fanout: int | None) -> None:
+    def __init__(self, node: Node, ledger: DeliveryLog, base: Sequence[Tensor], fanout: int | None) -> None:
         self.node, self.ledger, self.base = node, ledger, base
         self.fanout = fanout  # of the tree along which messages go; None in a mesh
-        self.origin, self.sent = f"{node.rank}.{node.life}", 0
-        self.ready = not node.life  # one that comes late has nothing to tell before it has asked
+        self.origin, self.sent = f"{node.rank}.{node.incarnation}", 0
+        self.ready = not node.incarnation  # one that comes late has nothing to tell before it has asked
         self._held = 0  # times in a row that the network was behind
         self._there = set(others(node))
         self._outbox: dict[Peer, deque[Item]] = {}
@@ -69,12 +69,12 @@ class Courier:
         self.began = ""  # the digest of what it goes on from, if that was saved
         self._beginnings: dict[str, str] = {}  # the same of others, by origin, as far as they have said
         self._vain: dict[Peer, tuple[Any, int]] = {}  # what both had when nothing could be taken over
-        self.rest = Rest(node, self._level)
+        self.rest = SnapshotBarrier(node, self._level)
 
     @property
     def everybody(self) -> list[Peer]:
         """All workers, this one too: one that has come late may not be among those it was told of."""
-        return sorted({self.node.me, *self.node.workers})
+        return sorted({self.node.me, *self.node.members.workers})
 
     @property
     def neighbours(self) -> list[Peer]:
@@ -92,7 +92,7 @@ class Courier:
     def enter(self, codes: Sequence[Tensor]) -> None:
         """Takes this worker's next message into its own ledger."""
         alone = not self.neighbours
-        with self.node.exclusive():
+        with self.node.lock():
             self.sent += 1
             self.ledger.add(self.origin, self.sent, codes)
             if alone:
@@ -105,7 +105,7 @@ class Courier:
 
     def behind(self) -> bool:
         """Whether so much is on its way that it is better to send later, in fewer messages."""
-        with self.node.exclusive():
+        with self.node.lock():
             count, size = self.ledger.kept(self.origin)
         room = self._size // len(self.everybody)
         behind = count > FEW and size > max(LEAST, room) and self._held < PATIENCE
@@ -121,7 +121,7 @@ class Courier:
         """Merges what is kept of an origin, if that is more than k has bytes: somebody has not said for long
         what it has. Not what was sent to it with what still waits, for it may have got the former: so only
         when what is new waits already."""
-        with self.node.exclusive():
+        with self.node.lock():
             if self.ledger.loose(origin) <= max(LEAST, self._size):
                 return
             cuts = set()
@@ -144,7 +144,7 @@ class Courier:
     def _post(self, to: Iterable[Peer], *items: Item) -> None:
         """Has items sent, in order, beside whatever goes on: neither a step nor an ear may wait for it."""
         for peer in to:
-            with self.node.exclusive():
+            with self.node.lock():
                 waiting = self._outbox.setdefault(peer, deque())
                 waiting.extend(item for item in items if item[0] == "pulses" or item not in waiting)
                 silent = peer not in self._talking
@@ -156,7 +156,7 @@ class Courier:
         """Sends all that waits for a peer."""
         ledger = self.ledger
         while True:
-            with self.node.exclusive():
+            with self.node.lock():
                 if not self._outbox[peer]:
                     self._talking.discard(peer)
                     return
@@ -207,15 +207,15 @@ class Courier:
         elif message.kind == "rest":
             self.rest.hear(message)
         elif message.kind == "digest":
-            self.node.answer(message, digest=self.ledger.digest())
+            self.node.reply(message, digest=self.ledger.digest())
         elif message.kind == "state":
-            with self.node.exclusive():
+            with self.node.lock():
                 tensors, fields = self.ledger.whole()
             if self.ready:
                 fields |= {"began": self.began, "rests": list(self.rest.numbers)}
-                self.node.answer(message, *self.base, *tensors, ready=True, **fields)
+                self.node.reply(message, *self.base, *tensors, ready=True, **fields)
             else:
-                self.node.answer(message, ready=False)
+                self.node.reply(message, ready=False)
         elif self.ready:
             getattr(self, f"_hear_{message.kind}")(message)
             if self._settle:
@@ -231,7 +231,7 @@ class Courier:
         if "began" in message.fields:
             self._beginnings[origin] = message["began"]
         try:
-            with self.node.exclusive():
+            with self.node.lock():
                 what = self.ledger.add(origin, number, message.tensors, first)
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
@@ -268,7 +268,7 @@ class Courier:
         neighbours = self.neighbours
         if message.fields.get("there") != self._ranks() or message.sender not in neighbours:
             return  # it is about other sides, for one of the two does not know yet who has come or gone
-        with self.node.exclusive():
+        with self.node.lock():
             self._told[message.sender] = _have(message)
             sides = [self._told.get(peer, {}) for peer in neighbours]
             for origin, number in self.ledger.have.items():
@@ -277,7 +277,7 @@ class Courier:
     def _hear_have(self, message: Message) -> None:
         """Both are to know what either knows."""
         theirs = _have(message)
-        with self.node.exclusive():
+        with self.node.lock():
             missing, lacks = self.ledger.missing(theirs), self.ledger.lacks(theirs)
             waiting = {*self._outbox.get(message.sender, ())}
         items = [WHOLE] if missing is None else [("pulses", *each) for each in missing]
@@ -288,7 +288,7 @@ class Courier:
         theirs, kept = self._whole(message)
         if message.fields.get("began", "") != self.began:
             return  # one of the two has not loaded yet what all go on from
-        with self.node.exclusive():
+        with self.node.lock():
             lacks = self.ledger.lacks(theirs)
             taken = lacks and self.ledger.take(message.tensors, theirs, kept)
         if taken and self.fanout is not None:
@@ -311,7 +311,7 @@ class Courier:
 
     def _hear_settle(self, message: Message) -> None:
         """Keeps the question until it can be answered."""
-        with self.node.exclusive():
+        with self.node.lock():
             self._settle.append(message)
             lacks = self.ledger.lacks(_have(message))
         self._answer_settled()
@@ -320,22 +320,22 @@ class Courier:
 
     def _answer_settled(self) -> None:
         """Answers those who wait until this one has got all that they have."""
-        with self.node.exclusive():
+        with self.node.lock():
             settled = [message for message in self._settle if not self.ledger.lacks(_have(message))]
             self._settle = [message for message in self._settle if message not in settled]
             have = dict(self.ledger.have)
         for message in settled:
-            self.node.answer(message, have=have)
+            self.node.reply(message, have=have)
 
     def _look_around(self) -> None:
         """One has come or gone: what the others know may differ from now on, and so may a tree."""
         there = set(others(self.node))
-        with self.node.exclusive():
-            self._settle = [message for message in self._settle if self.node.alive(message)]
+        with self.node.lock():
+            self._settle = [message for message in self._settle if self.node.members.alive(message)]
             gone, self._there = self._there - there, there
             self._told.clear()
             self._asked.clear()
-        if self.ready and all(peer in self.node.lost for peer in gone):  # otherwise all is over
+        if self.ready and all(peer in self.node.members.lost for peer in gone):  # otherwise all is over
             self.tell()
 
     def tell(self) -> None:
@@ -351,12 +351,12 @@ class Courier:
             late = [node.rank]
             for peer in others(node):
                 try:
-                    answer = node.ask(peer, "state").wait()
+                    answer = node.request(peer, "state").wait()
                 except PeerLost:
                     continue
                 if answer["ready"]:
                     copied(answer.tensors[: len(base)], base)
-                    with node.exclusive():
+                    with node.lock():
                         self.began = answer["began"]
                         self.rest.numbers = answer["rests"]
                         self.ledger.take(answer.tensors[len(base) :], *self._whole(answer, len(base)))
@@ -392,10 +392,10 @@ class Courier:
         """Waits until all have everything, once nobody sends anything new."""
         node, ledger = self.node, self.ledger
         while True:
-            with node.exclusive():
+            with node.lock():
                 mine = dict(ledger.have)
             theirs = self.settle(mine)
-            with node.exclusive():
+            with node.lock():
                 ahead = [peer for peer in theirs if ledger.lacks(theirs[peer])]
             if not ahead:
                 return
@@ -414,7 +414,7 @@ class Courier:
         self, peers: Iterable[Peer], kind: str, **fields: Any
     ) -> tuple[dict[Peer, Message], set[Peer]]:
         """Asks several at once: what they answer, and who has not, though it is there."""
-        asked = {peer: self.node.ask(peer, kind, **fields) for peer in sorted(peers)}
+        asked = {peer: self.node.request(peer, kind, **fields) for peer in sorted(peers)}
         answers: dict[Peer, Message] = {}
         late: set[Peer] = set()
         for peer, reply in asked.items():

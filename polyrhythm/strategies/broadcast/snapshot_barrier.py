@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.node import Node
 
 
-class Rest:
+class SnapshotBarrier:
     """Where a worker is, and who waits for it. `level` waits until all have what there is."""
 
     def __init__(self, node: Node, level: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class Rest:
         while True:
             known = self.numbers[0]
             found = self._ask("noted") if later else [known]
-            with self.node.exclusive():
+            with self.node.lock():
                 self.numbers[0] = max(self.numbers[0], *found)
                 if self.numbers[0] == known:  # nor has another come to rest meanwhile
                     self.numbers[1], self._at = known, "work"
@@ -57,15 +57,15 @@ class Rest:
 
     def take(self, note: Callable[[], None]) -> None:
         """Waits until all are at rest and have everything. What there is is noted before anybody goes on."""
-        with self.node.exclusive():
+        with self.node.lock():
             self.numbers[0] = self.numbers[1] + 1
             self._at = "rest"
         self._answer()
         found = self._ask("come")
-        with self.node.exclusive():
+        with self.node.lock():
             self.numbers[0] = max(found)
         self._level()
-        with self.node.exclusive():
+        with self.node.lock():
             note()
             self.numbers[1] = self.numbers[0]
             self._at = "noted"
@@ -75,9 +75,9 @@ class Rest:
 
     def hear(self, message: Message | None) -> None:
         """Another is at rest, and asks whether this one has come as far; None if one has come or gone."""
-        with self.node.exclusive():
+        with self.node.lock():
             if message is None:
-                self._held = [each for each in self._held if self.node.alive(each)]
+                self._held = [each for each in self._held if self.node.members.alive(each)]
             else:
                 self._held.append(message)
         self._answer()
@@ -85,7 +85,7 @@ class Rest:
     def _ask(self, what: str) -> list[int]:
         """Waits until all others have come as far; which rest each is at, this one first."""
         node, found, late = self.node, [self.numbers[0]], []
-        asked = {peer: node.ask(peer, "rest", what=what, number=found[0]) for peer in others(node)}
+        asked = {peer: node.request(peer, "rest", what=what, number=found[0]) for peer in others(node)}
         for peer, reply in asked.items():
             try:
                 found.append(reply.wait()["number"])
@@ -102,12 +102,12 @@ class Rest:
 
     def _answer(self) -> None:
         """Answers those that this worker has come as far as."""
-        with self.node.exclusive():
+        with self.node.lock():
             ready = [each for each in self._held if self._has_come(each)]
             self._held = [each for each in self._held if each not in ready]
             number = self.numbers[0]
         for message in ready:
-            self.node.answer(message, number=number)
+            self.node.reply(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
         number, idle = message["number"], self._at == "idle"

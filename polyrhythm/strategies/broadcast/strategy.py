@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from polyrhythm.compress.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
-from polyrhythm.strategies.broadcast.delivery_log import Ledger, digest
-from polyrhythm.strategies.broadcast.reliable_broadcast import Courier
+from polyrhythm.model.vectors import copied
+from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, digest
+from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
 from polyrhythm.strategies.decentralized.base import Peers, others
-from polyrhythm.strategies.server.server_loop import copied
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Broadcast(Peers):
     name: ClassVar[str] = "broadcast"
     main: ClassVar[str | None] = "tau"
     paper: ClassVar[str] = "Strom 2015, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing"
-    kinds: ClassVar[tuple[str, ...]] = ("begin", *Courier.kinds)
+    kinds: ClassVar[tuple[str, ...]] = ("begin", *ReliableBroadcast.kinds)
 
     tau: float = 1e-3
     pulses: Literal["one", "many"] = "many"
@@ -86,7 +86,7 @@ class Broadcast(Peers):
         if self.first < 1:
             raise UsageError("first must be 1 or more: somebody has to train")
 
-    def check(self, workers: int, servers: int) -> None:
+    def check_counts(self, workers: int, servers: int) -> None:
         if self.first > workers:
             raise UsageError(f"{self}: first is at most {workers}, for there are no more workers")
         if self.first > 1 and not self.warmup:
@@ -115,25 +115,25 @@ class Broadcast(Peers):
 
         for dtype, _ in replica.layout.kinds:
             self.prepare(dtype)
-        if not node.life:
-            node.broadcast(*replica.parameters)
+        if not node.incarnation:
+            node.group().broadcast(*replica.parameters)
         base = replica.buffer("base", exact=True)
         copied(replica.parameters, base)
         kinds = zip(replica.layout.kinds, replica.layout.counts, strict=True)
         counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]
         fanout = self.fanout if self.topology == "tree" else None
-        courier = Courier(node, Ledger(counts, self.unit), base, fanout)
+        courier = ReliableBroadcast(node, DeliveryLog(counts, self.unit), base, fanout)
         replica.notes.update(courier=courier, done=False, begin=[])
         _refuse_loading(replica)
-        node.listen(partial(self.hear, node, replica), *self.kinds)
-        if node.life:
+        node.subscribe(partial(self.hear, node, replica), *self.kinds)
+        if node.incarnation:
             courier.catch_up()
 
     def enter(self, node: Node, replica: Replica) -> None:
         waits = bool(self.warmup) and node.rank >= self.first
         if waits:
             self._wait_for_the_first(node)
-        _courier(replica).rest.begin(later=waits or bool(node.life))
+        _courier(replica).rest.begin(later=waits or bool(node.incarnation))
         self._place(node, replica, replica.parameters)
 
     def _wait_for_the_first(self, node: Node) -> None:
@@ -143,7 +143,7 @@ class Broadcast(Peers):
             if not before:
                 return
             try:
-                if node.ask(before[0], "begin").wait()["now"]:
+                if node.request(before[0], "begin").wait()["now"]:
                     return
             except PeerLost:  # the next one is the first then
                 continue
@@ -151,14 +151,14 @@ class Broadcast(Peers):
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
         notes = replica.notes
         if message is not None and message.kind == "begin":
-            with node.exclusive():
+            with node.lock():
                 notes["begin"].append(message)
             if self._may_begin(replica):
                 self._let_begin(node, replica)
             return
         if message is None:
-            with node.exclusive():
-                notes["begin"] = [asked for asked in notes["begin"] if node.alive(asked)]
+            with node.lock():
+                notes["begin"] = [asked for asked in notes["begin"] if node.members.alive(asked)]
         _courier(replica).hear(message)
 
     def _may_begin(self, replica: Replica) -> bool:
@@ -166,10 +166,10 @@ class Broadcast(Peers):
 
     def _let_begin(self, node: Node, replica: Replica) -> None:
         """Answers those who wait to begin; who may not yet asks again."""
-        with node.exclusive():
+        with node.lock():
             asked, replica.notes["begin"] = replica.notes["begin"], []
         for message in asked:
-            node.answer(message, now=self._may_begin(replica))
+            node.reply(message, now=self._may_begin(replica))
 
     # --- what is saved ------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Broadcast(Peers):
         if replica.steps:
             raise UsageError("session.load_state_dict() comes before the first step: others count on it")
         courier = _courier(replica)
-        with node.exclusive():
+        with node.lock():
             copied(kept["base"], replica.buffer("base", exact=True))
             courier.began = digest(*kept["base"], *kept["counts"])[:16]
             for place, saved in zip(courier.ledger.counts, kept["counts"], strict=True):
@@ -235,23 +235,25 @@ class Broadcast(Peers):
     def _training(self, node: Node, replica: Replica) -> int:
         """How many workers train."""
         count = len(_courier(replica).everybody)
-        first = node.rank < self.first and not node.life  # one that comes late finds the others training
+        first = (
+            node.rank < self.first and not node.incarnation
+        )  # one that comes late finds the others training
         return min(count, self.first) if first and replica.steps <= self.warmup else count
 
     def _emit(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
         """r <- r + u, and the pulses that are taken out of it; none if there are none."""
         if _courier(replica).behind():
-            for residual, part in zip(replica.owed, update, strict=True):
+            for residual, part in zip(replica.residual, update, strict=True):
                 residual.add_(part)
             return []
-        pairs = zip(replica.owed, update, strict=True)
+        pairs = zip(replica.residual, update, strict=True)
         found = [selection.pulses(*pair, self.unit, many=self.pulses == "many") for pair in pairs]
         return [code for code, _ in found] if any(count for _, count in found) else []
 
     def _place(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Sequence[Tensor]:
         """w = w0 + tau k."""
         most, base, counts = 0, replica.buffer("base", exact=True), _courier(replica).ledger.counts
-        with node.exclusive():
+        with node.lock():
             for start, count, place in zip(base, counts, into, strict=True):
                 most = max(most, selection.place(start, count, self.unit, place))
         if most >= MOST:
@@ -270,7 +272,7 @@ class Broadcast(Peers):
         replica.notes["done"] = True
         self._let_begin(node, replica)
         courier.rest.end()
-        waits = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in replica.owed))
+        waits = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in replica.residual))
         node.log("residual", messages=courier.sent, tau=self.unit, norm=waits)
         courier.settle({courier.origin: courier.sent})
 
@@ -284,9 +286,9 @@ class Broadcast(Peers):
         return self._place(node, replica, replica.buffer("consensus"))
 
 
-def _courier(replica: Replica) -> Courier:
+def _courier(replica: Replica) -> ReliableBroadcast:
     courier = replica.notes["courier"]
-    assert isinstance(courier, Courier)
+    assert isinstance(courier, ReliableBroadcast)
     return courier
 
 

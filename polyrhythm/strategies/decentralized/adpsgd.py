@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.core.errors import PeerLost, WireError
 from polyrhythm.core.peer import Peer
+from polyrhythm.model.vectors import blocks, cut
 from polyrhythm.strategies.decentralized.base import Peers
 from polyrhythm.strategies.decentralized.topology import graph, parse_topology, regraph
-from polyrhythm.strategies.decentralized.transfer import Gift, gifts_of, pieces
+from polyrhythm.strategies.decentralized.transfer import Transfer, gifts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class ADPSGD(Peers):
     def lockstep(self) -> bool:
         return False
 
-    def check(self, workers: int, servers: int) -> None:
+    def check_counts(self, workers: int, servers: int) -> None:
         graph(parse_topology(self.topology), workers)
 
     # x is the model's own parameters, which stay as they are while it computes, and the drift: what averages
@@ -71,7 +71,7 @@ class ADPSGD(Peers):
 
     def step(self, node: Node, replica: Replica) -> None:
         averages = self._join(node, replica)
-        with node.exclusive():
+        with node.lock():
             averages += _settle(replica)
             replica.apply()
         node.log("apply", staleness=averages)
@@ -82,7 +82,7 @@ class ADPSGD(Peers):
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
         if message is None:
-            gone = {peer for peer, _ in gifts_of(replica).given if peer not in node.workers}
+            gone = {peer for peer, _ in gifts_of(replica).given if peer not in node.members.workers}
             for gift in gifts_of(replica).left(gone).values():
                 gift.settle()
         elif message.kind == "average":
@@ -99,13 +99,13 @@ class ADPSGD(Peers):
         if neighbour is None:
             return
         x = replica.buffer("x")  # lent until it is answered, when d is in its place
-        with node.exclusive():
-            for place, mine, drift in pieces(x, replica.parameters, _drift(replica)):
+        with node.lock():
+            for place, mine, drift in blocks(x, replica.parameters, _drift(replica)):
                 place.copy_(mine)
                 if replica.notes.get("averages"):
                     place.add_(drift)
-        name = replica.notes["asked"] = f"{node.life}/{replica.steps}"
-        reply = node.ask(neighbour, "average", *x, into=x, name=name)
+        name = replica.notes["asked"] = f"{node.incarnation}/{replica.steps}"
+        reply = node.request(neighbour, "average", *x, into=x, name=name)
         replica.outstanding.append((neighbour, reply))
 
     def _join(self, node: Node, replica: Replica) -> int:
@@ -114,8 +114,8 @@ class ADPSGD(Peers):
         for neighbour, reply in replica.outstanding:
             with contextlib.suppress(PeerLost):
                 reply.wait()
-                with node.exclusive():
-                    for mine, d in pieces(replica.parameters, replica.buffer("x")):
+                with node.lock():
+                    for mine, d in blocks(replica.parameters, replica.buffer("x")):
                         mine.sub_(d)
                 joined += 1
                 node.send(neighbour, "got", name=replica.notes["asked"])
@@ -125,10 +125,10 @@ class ADPSGD(Peers):
     def _neighbour(self, node: Node, replica: Replica) -> Peer | None:
         """Whom to ask in this step, by lot; None for those that do not ask."""
         known, near = replica.notes.get("neighbours", (None, ()))
-        if known != node.workers:
-            ranks = sorted({node.rank, *(peer.rank for peer in node.workers)})
+        if known != node.members.workers:
+            ranks = sorted({node.rank, *(peer.rank for peer in node.members.workers)})
             near = asked(self.topology, tuple(ranks), node.seed)[node.rank]
-            replica.notes["neighbours"] = list(node.workers), near
+            replica.notes["neighbours"] = list(node.members.workers), near
         if not near:
             return None
         lot = hashlib.blake2b(repr((node.seed, node.rank, replica.steps)).encode(), digest_size=8).digest()
@@ -145,18 +145,18 @@ class ADPSGD(Peers):
             seen[message.sender] = message.sequence
             for peer, name in [each for each in gifts.given if each[0] == message.sender]:
                 gifts.arrived(peer, name)  # it has said so, but its word may have got lost
-            gift = gifts.given[key] = Gift(gifts.room(replica))
+            gift = gifts.given[key] = Transfer(gifts.room(replica))
             theirs = [part.to(d.device) for part, d in zip(message.tensors, gift.vectors, strict=True)]
-            with node.exclusive():
-                for d, x_i, mine, drift in pieces(gift.vectors, theirs, replica.parameters, _drift(replica)):
+            with node.lock():
+                for d, x_i, mine, drift in blocks(gift.vectors, theirs, replica.parameters, _drift(replica)):
                     d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
                     drift.add_(d)
                 replica.notes["averages"] = replica.notes.get("averages", 0) + 1
         # One that asks again has lost the answer: it gets the same. Or it has it, and waits no longer.
         if key in gifts.given:
-            gifts.given[key].answer(node, message)
+            gifts.given[key].reply(node, message)
         else:
-            node.answer(message)
+            node.reply(message)
 
 
 @lru_cache(maxsize=16)
@@ -185,7 +185,7 @@ def _settle(replica: Replica) -> int:
     """Moves the model's parameters to x; how many averages have come since they were there."""
     averages = int(replica.notes.get("averages", 0))
     if averages:
-        for mine, drift in pieces(replica.parameters, _drift(replica)):
+        for mine, drift in blocks(replica.parameters, _drift(replica)):
             mine.add_(drift)
             drift.zero_()
     replica.notes["averages"] = 0

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.collectives.arithmetic import cut, reduce
+from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.core.errors import PeerLost, WireError
-from polyrhythm.core.strategy import Strategy
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.core.legacy import Legacy
+from polyrhythm.model.vectors import copied, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ SLICE = 1 << 22  # numbers of a replica that are looked at at a time
 
 
 @dataclass(frozen=True)
-class Peers(Strategy):
+class Peers(Legacy):
     """What they have in common: how they begin, and how one looks at what all have come to."""
 
     stays: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class Peers(Strategy):
         return True
 
     def own(self, replica: Replica) -> Sequence[Tensor]:
-        """This worker's part in the consensus. It changes inside `node.exclusive()` only."""
+        """This worker's part in the consensus. It changes inside `node.lock()` only."""
         return replica.parameters
 
     def shown(self, replica: Replica, start: int, stop: int) -> tuple[Tensor, ...]:
@@ -49,15 +49,15 @@ class Peers(Strategy):
         return tuple(part.clone() for part in cut(self.own(replica), start, stop))
 
     def start(self, node: Node, replica: Replica) -> None:
-        if node.life:
+        if node.incarnation:
             if self.adopt(node, replica, replica.parameters) is None:
                 raise PeerLost(
                     f"{node.me} came in place of one that died, and all that held the parameters are gone"
                 )
         else:
-            node.broadcast(*replica.parameters)
+            node.group().broadcast(*replica.parameters)
         self.begin(node, replica)
-        node.listen(partial(self.hear, node, replica), "look", *self.kinds)
+        node.subscribe(partial(self.hear, node, replica), "look", *self.kinds)
 
     def begin(self, node: Node, replica: Replica) -> None:
         """Runs when the parameters are those to start from, and before this worker listens."""
@@ -68,17 +68,19 @@ class Peers(Strategy):
             start, stop = message["start"], message["stop"]
             if not 0 <= start <= stop <= replica.layout.total:
                 raise WireError(f"{message.sender} looks at {start} to {stop} of {replica.layout.total}")
-            with node.exclusive():
+            with node.lock():
                 shown = self.shown(replica, start, stop)
-            node.answer(message, *shown)
+            node.reply(message, *shown)
 
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         average = replica.buffer("consensus")
-        if self.lockstep and not node.life and not node.lost:  # all are at the same place of the script
+        if (
+            self.lockstep and not node.incarnation and not node.members.lost
+        ):  # all are at the same place of the script
             try:
-                with node.exclusive():
+                with node.lock():
                     copied(self.own(replica), average)
-                node.all_reduce(*average, op="mean")
+                node.group().all_reduce(*average, op="mean")
                 return average
             except PeerLost:
                 pass
@@ -93,12 +95,12 @@ class Peers(Strategy):
 
         for start in range(0, replica.layout.total, SLICE):
             stop = min(start + SLICE, replica.layout.total)
-            with node.exclusive():
+            with node.lock():
                 given = {node.me: self.shown(replica, start, stop)}
             asked = []
             for peer in others(node):
                 places = tuple(torch.empty_like(part) for part in given[node.me])
-                asked.append((peer, places, node.ask(peer, "look", into=places, start=start, stop=stop)))
+                asked.append((peer, places, node.request(peer, "look", into=places, start=start, stop=stop)))
             for peer, places, reply in asked:
                 try:
                     reply.wait()
@@ -111,17 +113,17 @@ class Peers(Strategy):
 
     def catch_up(self, node: Node, replica: Replica) -> None:
         """One that has come late has waited for its first epoch: what it took over then is old by now."""
-        if node.life and not replica.steps:
+        if node.incarnation and not replica.steps:
             latest = replica.buffer("consensus")
             if self.adopt(node, replica, latest) is not None:
-                with node.exclusive():
+                with node.lock():
                     copied(latest, replica.parameters)
 
     def adopt(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Peer | None:
         """Takes the parameters of another worker, whoever answers first; None if there is none."""
         for peer in others(node):
             try:
-                node.ask(peer, "look", into=into, start=0, stop=replica.layout.total).wait()
+                node.request(peer, "look", into=into, start=0, stop=replica.layout.total).wait()
             except PeerLost:
                 continue
             return peer
@@ -130,4 +132,4 @@ class Peers(Strategy):
 
 def others(node: Node) -> list[Peer]:
     """All other workers that are in the run, as far as is known."""
-    return [peer for peer in node.workers if peer != node.me]
+    return [peer for peer in node.members.workers if peer != node.me]

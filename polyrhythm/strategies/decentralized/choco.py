@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.decentralized.neighbor_exchange import Mixing, board_of, pull, spare
-from polyrhythm.strategies.reduce_ops import check_way, sender_of
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.strategies.legacy_ops import check_way, sender_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.compressor import Sender
+    from polyrhythm.compress.compressor import Compressor
     from polyrhythm.core.codec import Codec
     from polyrhythm.core.node import Node
     from polyrhythm.model.layout import Layout
@@ -43,7 +43,7 @@ class Choco(Mixing):
     name: ClassVar[str] = "choco"
     main: ClassVar[str | None] = "gamma"
     codecs: ClassVar[bool] = True
-    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
     paper: ClassVar[str] = (
         "Koloskova, Stich, Jaggi 2019, Decentralized Stochastic Optimization and Gossip Algorithms with "
         "Compressed Communication"
@@ -63,7 +63,7 @@ class Choco(Mixing):
     def begin(self, node: Node, replica: Replica) -> None:
         super().begin(node, replica)
         replica.notes["gamma"] = self._gamma(replica.layout)
-        if not node.life:  # all are equal, and know it
+        if not node.incarnation:  # all are equal, and know it
             for rank in (None, *(peer.rank for peer in board_of(replica).neighbours(0))):
                 copied(replica.parameters, told(replica, rank))
             self._ask(replica)
@@ -72,14 +72,14 @@ class Choco(Mixing):
         super().regroup(node, replica, ranks, number)
         board = board_of(replica)
         # New neighbours know nothing of each other: once they tell all.
-        board.ask(lambda _, peer: told(replica, peer.rank))
+        board.request(lambda _, peer: told(replica, peer.rank))
         board.show(spare(replica, copied(replica.parameters, told(replica)), exact=True))
         for _ in board.answers():
             pass
         self._ask(replica)
 
     def step(self, node: Node, replica: Replica) -> None:
-        with node.exclusive():
+        with node.lock():
             replica.apply()
         board, own = board_of(replica), told(replica)
         board.show(self._news(node, replica, own))
@@ -91,7 +91,7 @@ class Choco(Mixing):
             else:
                 self._sender(node, replica).add(message.tensors, theirs)
             given.append((replica.notes["gamma"] * weight, theirs))
-        with node.exclusive():
+        with node.lock():
             pull(replica.parameters, own, given)
         self._ask(replica)
 
@@ -108,25 +108,25 @@ class Choco(Mixing):
         given = sender.everything(news)
         sender.add(given, own)
         return [
-            code if stretch.coded else code.clone()  # what travels as it is lies in `news`
-            for code, stretch in zip(given, sender.stretches, strict=True)
+            code if segment.coded else code.clone()  # what travels as it is lies in `news`
+            for code, segment in zip(given, sender.segments, strict=True)
         ]
 
     def _ask(self, replica: Replica) -> None:
         if self.codec is None:
-            board_of(replica).ask(lambda number, _: replica.buffer(f"news {number}", exact=True))
+            board_of(replica).request(lambda number, _: replica.buffer(f"news {number}", exact=True))
         else:
-            board_of(replica).ask()  # nobody knows how long a code will be
+            board_of(replica).request()  # nobody knows how long a code will be
 
-    def _sender(self, node: Node, replica: Replica) -> Sender:
+    def _sender(self, node: Node, replica: Replica) -> Compressor:
         assert self.codec is not None
-        return sender_of(node, replica, self.codec.reply(), feedback=False)
+        return sender_of(node, replica, self.codec.for_replies(), feedback=False)
 
     def _gamma(self, layout: Layout) -> float:
         if self.gamma != "auto":
             return self.gamma
         # Rounded, for all must have the same, whatever their processors make of the last bits.
-        return 1.0 if self.codec is None else float(f"{kept(self.codec.reply(), layout) / 2:.3g}")
+        return 1.0 if self.codec is None else float(f"{kept(self.codec.for_replies(), layout) / 2:.3g}")
 
 
 def told(replica: Replica, rank: int | None = None) -> tuple[Tensor, ...]:
@@ -138,16 +138,16 @@ def kept(codec: Codec, layout: Layout) -> float:
     """The share of the squares that a codec keeps of random numbers, flat or normal, where it keeps least."""
     import torch
 
-    from polyrhythm.compress.compressor import Coder, wide
-    from polyrhythm.compress.state import Memory
+    from polyrhythm.compress.compressor import Decompressor, wide
+    from polyrhythm.compress.state import CodecState
 
     least = 1.0
-    for stretch in Coder(codec, layout).coded:
-        dtype, count = wide(layout.kinds[stretch.part][0]), stretch.high - stretch.low
+    for segment in Decompressor(codec, layout).coded:
+        dtype, count = wide(layout.kinds[segment.part][0]), segment.high - segment.low
         flat = torch.arange(1, count + 1, dtype=torch.float64).sin().mul(43758.5453).frac()
         for drawn in (flat, flat.clamp(-1 + 1e-9, 1 - 1e-9).erfinv()):
             values = drawn.to(dtype)
-            memory = Memory.alone(count, feedback=False, shapes=stretch.shapes, dtype=dtype)
+            memory = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
             got = torch.zeros_like(values)
             codec.decode(codec.send(values, memory), got)
             missing = float((values - got).square().sum() / values.square().sum())

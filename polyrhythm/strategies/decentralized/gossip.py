@@ -57,7 +57,7 @@ class Gossip(Mixing):
                 self._show(replica)
             if board_of(replica).round >= 0:  # at first all are equal, and have shown nothing
                 self._mix(node, replica)
-        with node.exclusive():
+        with node.lock():
             replica.apply()
         replica.notes["apart"] = True
         self._show(replica)
@@ -69,12 +69,12 @@ class Gossip(Mixing):
         board.show(spare(replica, replica.parameters) if board.neighbours(board.round + 1) else ())
 
     def _ask(self, replica: Replica) -> None:
-        board_of(replica).ask(lambda number, _: replica.buffer(f"theirs {number}"))
+        board_of(replica).request(lambda number, _: replica.buffer(f"theirs {number}"))
 
     def _mix(self, node: Node, replica: Replica) -> None:
         board = board_of(replica)
         given = [(weight, replica.buffer(f"theirs {number}")) for number, weight, _ in board.answers()]
-        with node.exclusive():
+        with node.lock():
             # By what the others have seen: what the script has done to its parameters since is not undone.
             pull(replica.parameters, board.shown.get(board.round, ()), given)
         self._ask(replica)

@@ -17,10 +17,10 @@ from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.collectives.arithmetic import BLOCK
 from polyrhythm.core.errors import PeerLost
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
+from polyrhythm.model.vectors import BLOCK, copied
 from polyrhythm.strategies.decentralized.base import Peers
 from polyrhythm.strategies.decentralized.topology import (
     Topology,
@@ -30,7 +30,6 @@ from polyrhythm.strategies.decentralized.topology import (
     parse_topology,
     regraph,
 )
-from polyrhythm.strategies.server.server_loop import copied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +44,7 @@ Weights = Mapping[Peer, float]
 class Board:
     """What a worker shows its neighbours, and what it has asked of them; all that the two sides share.
 
-    It changes inside `node.exclusive()` only.
+    It changes inside `node.lock()` only.
     """
 
     def __init__(self, node: Node) -> None:
@@ -69,7 +68,7 @@ class Board:
 
     def show(self, tensors: Sequence[Tensor]) -> None:
         """Shows the next round to whoever has asked or will ask; the tensors stay as they are for so long."""
-        with self.node.exclusive():
+        with self.node.lock():
             self.forget()
             self.round += 1
             self.shown[self.round] = tensors
@@ -78,16 +77,16 @@ class Board:
 
     def forget(self) -> list[Sequence[Tensor]]:
         """Drops what everybody has got; returns what is still needed."""
-        with self.node.exclusive():
+        with self.node.lock():
             for round_ in [each for each, missing in self.unread.items() if not missing]:
                 del self.unread[round_], self.shown[round_]
             return list(self.shown.values())
 
-    def ask(self, into: Callable[[int, Peer], Sequence[Tensor]] = lambda *_: ()) -> None:
+    def request(self, into: Callable[[int, Peer], Sequence[Tensor]] = lambda *_: ()) -> None:
         """Asks for what the neighbours will show in the round after the last one shown here."""
         node, round_ = self.node, self.round + 1
         for number, peer in enumerate(self.neighbours(round_)):
-            reply = node.ask(peer, "mix", into=into(number, peer), group=self.group, round=round_)
+            reply = node.request(peer, "mix", into=into(number, peer), group=self.group, round=round_)
             self.asked.append((peer, reply))
 
     def answers(self) -> Iterator[tuple[int, float, Message]]:
@@ -102,7 +101,7 @@ class Board:
             if message is not None:
                 yield number, near[peer], message
                 continue
-            with self.node.exclusive():
+            with self.node.lock():
                 self.gone.add(peer)
                 for missing in self.unread.values():
                     missing.discard(peer)
@@ -113,7 +112,7 @@ class Board:
 
     def regroup(self, number: int, turns: Sequence[Weights]) -> None:
         """Begins anew with other neighbours. What was asked in the group before is of no use any longer."""
-        with self.node.exclusive():
+        with self.node.lock():
             self.group, self.turns, self.round = number, turns, -1
             self.gone, self.shown, self.unread = set(), {}, {}
             self._sort()
@@ -121,7 +120,7 @@ class Board:
 
     def close(self) -> None:
         """Nothing more will be shown, nor asked."""
-        with self.node.exclusive():
+        with self.node.lock():
             self.over = True
             self._sort()
         self._await()
@@ -131,7 +130,7 @@ class Board:
         held, self.held = self.held, []
         for message in held:
             # Inside `exclusive`, for when this node has heard of a death that one's memory may be another's.
-            if self.node.alive(message) and not self._answered(message):
+            if self.node.members.alive(message) and not self._answered(message):
                 self.held.append(message)
 
     def _await(self) -> None:
@@ -146,7 +145,7 @@ class Board:
         """Answers a neighbour, or keeps what it asks until it can be answered; None: somebody has gone."""
         node = self.node
         if message is not None:
-            with node.exclusive():
+            with node.lock():
                 if message["group"] == self.group:
                     for round_ in [each for each in self.unread if each < message["round"]]:
                         self.unread[round_].discard(message.sender)
@@ -155,10 +154,10 @@ class Board:
                     return
             self._answered(message)  # outside, for it may be large; nobody changes what is not read yet
             return
-        with node.exclusive():
-            self.held = [each for each in self.held if node.alive(each)]
+        with node.lock():
+            self.held = [each for each in self.held if node.members.alive(each)]
             for missing in self.unread.values():
-                missing.intersection_update(node.workers)
+                missing.intersection_update(node.members.workers)
 
     def _wanted(self, message: Message) -> Sequence[Tensor] | None:
         """What to answer: nothing if it will never be shown, None if it is not shown yet."""
@@ -172,7 +171,7 @@ class Board:
         tensors = self._wanted(message)
         if tensors is None:
             return False
-        self.node.answer(message, *tensors, **({} if tensors else {"over": True}))
+        self.node.reply(message, *tensors, **({} if tensors else {"over": True}))
         return True
 
 
@@ -193,15 +192,15 @@ class Mixing(Peers):
     def __post_init__(self) -> None:
         parse_topology(self.topology)
 
-    def check(self, workers: int, servers: int) -> None:
+    def check_counts(self, workers: int, servers: int) -> None:
         check_weights(matrix(graph(parse_topology(self.topology), workers)))
 
     def begin(self, node: Node, replica: Replica) -> None:
         board = replica.notes["board"] = Board(node)
-        if node.life:
-            board.join(node.group)
+        if node.incarnation:
+            board.join(node.cohort)
         else:
-            board.regroup(0, self._turns(node, [worker.rank for worker in node.workers]))
+            board.regroup(0, self._turns(node, [worker.rank for worker in node.members.workers]))
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
         if message is None or message.kind == "mix":

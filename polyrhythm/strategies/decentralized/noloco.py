@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import blocks, copied
 from polyrhythm.strategies.decentralized.topology import pairs
-from polyrhythm.strategies.decentralized.transfer import Handing, gifts_of, group_of, pieces
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.strategies.decentralized.transfer import Handing, gifts_of, group_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class NoLoCo(Handing):
     def step(self, node: Node, replica: Replica) -> None:
         if replica.notes["alone"] == 0:
             copied(replica.parameters, replica.buffer("phi"))
-        with node.exclusive():
+        with node.lock():
             replica.apply()
         replica.notes["alone"] += 1
         if replica.notes["alone"] == self.period:
@@ -90,8 +90,8 @@ class NoLoCo(Handing):
         theirs = replica.buffer("their theta"), replica.buffer("their phi")
         met = self._swap(node, replica, (*theirs[0], *theirs[1]))
         own = replica.parameters, replica.buffer("phi"), replica.buffer("m")
-        with node.exclusive():
-            for theta, phi, m, their_theta, their_phi in pieces(*own, *theirs):
+        with node.lock():
+            for theta, phi, m, their_theta, their_phi in blocks(*own, *theirs):
                 way = theta - phi
                 m.mul_(self.mu)
                 if met:

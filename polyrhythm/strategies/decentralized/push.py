@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import PeerLost, UsageError
+from polyrhythm.model.vectors import blocks, copied
 from polyrhythm.strategies.decentralized.topology import exponential_peer
-from polyrhythm.strategies.decentralized.transfer import Fetched, Gift, Handing, gifts_of, group_of, pieces
-from polyrhythm.strategies.server.server_loop import copied
+from polyrhythm.strategies.decentralized.transfer import Fetched, Handing, Transfer, gifts_of, group_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class Push(Handing):
         if self.fanout < 1:
             raise UsageError("fanout must be 1 or more: a number of receivers in each round")
 
-    def check(self, workers: int, servers: int) -> None:
+    def check_counts(self, workers: int, servers: int) -> None:
         distances = (workers - 1).bit_length()
         if self.fanout > distances > 0:
             raise UsageError(
@@ -115,7 +115,7 @@ class Push(Handing):
         turn = replica.notes["turn"]
         if turn not in replica.notes["asked"]:  # the first one: only now it is known from where all go on
             self._ask(node, replica)
-        with node.exclusive():
+        with node.lock():
             _update(replica)
         self._give(node, replica, turn)
         replica.notes["turn"] = turn + 1
@@ -129,17 +129,17 @@ class Push(Handing):
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         """What all will have when that which is on its way is there."""
         given = self._given(replica, *self._begun(replica))
-        if not given or node.life or node.lost:
+        if not given or node.incarnation or node.members.lost:
             return super().consensus(node, replica)
         z = copied(replica.parameters, replica.buffer("consensus"))
         _mix(z, replica.notes["omega"], [each for each, _ in given])
         try:
-            node.all_reduce(*z, op="mean")
+            node.group().all_reduce(*z, op="mean")
         except PeerLost:
             return self.look(node, replica, z)
         return z
 
-    def returned(self, replica: Replica, gift: Gift) -> None:
+    def returned(self, replica: Replica, gift: Transfer) -> None:
         replica.notes["returned"].append((gift.words["grains"], gift.vectors))
 
     # One round.
@@ -187,7 +187,7 @@ class Push(Handing):
 
     def _take(self, node: Node, replica: Replica, *turns: int) -> None:
         given = self._given(replica, *turns)
-        with node.exclusive():
+        with node.lock():
             _add(replica, [each for each, _ in given])
         for turn in turns:
             replica.notes["asked"].pop(turn, None)
@@ -210,7 +210,7 @@ def _update(replica: Replica) -> None:
         return replica.apply()
     before = copied(replica.parameters, replica.buffer("before"))
     replica.apply()
-    for z, old in pieces(replica.parameters, before):
+    for z, old in blocks(replica.parameters, before):
         z.sub_(old).div_(omega).add_(old)
 
 
@@ -225,6 +225,6 @@ def _mix(z: Sequence[Tensor], omega: int, given: Sequence[Given]) -> int:
     """Makes of z the mean of itself and what was given, each with its omega; the omega of all."""
     for grains, theirs in given:
         omega += grains
-        for mine, part in pieces(z, theirs):
+        for mine, part in blocks(z, theirs):
             mine.lerp_(part, grains / omega)
     return omega

@@ -7,11 +7,10 @@ then it asks again, and is given the same. So what one has given up another gets
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from polyrhythm.collectives.arithmetic import BLOCK
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.strategies.decentralized.base import Peers
@@ -19,8 +18,9 @@ from polyrhythm.strategies.decentralized.base import Peers
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Task
     from polyrhythm.core.message import Message, Reply
-    from polyrhythm.core.node import Node, Task
+    from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
 
 
@@ -28,7 +28,7 @@ LARGE = 1 << 20  # bytes: more than a connection takes at once, so that a slow p
 
 
 @dataclass
-class Gift:
+class Transfer:
     """Vectors for another, and a few words about them."""
 
     vectors: Sequence[Tensor]
@@ -36,7 +36,7 @@ class Gift:
     answered: bool = False
     task: Task | None = None  # that answers
 
-    def answer(self, node: Node, message: Message) -> None:
+    def reply(self, node: Node, message: Message) -> None:
         """Gives it to one that has asked, beside this thread if that may take long."""
         self.answered = True
         if sum(vector.nbytes for vector in self.vectors) > LARGE:
@@ -51,15 +51,15 @@ class Gift:
                 self.task.join()
 
 
-def _answer(node: Node, message: Message, gift: Gift) -> None:
-    node.answer(message, *gift.vectors, **gift.words)
+def _answer(node: Node, message: Message, gift: Transfer) -> None:
+    node.reply(message, *gift.vectors, **gift.words)
 
 
 @dataclass
-class Gifts:
+class Transfers:
     """All that a worker has handed out and that has not arrived yet, by whom it is for and by name."""
 
-    given: dict[tuple[Peer, str], Gift] = field(default_factory=dict)
+    given: dict[tuple[Peer, str], Transfer] = field(default_factory=dict)
     spare: list[Sequence[Tensor]] = field(default_factory=list)
 
     def room(self, replica: Replica, times: int = 1) -> Sequence[Tensor]:
@@ -76,7 +76,7 @@ class Gifts:
         if gift is not None:
             self.spare.append(gift.vectors)
 
-    def left(self, gone: Collection[Peer]) -> dict[tuple[Peer, str], Gift]:
+    def left(self, gone: Collection[Peer]) -> dict[tuple[Peer, str], Transfer]:
         """Gives up what was for workers that are gone."""
         return {key: self.given.pop(key) for key in list(self.given) if key[0] in gone}
 
@@ -106,7 +106,7 @@ class Group:
 
     def look(self, node: Node) -> None:
         """Who was there and is not is gone. Of one that has just come this worker may not have heard yet."""
-        there = set(node.workers)
+        there = set(node.members.workers)
         self.gone |= self.seen - there
         self.seen |= there
 
@@ -127,9 +127,9 @@ class Handing(Peers):
 
     def begin(self, node: Node, replica: Replica) -> None:
         # One that comes late is alone at first, and has nothing for those that were in step with the dead.
-        ranks = [node.rank] if node.life else [peer.rank for peer in node.workers]
-        number = node.group + 1 if node.life else 0
-        replica.notes["group"] = Group(ranks, number, seen=set(node.workers))
+        ranks = [node.rank] if node.incarnation else [peer.rank for peer in node.members.workers]
+        number = node.cohort + 1 if node.incarnation else 0
+        replica.notes["group"] = Group(ranks, number, seen=set(node.members.workers))
 
     def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
         """Each has parameters of its own: they are saved here too, for a run begins with worker 0's."""
@@ -153,29 +153,29 @@ class Handing(Peers):
                 f"one is at place {place} of {places}: a run goes on with as many workers as it had when it "
                 "was saved, each with its own state"
             )
-        with node.exclusive():
+        with node.lock():
             for mine, saved in zip(replica.parameters, kept["parameters"], strict=True):
                 mine.copy_(saved)
 
     def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
         """From here on rounds are the new group's. Who waits for one of the old that never came is told."""
-        with node.exclusive():
+        with node.lock():
             before = group_of(replica)
             late = {key: each for key, each in before.waiting.items() if _group(key[1]) < number}
             early = {key: each for key, each in before.waiting.items() if key not in late}
-            replica.notes["group"] = Group(ranks, number, early, set(node.workers))
+            replica.notes["group"] = Group(ranks, number, early, set(node.members.workers))
             for peer, name in list(gifts_of(replica).given):
                 if _group(name) < before.number:  # the old group's may still be on their way
                     gifts_of(replica).arrived(peer, name)
         for message in late.values():
-            if node.alive(message):
-                node.answer(message, nothing=True)
+            if node.members.alive(message):
+                node.reply(message, nothing=True)
         # One that is not there has just come, or has died since the group was made: who answers is alive.
-        for peer in sorted({Peer("worker", rank) for rank in ranks} - {node.me, *node.workers}):
+        for peer in sorted({Peer("worker", rank) for rank in ranks} - {node.me, *node.members.workers}):
             try:
-                node.ask(peer, "look", start=0, stop=0).wait()
+                node.request(peer, "look", start=0, stop=0).wait()
             except PeerLost:
-                with node.exclusive():
+                with node.lock():
                     group_of(replica).gone.add(peer)
         self.catch_up(node, replica)
 
@@ -183,17 +183,17 @@ class Handing(Peers):
         self, node: Node, replica: Replica, to: int, turn: int, vectors: Sequence[Tensor], **words: Any
     ) -> bool:
         """Lets another worker have these vectors, in this round; False if it is gone."""
-        with node.exclusive():
+        with node.lock():
             group = group_of(replica)
             key = Peer("worker", to), group.name(turn)
             for each in group.waiting.values():
                 group.check(each)
             if key[0] in group.gone:
                 return False
-            gift = gifts_of(replica).given[key] = Gift(vectors, words)
+            gift = gifts_of(replica).given[key] = Transfer(vectors, words)
             message = group.waiting.pop(key, None)
         if message is not None:
-            gift.answer(node, message)
+            gift.reply(node, message)
         return True
 
     def fetch(
@@ -204,7 +204,7 @@ class Handing(Peers):
         peer, name = Peer("worker", sender), group.name(turn)
         if peer in group.gone:
             return None
-        return Fetched(peer, name, node.ask(peer, "fetch", into=into, name=name, began=group.began))
+        return Fetched(peer, name, node.request(peer, "fetch", into=into, name=name, began=group.began))
 
     def wait(self, fetched: Fetched) -> Message | None:
         """Until it is here; None if it never will be."""
@@ -218,8 +218,8 @@ class Handing(Peers):
         with contextlib.suppress(PeerLost):
             node.send(fetched.sender, "got", name=fetched.name)
 
-    def returned(self, replica: Replica, gift: Gift) -> None:
-        """The one that this was for is gone, and never got it. Called inside `exclusive()`."""
+    def returned(self, replica: Replica, gift: Transfer) -> None:
+        """The one that this was for is gone, and never got it. Called inside `lock()`."""
 
     def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
         if message is None:
@@ -227,14 +227,14 @@ class Handing(Peers):
         elif message.kind == "fetch":
             self._fetched(node, replica, message)
         elif message.kind == "got":
-            with node.exclusive():
+            with node.lock():
                 gifts_of(replica).arrived(message.sender, message["name"])
         else:
             super().hear(node, replica, message)
 
     def _fetched(self, node: Node, replica: Replica, message: Message) -> None:
         key = message.sender, message["name"]
-        with node.exclusive():
+        with node.lock():
             group, gift = group_of(replica), gifts_of(replica).given.get(key)
             if replica.steps:  # before, it may not have loaded what it goes on with
                 group.check(message)
@@ -242,15 +242,15 @@ class Handing(Peers):
             if waits:
                 group.waiting[key] = message
         if gift is not None:
-            gift.answer(node, message)
+            gift.reply(node, message)
         elif not waits:
-            node.answer(message, nothing=True)
+            node.reply(message, nothing=True)
 
     def _mourn(self, node: Node, replica: Replica) -> None:
-        with node.exclusive():
+        with node.lock():
             group = group_of(replica)
             group.look(node)
-            for key in [key for key, message in group.waiting.items() if not node.alive(message)]:
+            for key in [key for key, message in group.waiting.items() if not node.members.alive(message)]:
                 del group.waiting[key]
             left = gifts_of(replica).left(group.gone)
             for (_, name), gift in left.items():
@@ -260,8 +260,8 @@ class Handing(Peers):
             gift.settle()
 
 
-def gifts_of(replica: Replica) -> Gifts:
-    gifts: Gifts = replica.notes.setdefault("gifts", Gifts())
+def gifts_of(replica: Replica) -> Transfers:
+    gifts: Transfers = replica.notes.setdefault("gifts", Transfers())
     return gifts
 
 
@@ -272,10 +272,3 @@ def group_of(replica: Replica) -> Group:
 
 def _group(name: str) -> int:
     return int(name.partition("/")[0])
-
-
-def pieces(*vectors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The same stretches of several vectors, short enough to stay in a core's cache."""
-    for parts in zip(*vectors, strict=True):
-        for start in range(0, parts[0].numel(), BLOCK):
-            yield [part[start : start + BLOCK] for part in parts]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.legacy import Legacy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,7 +23,7 @@ LINE = 8  # words of a cache line
 
 
 @dataclass(frozen=True)
-class HogWild(Strategy):
+class HogWild(Legacy):
     """Workers of one host share the parameters in memory; each steps on them in place, without locks.
 
     Each reads w, computes the gradient g of its batch, and then w_j <- w_j - eta g_j for each j that g
@@ -73,20 +73,20 @@ class HogWild(Strategy):
         check_rows(self, replica.model, replica.optimizer)
         layout = replica.layout
         w = [
-            node.shared(f"parameters {part}", count, dtype)
+            node.memory.shared(f"parameters {part}", count, dtype)
             for part, ((dtype, _), count) in enumerate(zip(layout.kinds, layout.counts, strict=True))
         ]
-        begun = node.shared("workers that have begun", 1, torch.int64)
+        begun = node.memory.shared("workers that have begun", 1, torch.int64)
         if not begun.item():  # otherwise it takes the place of one that died
             if node.rank == 0:
                 for place, mine in zip(w, replica.parameters, strict=True):
                     place.copy_(mine)
             workers = torch.ones(1, dtype=torch.int64)
-            node.all_reduce(workers)  # now it is there, and all have seen that it had not begun
+            node.group().all_reduce(workers)  # now it is there, and all have seen that it had not begun
             begun.copy_(workers)
         replica.move(w)
         tally = replica.notes["tally"] = Tally(node, replica, int(begun))
-        lock = node.lock("step") if self.lock else None
+        lock = node.memory.lock("step") if self.lock else None
         if isinstance(replica.optimizer, RowSGD):
             compiled = lock is not None and lock.mutex is not None
             replica.optimizer.share(node.rank, tally.of(0), lock if compiled else None)
@@ -140,9 +140,9 @@ class Tally:
             shift = max(0, (rows - 1).bit_length() - (most - 1).bit_length())
             start, stop = stop, stop + -(-rows // (1 << shift))
             self._places.append((start, stop, shift))
-        self._counts = node.shared("counts", stop, torch.int64).numpy()
+        self._counts = node.memory.shared("counts", stop, torch.int64).numpy()
         # A line of the cache for each worker; one that takes another's place goes on with its number.
-        self._made = node.shared("made", LINE * workers, torch.int64).numpy()
+        self._made = node.memory.shared("made", LINE * workers, torch.int64).numpy()
         self._mine = LINE * node.rank
 
     def count(self, replica: Replica) -> None:
@@ -179,7 +179,7 @@ class Tally:
         return made, made - int(self._counts.sum())
 
 
-def check_rows(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> None:
+def check_rows(strategy: Legacy, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuses optimizers that would make of a sparse gradient an update of all rows, or cannot have one."""
     import torch
 
@@ -192,7 +192,7 @@ def check_rows(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> No
     _refuse(strategy, optimizer, weights)
 
 
-def check_gradients(strategy: Strategy, replica: Replica) -> None:
+def check_gradients(strategy: Legacy, replica: Replica) -> None:
     """The same for those that no module told of, as of `F.embedding(..., sparse=True)`: at the first step
     that has them, before it is taken."""
     seen = replica.notes.setdefault("sparse", set())
@@ -206,7 +206,7 @@ def check_gradients(strategy: Strategy, replica: Replica) -> None:
         seen.update(found)
 
 
-def _refuse(strategy: Strategy, optimizer: Optimizer, sparse: Mapping[int, str]) -> None:
+def _refuse(strategy: Legacy, optimizer: Optimizer, sparse: Mapping[int, str]) -> None:
     """Raises UsageError if one of these parameters, by their ids, has an optimizer that is not for them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
-from polyrhythm.strategies.server.server_loop import copied, known_to
+from polyrhythm.strategies.server.server_loop import known_to
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
-from polyrhythm.strategies.server.server_loop import copied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class DelayedNesterov(ParameterServer):
 
     name: ClassVar[str] = "delayed-nesterov"
     main: ClassVar[str | None] = "period"
-    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
     paper: ClassVar[str] = "Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard")
@@ -120,7 +120,7 @@ class DelayedNesterov(ParameterServer):
         shard.notes.get("speeds", {}).pop(worker, None)
 
     def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["round"] = len(node.workers)
+        shard.notes["round"] = len(node.members.workers)
         super().serve(node, shard)
 
     def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:

@@ -36,7 +36,7 @@ class Elastic(ParameterServer):
 
     name: ClassVar[str] = "easgd"
     main: ClassVar[str | None] = "period"
-    sends: ClassVar[Literal["gradients", "ways"]] = "ways"
+    exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
     paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
 
     free: ClassVar[tuple[str, ...]] = ("max_staleness",)
@@ -83,7 +83,7 @@ class Elastic(ParameterServer):
             part.sub_(change)
 
     def _alpha(self, node: Node) -> float:
-        return 0.9 / len(node.workers) if self.alpha is None else self.alpha
+        return 0.9 / len(node.members.workers) if self.alpha is None else self.alpha
 
     def serve(self, node: Node, shard: Shard) -> None:
         shard.notes["alpha"] = self._alpha(node)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
-from polyrhythm.strategies.server.server_loop import copied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class _WithMomentum(ParameterServer):
             raise UsageError(f"{self} has no dampening; leave it out of torch.optim.SGD")
 
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
-        return _decayed(replica), replica.hyper_parameters()
+        return _decayed(replica), replica.settings()
 
     def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
         shard.apply(update, absent, _plain(groups))
@@ -133,7 +133,7 @@ class DanaSlim(_WithMomentum):
             mu, momentum, place = span.settings["momentum"], span.of(momenta), span.of(direction)
             momentum.mul_(mu).add_(place)
             place.add_(momentum, alpha=mu)
-        return direction, replica.hyper_parameters()
+        return direction, replica.settings()
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class OrderedMomentum(_WithMomentum):
             raise UsageError(f"{self} orders plain momentum; leave out nesterov, or use dana-slim")
 
     def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["round"] = len(node.workers)
+        shard.notes["round"] = len(node.members.workers)
         super().serve(node, shard)
 
     def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:

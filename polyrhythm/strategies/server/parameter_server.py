@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.collectives.arithmetic import cut
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.strategy import Strategy
-from polyrhythm.strategies.reduce_ops import check_way, rates_of_residuals, rescale, sender_of
-from polyrhythm.strategies.server.server_loop import Desk, Push, Settings, copied, norm, turned
+from polyrhythm.core.legacy import Legacy
+from polyrhythm.model.vectors import copied, cut
+from polyrhythm.strategies.legacy_ops import check_way, rates_of_residuals, rescale, sender_of
+from polyrhythm.strategies.server.server_loop import Push, ServerLoop, Settings, norm, turned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.compressor import Coder, Sender
+    from polyrhythm.compress.compressor import Compressor, Decompressor
     from polyrhythm.core.message import Field, Message, Reply
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ParameterServer(Strategy):
+class ParameterServer(Legacy):
     """The design space. Of its knobs each strategy has those that make sense with it: its `free` ones.
 
     - `wait_for`: how many pushes does the server collect before it applies them? (0: one of every worker)
@@ -107,7 +107,7 @@ class ParameterServer(Strategy):
     def lockstep(self) -> bool:
         return self.together and self.max_staleness == 0
 
-    def check(self, workers: int, servers: int) -> None:
+    def check_counts(self, workers: int, servers: int) -> None:
         if self.wait_for > workers:
             raise UsageError(
                 f"{self}: wait_for is {self.wait_for} but there are {workers} workers; use at most {workers}"
@@ -134,7 +134,7 @@ class ParameterServer(Strategy):
     def start(self, node: Node, replica: Replica) -> None:
         if node.rank == 0:
             for server, start, stop in self._ranges(node, replica):
-                node.ask(server, "initialize", *cut(replica.parameters, start, stop)).wait()
+                node.request(server, "initialize", *cut(replica.parameters, start, stop)).wait()
         self._pull(node, replica, anew=True)
 
     def step(self, node: Node, replica: Replica) -> None:
@@ -144,7 +144,7 @@ class ParameterServer(Strategy):
 
     def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
         """What a worker pushes, and the settings of its parameter groups."""
-        return replica.gradient, replica.hyper_parameters()
+        return replica.gradient, replica.settings()
 
     def finish(self, node: Node, replica: Replica) -> None:
         self._take_ahead(node, replica)
@@ -156,7 +156,7 @@ class ParameterServer(Strategy):
         rest = replica.buffer("rest")
         for _, start, stop in self._ranges(node, replica):
             self._sender(node, replica, start, stop).settle(cut(rest, start, stop))
-        settings = replica.hyper_parameters()
+        settings = replica.settings()
         if "rates of residuals" in replica.notes:  # since the last step a schedule may have changed them
             for group, rate in zip(settings, rates_of_residuals(replica), strict=True):
                 group["lr"] = rate
@@ -170,7 +170,7 @@ class ParameterServer(Strategy):
 
     def restore(self, node: Node, replica: Replica) -> None:
         _wait(replica.outstanding)
-        answers = [node.ask(server, "state").wait() for server in node.servers]
+        answers = [node.request(server, "state").wait() for server in node.members.servers]
         replica.restore([(answer["slices"], list(answer.tensors)) for answer in answers])
 
     def _push(
@@ -210,7 +210,7 @@ class ParameterServer(Strategy):
                 self._decoded(node, replica, pieces, seen)
         fields: dict[str, Field] = {
             "step": replica.steps, "fetch": fetch, "groups": list(settings),
-            "absent": replica.absent if absent is None else list(absent),
+            "absent": replica.gradients.absent if absent is None else list(absent),
             "norm": norm(seen or update) if self.clip < math.inf else 0.0, **more,
         }  # fmt: skip
         if not coded:
@@ -218,7 +218,7 @@ class ParameterServer(Strategy):
         replies = []
         for (server, start, stop), parts in zip(ranges, pieces, strict=True):
             places = cut(into, start, stop) if fetch and not self.answers_in_code else ()
-            reply = node.ask(server, "push", *parts, into=places, version=versions[server.rank], **fields)
+            reply = node.request(server, "push", *parts, into=places, version=versions[server.rank], **fields)
             replies.append((server, reply))
         if self.prefetch and fetch:
             replica.outstanding = replies
@@ -229,7 +229,7 @@ class ParameterServer(Strategy):
 
     def _coded(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """An update in codes, for each server the tensors that it gets."""
-        if self.sends == "ways":
+        if self.exchanges == "updates":
             check_way(node, replica, self.codec)
         ranges = [
             (self._sender(node, replica, start, stop), cut(update, start, stop))
@@ -240,7 +240,7 @@ class ParameterServer(Strategy):
             whole = math.hypot(*(sender.norm(part) for sender, part in ranges))
         return [sender.everything(part, whole) for sender, part in ranges]
 
-    def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Sender:
+    def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Compressor:
         assert self.codec is not None
         return sender_of(node, replica, self.codec, start=start, stop=stop, feedback=self.feedback)
 
@@ -267,20 +267,20 @@ class ParameterServer(Strategy):
             answers.append(answer)
             replica.version[server.rank] = answer["version"]
             if self.answers_in_code:
-                start, stop = replica.layout.ranges(len(node.servers))[server.rank]
+                start, stop = replica.layout.ranges(len(node.members.servers))[server.rank]
                 coder = self._reader(replica, start, stop)
                 coder.add(answer.tensors, cut(replica.buffer("known"), start, stop))
         if self.answers_in_code:
             copied(replica.buffer("known"), into)
         return answers
 
-    def _reader(self, replica: Replica, start: int, stop: int) -> Coder:
-        from polyrhythm.compress.compressor import Coder
+    def _reader(self, replica: Replica, start: int, stop: int) -> Decompressor:
+        from polyrhythm.compress.compressor import Decompressor
 
         assert self.codec is not None
         readers = replica.readers
         if (start, stop) not in readers:
-            readers[start, stop] = Coder(self.codec.reply(), replica.layout, start, stop)
+            readers[start, stop] = Decompressor(self.codec.for_replies(), replica.layout, start, stop)
         return readers[start, stop]
 
     def _take_ahead(self, node: Node, replica: Replica) -> None:
@@ -300,7 +300,7 @@ class ParameterServer(Strategy):
         replies = []
         for server, start, stop in self._ranges(node, replica):
             places = () if coded else cut(into, start, stop)
-            replies.append((server, node.ask(server, "pull", into=places, **fields)))
+            replies.append((server, node.request(server, "pull", into=places, **fields)))
         if coded:
             self._take(node, replica, replies, into)
             return
@@ -313,18 +313,20 @@ class ParameterServer(Strategy):
         """The servers' parameters, only to look at them."""
         _wait(replica.outstanding)
         into, ranges = replica.buffer("consensus"), self._ranges(node, replica)
-        _wait([(each, node.ask(each, "look", into=cut(into, a, b), final=final)) for each, a, b in ranges])
+        _wait(
+            [(each, node.request(each, "look", into=cut(into, a, b), final=final)) for each, a, b in ranges]
+        )
         return into
 
     def _ranges(self, node: Node, replica: Replica) -> list[tuple[Peer, int, int]]:
-        ranges = replica.layout.ranges(len(node.servers))
-        pairs = [(server, *range_) for server, range_ in zip(node.servers, ranges, strict=True)]
+        ranges = replica.layout.ranges(len(node.members.servers))
+        pairs = [(server, *range_) for server, range_ in zip(node.members.servers, ranges, strict=True)]
         return turned(pairs, node.rank)
 
     # --- a server -----------------------------------------------------------------------------------
 
     def serve(self, node: Node, shard: Shard) -> None:
-        Desk(self, node, shard).work()
+        ServerLoop(self, node, shard).work()
 
     def quorum(self, workers: int, started: int) -> int:
         """How many pushes make a group, with so many workers now and so many at the start."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.strategies.reduce_ops import rescale
+from polyrhythm.strategies.legacy_ops import rescale
 from polyrhythm.strategies.server.parameter_server import ParameterServer
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Backup(ParameterServer):
     def lockstep(self) -> bool:
         return self.spare == 0
 
-    def check(self, workers: int, servers: int) -> None:
-        super().check(workers, servers)
+    def check_counts(self, workers: int, servers: int) -> None:
+        super().check_counts(workers, servers)
         if self.spare >= workers:
             raise UsageError(
                 f"{self}: {self.spare} of {workers} workers are spare, so nobody counts; "
@@ -130,7 +130,8 @@ class Async(ParameterServer):
         replica.notes.setdefault("versions", dict(replica.version))
         for place, part in zip(accrued, replica.gradient, strict=True):
             place.add_(part)
-        replica.notes["absent"] = replica.notes.get("absent", set(replica.absent)) & set(replica.absent)
+        absent = set(replica.gradients.absent)
+        replica.notes["absent"] = replica.notes.get("absent", absent) & absent
         for span in replica.spans():
             rate = span.settings["lr"] if span.settings.get("maximize") else -span.settings["lr"]
             span.of(replica.parameters).add_(span.of(replica.gradient), alpha=rate)
@@ -150,7 +151,7 @@ class Async(ParameterServer):
         if self.codec is not None:
             rescale(replica, self.codec)
         self._push(
-            node, replica, accrued, replica.hyper_parameters(), fetch=fetch, absent=sorted(absent),
+            node, replica, accrued, replica.settings(), fetch=fetch, absent=sorted(absent),
             versions=replica.notes.pop("versions"),
         )  # fmt: skip
         for part in accrued:

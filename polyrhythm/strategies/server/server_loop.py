@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.core.errors import WireError
 from polyrhythm.core.message import Message
-from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
+from polyrhythm.model.vectors import copied
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.compressor import Sender
+    from polyrhythm.compress.compressor import Compressor
     from polyrhythm.core.node import Node
     from polyrhythm.model.shard import Shard
     from polyrhythm.strategies.server.parameter_server import ParameterServer
@@ -48,13 +49,13 @@ class Push:
     @property
     def name(self) -> tuple[int, int, int]:
         """What it is called on every server; sequence numbers differ between them."""
-        return self.worker, self.message.life, self["step"]
+        return self.worker, self.message.incarnation, self["step"]
 
     def __getitem__(self, key: str) -> Any:
         return self.message[key]
 
 
-class Desk:
+class ServerLoop:
     """One server at work."""
 
     def __init__(self, strategy: ParameterServer, node: Node, shard: Shard) -> None:
@@ -62,29 +63,31 @@ class Desk:
         self.group: list[Push] = []  # not applied yet
         self.added = False  # the group's updates are in the buffer "sum" already, and no longer lent
         self.readers: list[Message] = []
-        self.started = len(node.workers)
+        self.started = len(node.members.workers)
         self.initialized = False
         self.norms: dict[int, dict[int, float]] = {}  # squares, by version and server
         # Where each push is an update by itself, its worker knows the norm of all of it.
         self.single = strategy.wait_for == 1 and not strategy.together
         self.lends = strategy.lockstep or strategy.pull == "next-version"
-        guided = self.lends and not strategy.lockstep and not self.single and len(node.servers) > 1
+        guided = self.lends and not strategy.lockstep and not self.single and len(node.members.servers) > 1
         self.leads, self.follows = guided and node.rank == 0, guided and node.rank > 0
         self.decided = 0  # verdicts given, or carried out
         self.verdicts: dict[int, Message] = {}  # not carried out yet, by number
         self.finals = 0  # how many may take the final parameters home
         self.pending: dict[tuple[int, int, int], Push] = {}  # not decided upon yet, by name
         # The worker pushes in code, and is answered in code: what each has is known here.
-        from polyrhythm.compress.compressor import Coder
+        from polyrhythm.compress.compressor import Decompressor
 
-        self.coder = Coder(strategy.codec, shard.layout, shard.start, shard.stop) if strategy.codec else None
-        self.senders: dict[int, Sender] = {}
-        shard.clocks.update((worker.rank, 0) for worker in node.workers)
+        self.coder = (
+            Decompressor(strategy.codec, shard.layout, shard.start, shard.stop) if strategy.codec else None
+        )
+        self.senders: dict[int, Compressor] = {}
+        shard.clocks.update((worker.rank, 0) for worker in node.members.workers)
 
     def work(self) -> None:
         """Serves until training is over."""
         node, shard = self.node, self.shard
-        while not node.over:
+        while not node.members.over:
             message = node.receive("initialize", "push", "pull", "look", "state", "verdict")
             if message is None:
                 self._let_go()
@@ -94,13 +97,13 @@ class Desk:
                 if not self.initialized:  # by worker 0, and not by one that came in its place
                     copied(message.tensors, shard.parameters)
                 self.initialized = True
-                node.answer(message)
+                node.reply(message)
             elif message.kind == "state":
                 slices, tensors = shard.state()
-                node.answer(message, *tensors, slices=slices)
+                node.reply(message, *tensors, slices=slices)
             elif message.kind == "verdict":
                 self.verdicts[message["number"]] = message
-                node.answer(message)
+                node.reply(message)
             else:
                 if message.kind == "pull":
                     self._clock(message.sender.rank)
@@ -120,7 +123,7 @@ class Desk:
     def _quorum(self) -> int:
         if self.single:
             return 1
-        present = len(self.node.workers)
+        present = len(self.node.members.workers)
         return min(self.strategy.quorum(present, self.started), present)
 
     def _clock(self, worker: int) -> int:
@@ -168,15 +171,15 @@ class Desk:
         names = [list(push.name) for push in pushes]
         # Asked, and not just sent, so that it is repeated until it has arrived.
         for server in self._others():
-            self.node.ask(server, "verdict", number=self.decided, what=what, pushes=names)
+            self.node.request(server, "verdict", number=self.decided, what=what, pushes=names)
 
     def _others(self) -> list[Peer]:
-        return [server for server in self.node.servers if server != self.node.me]
+        return [server for server in self.node.members.servers if server != self.node.me]
 
     def _follow(self) -> None:
         """Carries out verdicts once all their pushes are here; what the dead did not send is no loss."""
         while (verdict := self.verdicts.get(self.decided + 1)) is not None:
-            names = [(worker, life, step) for worker, life, step in verdict["pushes"]]
+            names = [(worker, incarnation, step) for worker, incarnation, step in verdict["pushes"]]
             if any(self._comes(name[0], name[1]) for name in names if name not in self.pending):
                 return
             self.decided += 1
@@ -195,12 +198,14 @@ class Desk:
             elif verdict["what"] == "final":
                 self.finals += 1
                 # Of the dead, who did not live to send it to the first server too.
-                for push in [push for push in self.pending.values() if not self.node.alive(push.message)]:
+                alive = self.node.members.alive
+                for push in [push for push in self.pending.values() if not alive(push.message)]:
                     self._log("drop", self.pending.pop(push.name))
 
-    def _comes(self, worker: int, life: int) -> bool:
+    def _comes(self, worker: int, incarnation: int) -> bool:
         """Whether something of this life of a worker may still come."""
-        return self.node.alive(Message(Peer("worker", worker), "push", life << LIFE))
+        sequence = incarnation << INCARNATION_SHIFT
+        return self.node.members.alive(Message(Peer("worker", worker), "push", sequence))
 
     def _weighed(self, push: Push, alone: bool) -> Sequence[Tensor]:
         """One update as it is collected: weighted by its staleness, then transformed."""
@@ -261,15 +266,15 @@ class Desk:
         waiting = []
         for reader in self.readers:
             worker = reader.sender.rank
-            if not node.alive(reader):
+            if not node.members.alive(reader):
                 continue
             if reader.kind == "look" and reader["final"] and self.follows and not self.finals:
                 waiting.append(reader)
             elif reader.kind == "look":
                 self.finals -= self.follows and reader["final"]
-                node.answer(reader, *shard.parameters, version=shard.version)
+                node.reply(reader, *shard.parameters, version=shard.version)
             elif reader.kind == "push" and not reader["fetch"]:
-                node.answer(reader)
+                node.reply(reader)
             elif self._clock(worker) - slowest > self.strategy.max_staleness:
                 waiting.append(reader)
             else:
@@ -279,9 +284,9 @@ class Desk:
                 view = self.strategy.view(shard, reader)
                 if self.strategy.answers_in_code:
                     version, view = self._in_code(reader, view)
-                    node.answer(reader, *view, version=version, **more)
+                    node.reply(reader, *view, version=version, **more)
                 else:
-                    node.answer(reader, *view, version=shard.version, **more)
+                    node.reply(reader, *view, version=shard.version, **more)
         self.readers = waiting
 
     def _in_code(self, reader: Message, view: Sequence[Tensor]) -> tuple[int, Sequence[Tensor]]:
@@ -312,21 +317,21 @@ class Desk:
         sender.add(codes, known)
         # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
         kept = [
-            code if stretch.coded else code.clone()
-            for code, stretch in zip(codes, sender.stretches, strict=True)
+            code if segment.coded else code.clone()
+            for code, segment in zip(codes, sender.segments, strict=True)
         ]
         answers[worker] = reader.sequence, shard.version, kept
         return shard.version, codes
 
-    def _sender(self, worker: int) -> Sender:
+    def _sender(self, worker: int) -> Compressor:
         codec, shard = self.strategy.codec, self.shard
         assert codec is not None
-        from polyrhythm.compress.compressor import Sender
+        from polyrhythm.compress.compressor import Compressor
 
         if worker not in self.senders:
-            self.senders[worker] = Sender(
-                codec.reply(), shard.layout, shard, f"to {worker}", start=shard.start, stop=shard.stop,
-                feedback=False, seed=self.node.seed, worker=worker, workers=len(self.node.workers),
+            self.senders[worker] = Compressor(
+                codec.for_replies(), shard.layout, shard, f"to {worker}", start=shard.start, stop=shard.stop,
+                feedback=False, seed=self.node.seed, worker=worker, workers=len(self.node.members.workers),
             )  # fmt: skip
         return self.senders[worker]
 
@@ -340,7 +345,7 @@ class Desk:
 
     def _let_go(self) -> None:
         """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
-        present = {worker.rank for worker in self.node.workers}
+        present = {worker.rank for worker in self.node.members.workers}
         for worker in [worker for worker in self.shard.clocks if worker not in present]:
             del self.shard.clocks[worker]
             self.strategy.forget(self.shard, worker)
@@ -348,9 +353,9 @@ class Desk:
             self.shard.notes.get("answers", {}).pop(worker, None)
             self._forget_codes(worker)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
-        self.readers = [reader for reader in self.readers if self.node.alive(reader)]
+        self.readers = [reader for reader in self.readers if self.node.members.alive(reader)]
         for push in (*self.group, *self.pending.values()):
-            if not self.node.alive(push.message):
+            if not self.node.members.alive(push.message):
                 push.update = tuple(part.clone() for part in push.update)
 
     def _clipped(self, update: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -361,14 +366,14 @@ class Desk:
         squares = self.norms.setdefault(version, {})
         squares[node.rank] = norm(update) ** 2
         for server in self._others():
-            node.ask(server, "norm", version=version, square=squares[node.rank])
-        while any(server.rank not in squares for server in node.servers):
+            node.request(server, "norm", version=version, square=squares[node.rank])
+        while any(server.rank not in squares for server in node.members.servers):
             message = node.receive("norm")
             if message is None:
                 update = tuple(part.clone() for part in update)  # its worker may be the one that left
                 self._let_go()
             else:
-                node.answer(message)
+                node.reply(message)
                 self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
         del self.norms[version]
         total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))
@@ -406,13 +411,6 @@ class Desk:
             self.node.log("refused", worker=worker, sequence=push.sequence, why=why)
             return tuple(part.zero_() for part in update)
         return update
-
-
-def copied(source: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The target, with the source copied into it."""
-    for place, part in zip(target, source, strict=True):
-        place.copy_(part)
-    return target
 
 
 def known_to(worker: int) -> str:

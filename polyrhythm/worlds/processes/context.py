@@ -7,13 +7,13 @@ from typing import Any
 from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import Peer
-from polyrhythm.session.context import Seat
+from polyrhythm.session.context import WorldContext
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.worlds.processes.node import ProcessNode
 from polyrhythm.worlds.processes.process_group import Place
 
 
-class ProcessSeat(Seat):
+class ProcessContext(WorldContext):
     """A process's place in a run; the coordinator is the launcher."""
 
     def __init__(self, node: ProcessNode) -> None:
@@ -22,7 +22,7 @@ class ProcessSeat(Seat):
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
         try:
-            answer = self.node.transport.ask(COORDINATOR, kind, fields=fields).wait().fields
+            answer = self.node.transport.request(COORDINATOR, kind, fields=fields).wait().fields
         except WaitError as error:
             if kind not in ("done", "bye", "deal") or isinstance(error, PeerLost):
                 raise
@@ -38,14 +38,14 @@ class ProcessSeat(Seat):
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed, node.life, node.group = welcome["seed"], welcome["life"], welcome["group"]
+        node.seed, node.incarnation, node.cohort = welcome["seed"], welcome["incarnation"], welcome["group"]
         node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
         node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome["far"])
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:
         buffer = Buffer("uint8", memoryview(bytearray(blob)))
-        self.node.transport.ask(COORDINATOR, "result", [buffer], fields={"digest": digest}).wait()
+        self.node.transport.request(COORDINATOR, "result", [buffer], fields={"digest": digest}).wait()
 
     def flush(self) -> None:
         self.node.flush()

@@ -1,6 +1,6 @@
 """Processes: every node is a process, and blocking is a wait on a socket.
 
-Tensors that live in this host's shared memory (`Node.empty`) are lent to neighbours by reference; others,
+Tensors that live in this host's shared memory (`Memory.empty`) are lent to neighbours by reference; others,
 and all that goes to another host, travel as bytes. Tensors on a GPU are staged through host memory.
 """
 
@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,17 @@ import torch
 from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.core.group import Task
 from polyrhythm.core.message import Field, Message, Reply
-from polyrhythm.core.node import Coding, Lock, Node, Task
-from polyrhythm.core.part import Part, first_number
+from polyrhythm.core.node import Lock, Members, Memory, Node
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.inbox import Incoming
 from polyrhythm.wire.requests import Pending
-from polyrhythm.wire.shared_region import Common
+from polyrhythm.wire.shared_region import SharedRegion
 from polyrhythm.wire.transport import Transport
-from polyrhythm.worlds.processes.process_group import Crew, Place
+from polyrhythm.worlds.processes.process_group import Place, ProcessGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,19 +122,15 @@ class ProcessNode(Node):
         self.board = arenas.allocate(arena, BOARD) if arenas else 0
         self._began = began
         self._collective = collective
-        self._view = arenas.view(arena) if arenas else memoryview(b"")
-        self._memory = torch.frombuffer(self._view, dtype=torch.uint8) if arenas else torch.empty(0)
+        self.view = arenas.view(arena) if arenas else memoryview(b"")
+        self._memory = torch.frombuffer(self.view, dtype=torch.uint8) if arenas else torch.empty(0)
         self._base = self._memory.data_ptr()
-        self._present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self._crew: Crew | None = None
-        self._together = True  # whether all workers are on this host
-        self._places: dict[Peer, Place] = {}  # of workers
-        self._parts: dict[tuple[Peer, ...], _ProcessPart] = {}
+        self.members = Members()
+        self.memory = _ProcessMemory(self)
+        self._group: ProcessGroup | None = None
+        self.one_host = True  # all workers are on this host
         self._notices: deque[_Notice] = deque()  # of what happened to others, in order
         self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
-        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
-        self._dead: dict[Peer, int] = {}  # the same, of those that died
-        self._over = False
         self._changes = 0  # of who is there
         self._told = threading.local()  # of how many each thread knows
         self._hearing = threading.RLock()
@@ -147,49 +143,34 @@ class ProcessNode(Node):
 
     # --- who is there -------------------------------------------------------------------------------
 
-    @property
-    def workers(self) -> Sequence[Peer]:
-        return self._present["worker"]
-
-    @property
-    def lost(self) -> Collection[Peer]:
-        return self._dead
-
-    @property
-    def servers(self) -> Sequence[Peer]:
-        return self._present["server"]
-
-    @property
-    def over(self) -> bool:
-        return self._over
-
-    def alive(self, message: Message) -> bool:
-        return message.life > self._left.get(message.sender, -1)
-
     def now(self) -> float:
         return time.monotonic() - self._began
 
     def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
         """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
-        places = self._places
-        for role, rank, *place in peers:
-            peer = Peer(role, rank)
+        places = {Peer(role, rank): Place(*place) for role, rank, *place in peers}
+        for peer, place in places.items():
             if peer != self.me:
-                self.transport.introduce(peer, place[0])
-            self._present[role] = sorted([*self._present[role], peer])
-            if role == "worker":
-                places[peer] = Place(*place)
-        self._crew = Crew(self, places, self._collective)
-        self._together = {place.host for place in places.values()} == {self.transport.host}
+                self.transport.introduce(peer, place.address)
+        self.members.workers = sorted(peer for peer in places if peer.role == "worker")
+        self.members.servers = sorted(peer for peer in places if peer.role == "server")
+        workers = {worker: places[worker] for worker in self.members.workers}
+        self._group = ProcessGroup(self, workers, self._collective)
+        self.one_host = {place.host for place in workers.values()} == {self.transport.host}
+
+    def group(self) -> ProcessGroup:
+        assert self._group is not None
+        return self._group
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
         left = {note.peer: note.fields["reason"] for note in list(self._notices) if note.kind == "left"}
-        died = [peer for peer in self._dead if peer not in self.workers]
+        workers = self.members.workers
+        died = [peer for peer in self.members.lost if peer not in workers]
         died += [peer for peer, reason in left.items() if peer and reason != "finished"]
         # If anybody has died nobody will come: those who are missing wait for that one too.
         gone = next(iter(died), None) or next(
-            (peer for peer in missing if peer in left or peer not in self.workers), None
+            (peer for peer in missing if peer in left or peer not in workers), None
         )
         if gone is not None:
             why = "it is gone" if gone in died else "it has finished: all must take the same steps"
@@ -212,18 +193,21 @@ class ProcessNode(Node):
 
     def _heed(self, notice: _Notice) -> None:
         """From here on this node knows of it."""
-        peer = notice.peer
+        peer, members = notice.peer, self.members
         if peer is None:
-            self._over = True
+            members.over = True
             return
-        others = [each for each in self._present[peer.role] if each != peer]
+        present = members.workers if peer.role == "worker" else members.servers
+        others = [each for each in present if each != peer]
         if notice.kind == "joined":
-            self._present[peer.role] = sorted([*others, peer])
+            others = sorted([*others, peer])
         else:
-            self._present[peer.role] = others
-            self._left[peer] = notice.fields["life"]
-            if notice.fields["reason"] != "finished":
-                self._dead[peer] = notice.fields["life"]
+            finished = notice.fields["reason"] == "finished"
+            members.leave(peer, notice.fields["incarnation"], finished)
+        if peer.role == "worker":
+            members.workers = others
+        else:
+            members.servers = others
 
     def _log_handled(self) -> None:
         """The line that a node has left says that nothing of it is in use here any longer, its memory
@@ -233,7 +217,7 @@ class ProcessNode(Node):
         with self._lock:
             handled, self._handled = self._handled, []
         for notice in handled:
-            fields = {key: value for key, value in notice.fields.items() if key in ("life", "reason")}
+            fields = {key: value for key, value in notice.fields.items() if key in ("incarnation", "reason")}
             self.log(notice.kind, peer=str(notice.peer), **fields)
         self.flush()
 
@@ -242,7 +226,7 @@ class ProcessNode(Node):
     def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
         self.transport.send(to, kind, [self._buffer(tensor) for tensor in tensors], fields)
 
-    def ask(
+    def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         staged, places = [], []
@@ -254,7 +238,7 @@ class ProcessNode(Node):
             places.append(self._buffer(host))
         buffers = [self._buffer(tensor) for tensor in tensors]
         try:
-            return _ProcessReply(self.transport.ask(to, kind, buffers, places, fields), staged)
+            return _ProcessReply(self.transport.request(to, kind, buffers, places, fields), staged)
         except PeerLost as error:
             return _Unanswered(error)
 
@@ -271,7 +255,7 @@ class ProcessNode(Node):
                 incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
             if incoming is not None:
                 message = _message(incoming)
-                late = message.life <= self._dead.get(message.sender, -1)
+                late = self.members.outdated(message)
                 event, sender = "late" if late else "deliver", str(message.sender)
                 self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
                 if not late:  # otherwise its memory may be another's by now
@@ -288,18 +272,18 @@ class ProcessNode(Node):
                     self._told.changes = self._changes
                 return None
 
-    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
-        def ear() -> None:
+    def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
+        def listen() -> None:
             try:
                 with torch.no_grad():
-                    while not self._over:
+                    while not self.members.over:
                         try:
                             message = self.receive(*kinds)
                         except WaitError:
                             if self.transport.closed:
                                 return
-                            continue  # nobody had anything to say
-                        hear(message)
+                            continue  # no message came
+                        on_message(message)
             except Exception as error:
                 if self.transport.closed:
                     return
@@ -311,9 +295,9 @@ class ProcessNode(Node):
                 with contextlib.suppress(PolyrhythmError):
                     self.transport.send(COORDINATOR, "failed", (), {"error": what, "exit_code": code})
 
-        _Thread(ear, ())
+        _Thread(listen, ())
 
-    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
         return self._hearing
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
@@ -321,86 +305,27 @@ class ProcessNode(Node):
             return super().expect(sender, kind, into)
         return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
 
-    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, _Arrived)
         own = message.tensors and len(tensors) == len(message.tensors)
         if own and all(mine is given for mine, given in zip(tensors, message.tensors, strict=True)):
             buffers = message.origin.buffers  # answered in place
         else:
             buffers = [self._buffer(tensor) for tensor in tensors]
-        self.transport.answer(message.origin, buffers, fields)
+        self.transport.reply(message.origin, buffers, fields)
 
     def _buffer(self, tensor: Tensor) -> Buffer:
         offset = tensor.data_ptr() - self._base
-        if 0 <= offset < self._view.nbytes and tensor.is_contiguous():
-            view = self._view[offset : offset + tensor.nbytes]
+        if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
+            view = self.view[offset : offset + tensor.nbytes]
             return Buffer(_NAME[tensor.dtype], view, self.arena, offset)
         host = tensor.detach().cpu().contiguous()
         return Buffer(_NAME[host.dtype], host.view(torch.uint8).numpy().data)
-
-    # --- collectives --------------------------------------------------------------------------------
-
-    def among(self, workers: Sequence[Peer]) -> Node:
-        part = tuple(sorted(workers))
-        if list(part) == list(self.workers):
-            return self
-        if part not in self._parts:
-            places = {worker: self._places[worker] for worker in part}
-            crew = Crew(self, places, self._collective, first_number(part))
-            self._parts[part] = _ProcessPart(self, part, crew)
-        return self._parts[part]
-
-    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        assert self._crew is not None
-        return self._crew.begin_all_reduce(tensors, op)
-
-    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        assert self._crew is not None
-        self._crew.all_reduce(tensors, op)
-
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        assert self._crew is not None
-        return self._crew.begin_coded_mean(coding, vectors, flags)
-
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        assert self._crew is not None
-        self._crew.broadcast(tensors, root)
 
     # --- the rest -----------------------------------------------------------------------------------
 
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         return _Thread(function, args)
-
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        if self.arenas is None or torch.device(device).type != "cpu" or not count:
-            return torch.empty(count, dtype=dtype, device=device)
-        nbytes = count * dtype.itemsize
-        offset = self.arenas.allocate(self.arena, nbytes)
-        return torch.frombuffer(self._view[offset : offset + nbytes], dtype=dtype)  # alone in its storage
-
-    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        common, nbytes = self._common(), count * dtype.itemsize
-        return (
-            torch.frombuffer(common.memory(name, nbytes), dtype=dtype)
-            if count
-            else torch.empty(0, dtype=dtype)
-        )
-
-    def lock(self, name: str) -> Lock:
-        def give_up(holder: int, waited: float) -> None:
-            if waited > self.transport.wait or self.transport.closed:
-                who = "another" if holder < 0 else str(Peer("worker", holder))
-                raise WaitError(f"{self.me} waited {waited:.1f} s for {who} to release the lock {name!r}")
-
-        return self._common().lock(name, self.rank, give_up)
-
-    def _common(self) -> Common:
-        if self.arenas is None or not self._together:
-            raise UsageError(
-                "the strategy works on memory that all workers share, and they are on several hosts or talk "
-                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
-            )
-        return Common(self.arenas)
 
     def log(self, event: str, /, **fields: Any) -> None:
         with self._lock:
@@ -427,30 +352,49 @@ class ProcessNode(Node):
 
     def close(self) -> None:
         self.transport.close()
-        if self._crew is not None:
-            self._crew.close()
-        for part in self._parts.values():
-            part.crew.close()
+        if self._group is not None:
+            self._group.close()
 
 
-class _ProcessPart(Part):
-    """This process among some of the workers."""
+class _ProcessMemory(Memory):
+    """Memory in the arenas of this host."""
 
-    def __init__(self, whole: ProcessNode, workers: Sequence[Peer], crew: Crew) -> None:
-        super().__init__(whole, workers)
-        self.crew = crew
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
 
-    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        return self.crew.begin_all_reduce(tensors, op)
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        if self._node.arenas is None or torch.device(device).type != "cpu" or not count:
+            return torch.empty(count, dtype=dtype, device=device)
+        nbytes = count * dtype.itemsize
+        offset = self._node.arenas.allocate(self._node.arena, nbytes)
+        memory = self._node.view[offset : offset + nbytes]
+        return torch.frombuffer(memory, dtype=dtype)  # alone in its storage
 
-    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        self.crew.all_reduce(tensors, op)
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        region, nbytes = self._region(), count * dtype.itemsize
+        return (
+            torch.frombuffer(region.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        return self.crew.begin_coded_mean(coding, vectors, flags)
+    def lock(self, name: str) -> Lock:
+        def give_up(holder: int, waited: float) -> None:
+            if waited > self._node.transport.wait or self._node.transport.closed:
+                who = "another" if holder < 0 else str(Peer("worker", holder))
+                raise WaitError(
+                    f"{self._node.me} waited {waited:.1f} s for {who} to release the lock {name!r}"
+                )
 
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        self.crew.broadcast(tensors, root)
+        return self._region().lock(name, self._node.rank, give_up)
+
+    def _region(self) -> SharedRegion:
+        if self._node.arenas is None or not self._node.one_host:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return SharedRegion(self._node.arenas)
 
 
 def _message(incoming: Incoming) -> _Arrived:

@@ -1,4 +1,4 @@
-"""Crew: how one process takes part in the collectives of all workers, or of a part of them."""
+"""ProcessGroup: the collectives of a process with all other workers, or some of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyrhythm.collectives import direct, hierarchical, ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
 from polyrhythm.collectives.choose import choose
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
-from polyrhythm.core.node import Coding, Task
+from polyrhythm.core.group import Coding, Group, Task, first_number
 from polyrhythm.core.peer import Peer
 
 if TYPE_CHECKING:
@@ -29,15 +29,18 @@ class Place(NamedTuple):
     arena: int = -1
 
 
-class Crew:
-    """Some workers of a run, or all: each of them takes part in every collective, or it is an error.
+class ProcessGroup(Group):
+    """Some workers of a run, or all of them: each takes part in every collective, or it is an error.
 
-    `first` is where the numbers of its collectives begin: those of another crew must be others.
+    `part`: not all workers. The collectives of a part are numbered so that no other group has the same
+    numbers.
     """
 
-    def __init__(self, node: ProcessNode, places: dict[Peer, Place], way: str, first: int = 0) -> None:
-        self._node = node
-        self._workers = tuple(sorted(places))
+    def __init__(self, node: ProcessNode, places: dict[Peer, Place], way: str, part: bool = False) -> None:
+        self._node, self._places = node, places
+        self.members = self._workers = tuple(sorted(places))
+        first = first_number(self._workers) if part else 0
+        self._parts: dict[tuple[Peer, ...], ProcessGroup] = {}
         self._hosts = [places[worker].host for worker in self._workers]
         self._way = way
         self._number = first
@@ -46,6 +49,7 @@ class Crew:
         mine = places.get(node.me)
         if mine is None:  # a server
             return
+        self.rank = self._workers.index(node.me)
         choose(way, self._hosts, 0)
         here = [worker for worker in self._workers if mine.host and places[worker].host == mine.host]
         self._others = [worker for worker in here if worker != node.me]  # of this host
@@ -62,7 +66,7 @@ class Crew:
         names = [places[worker].host or str(worker) for worker in self._workers]
         self._firsts = [self._workers[names.index(name)] for name in dict.fromkeys(names)]
 
-    def begin_all_reduce(self, tensors: Sequence[Tensor], op: str) -> Task:
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         vectors, number = checked(tensors, op), self._next()
         way = self._choose(vectors)
         if way == "alone":
@@ -70,7 +74,7 @@ class Crew:
         if way != "shared":
             return self._line.put(lambda: self._reduce(way, vectors, op, number))
         assert self._inside is not None
-        index, count, far = self._workers.index(self._node.me), len(self._workers), self._far(self._workers)
+        index, count, far = self.rank, len(self._workers), self._far(self._workers)
         self._node.transport.count(
             sum(sent(each.numel(), count, index) * each.element_size() for each in vectors),
             sum(sent_to(each.numel(), count, index, far) * each.element_size() for each in vectors)
@@ -79,19 +83,19 @@ class Crew:
         )
         return self._inside.begin(vectors, op)
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         vectors = checked(tensors, op)
         way = self._choose(vectors)
         if way in ("shared", "alone"):
-            return self.begin_all_reduce(vectors, op).join()
+            return self.begin_all_reduce(*vectors, op=op).join()
         number = self._next()
         self._line.do(lambda: self._reduce(way, vectors, op, number))
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], flags: Sequence[Tensor]) -> Task:
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
         number = self._next()
         if self._way == "ring" and len(self._workers) > 1:
             if flags:
-                self.begin_all_reduce(flags, "mean")  # before the other, in the same line
+                self.begin_all_reduce(*flags, op="mean")  # before the other, in the same line
             return self._line.put(lambda: hops.mean(self._node, self._workers, coding, vectors, number))
         codes = coding.send(vectors)
         if len(self._workers) < 2:
@@ -107,14 +111,25 @@ class Crew:
 
         return self._line.put(work)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         number = self._next()
         if len(self._workers) > 1:
             source = self._workers[root].rank
             self._line.do(lambda: direct.broadcast(self._node, self._workers, tensors, source, number))
 
+    def split(self, members: Sequence[Peer]) -> ProcessGroup:
+        part = tuple(sorted(members))
+        if part == self._workers:
+            return self
+        if part not in self._parts:
+            places = {worker: self._places[worker] for worker in part}
+            self._parts[part] = ProcessGroup(self._node, places, self._way, part=True)
+        return self._parts[part]
+
     def close(self) -> None:
         self._line.close()
+        for part in self._parts.values():
+            part.close()
 
     def _next(self) -> int:
         self._number += 1
@@ -155,10 +170,10 @@ def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
     mine = arenas.allocate(node.arena, BOARD)
     arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # it may have been another's memory before
     kind, boards = f"board {number}", {node.me: mine}
-    replies = [node.ask(other, kind, board=mine) for other in here if other != node.me]
+    replies = [node.request(other, kind, board=mine) for other in here if other != node.me]
     for request in direct.gather(node, kind, here):
         boards[request.sender] = request["board"]
-        node.answer(request)
+        node.reply(request)
     for reply in replies:
         reply.wait()
     return [boards[worker] for worker in here]

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import torch
 
 
-class Aside:
+class BackwardThread:
     """One function that runs beside its fiber, and asks it to wait."""
 
     def __init__(self, function: Callable[[], None]) -> None:

@@ -12,18 +12,18 @@ import torch
 from numpy.random.mtrand import set_bit_generator
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.context import Seat
-from polyrhythm.worlds.simulated.backward_thread import Aside, without_hooks
+from polyrhythm.session.context import WorldContext
+from polyrhythm.worlds.simulated.backward_thread import BackwardThread, without_hooks
 from polyrhythm.worlds.simulated.node import SimulatedNode
 
 
-class SimulatedSeat(Seat):
+class SimulatedContext(WorldContext):
     processes = False
 
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
         self.me = node.me
-        self._aside: Aside | None = None  # the backward pass that it is in, if it may wait there
+        self._aside: BackwardThread | None = None  # the backward pass that it is in, if it may wait there
         self._numbers = np.random.MT19937()
         self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
 
@@ -39,7 +39,7 @@ class SimulatedSeat(Seat):
             if blocked:
                 self.node.world.loop.at(self.node.now(), fiber.resume, None)
 
-        self.node.world.coordinator.handle(self.me, kind, fields, respond, self.node.life)
+        self.node.world.coordinator.handle(self.me, kind, fields, respond, self.node.incarnation)
         blocked = True
         if not answers:
             with self.away():
@@ -49,7 +49,7 @@ class SimulatedSeat(Seat):
 
     def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
         welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
-        self.node.group = welcome["group"]
+        self.node.cohort = welcome["group"]
         self.node.meet()
         return welcome
 
@@ -75,7 +75,7 @@ class SimulatedSeat(Seat):
         if self._aside is not None:  # one pass inside another: checkpointing, say
             backward()
             return
-        self._aside = Aside(backward)
+        self._aside = BackwardThread(backward)
         try:
             self._aside.run()
         finally:

@@ -75,7 +75,7 @@ class Fiber:
 
     def block(self, *what: str) -> Any:
         """Gives up control until somebody resumes this fiber. `what` says what it waits for."""
-        assert not self.node.excluding, f"{self.node.me} may not wait for {' '.join(what)} inside exclusive()"
+        assert not self.node.excluding, f"{self.node.me} may not wait for {' '.join(what)} inside lock()"
         self.waiting, self._since = what, self.loop.now
         grad = torch.is_grad_enabled()
         self.node.fiber = None

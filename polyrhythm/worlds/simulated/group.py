@@ -1,4 +1,4 @@
-"""Circle: how one simulated worker takes part in the collectives of all workers, or of a part of them.
+"""SimulatedGroup: the collectives of a simulated worker with all other workers, or some of them.
 
 Whoever comes last to a collective does the arithmetic for all, and the cost model says when they are done.
 With `--collective ring` the ring's own code runs instead, message by message.
@@ -13,7 +13,7 @@ from polyrhythm.collectives import coded_ring as hops
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
-from polyrhythm.core.node import Coding, Task
+from polyrhythm.core.group import Coding, Group, Task, first_number
 from polyrhythm.core.peer import Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 
@@ -24,41 +24,42 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.simulated.world import Simulated
 
 
-class Circle:
-    """Workers who have collectives with each other, as one of them sees it.
+class SimulatedGroup(Group):
+    """Workers that take part in collectives together. `name` is their ranks, empty if they are all."""
 
-    `name` is their ranks, unless they are all; `first` is what the numbers of its messages begin from.
-    """
+    def __init__(self, node: SimulatedNode, members: Sequence[Peer], name: tuple[int, ...] = ()) -> None:
+        self.node, self.members, self.name = node, members, name
+        self.rank = members.index(node.me) if node.me in members else -1
+        self.count = len(members)  # when it was made: a collective without a dead member never completes
+        self._first, self._number = first_number(members) if name else 0, 0
+        self._parts: dict[tuple[Peer, ...], SimulatedGroup] = {}
 
-    def __init__(
-        self,
-        node: SimulatedNode,
-        workers: Sequence[Peer],
-        count: int,
-        name: tuple[int, ...] = (),
-        first: int = 0,
-    ) -> None:
-        self.node, self.workers, self.count, self.name = node, workers, count, name
-        self._first, self._number = first, 0
-
-    def begin_all_reduce(self, tensors: Sequence[Tensor], op: str) -> Task:
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         if not self.node.world.ring:
             return self._enter("all_reduce", checked(tensors, op), op)
         number = self._first + self.next()
-        return self.node.spawn(ring.all_reduce, self.node, self.workers, tensors, op, number)
+        return self.node.spawn(ring.all_reduce, self.node, self.members, tensors, op, number)
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], flags: Sequence[Tensor]) -> Task:
-        if self.node.world.ring and len(self.workers) > 1:
-            rest = [self.begin_all_reduce(flags, "mean")] if flags else []
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        if self.node.world.ring and len(self.members) > 1:
+            rest = [self.begin_all_reduce(*flags, op="mean")] if flags else []
             number = self._first + self.next()
-            codes = self.node.spawn(hops.mean, self.node, self.workers, coding, vectors, number)
+            codes = self.node.spawn(hops.mean, self.node, self.members, coding, vectors, number)
             return _Several([*rest, codes])
         mine = _Collective(self, "gather", coding.send(vectors), str(coding.codec))
         mine.coding, mine.vectors, mine.flags = coding, vectors, flags
         return self.node.world.meetings.enter(mine)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
-        self._enter("broadcast", tensors, str(self.workers[root].rank)).join()
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        self._enter("broadcast", tensors, str(self.members[root].rank)).join()
+
+    def split(self, members: Sequence[Peer]) -> SimulatedGroup:
+        part = tuple(sorted(members))
+        if part == tuple(self.members):
+            return self
+        if part not in self._parts:
+            self._parts[part] = SimulatedGroup(self.node, part, tuple(peer.rank for peer in part))
+        return self._parts[part]
 
     def next(self) -> int:
         """The number of one more collective."""
@@ -75,9 +76,9 @@ class Circle:
 class _Collective(Task):
     """One worker's part in a collective."""
 
-    def __init__(self, circle: Circle, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
-        self.node, self.kind, self.tensors, self.detail = circle.node, kind, tensors, detail
-        self.circle, self.number = circle, circle.next()
+    def __init__(self, group: SimulatedGroup, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
+        self.node, self.kind, self.tensors, self.detail = group.node, kind, tensors, detail
+        self.group, self.number = group, group.next()
         self.coding: Coding | None = None  # of a gather,
         self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
         self.flags: Sequence[Tensor] = ()  # and what goes along
@@ -101,7 +102,7 @@ class _Collective(Task):
                 gone = ", ".join(self.node.world.coordinator.lost)
                 raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
-            self._waiter.block(self.kind, f"number {self.number} with {self.circle}")
+            self._waiter.block(self.kind, f"number {self.number} with {self.group}")
 
 
 class _Several(Task):
@@ -115,24 +116,24 @@ class _Several(Task):
             task.join()
 
 
-class Meetings:
+class OpenCollectives:
     """The collectives of a world that some workers are in and others are still to come to."""
 
     def __init__(self, world: Simulated) -> None:
         self._world = world
-        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by circle, number
-        self._free: dict[tuple[int, ...], float] = {}  # by circle: when the last one is over
+        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by group, number
+        self._free: dict[tuple[int, ...], float] = {}  # by group: when the last one is over
 
     def enter(self, mine: _Collective) -> _Collective:
         """Enters a collective; the last to come does the arithmetic for all."""
-        which = mine.circle.name, mine.number
+        which = mine.group.name, mine.number
         here = self._open.setdefault(which, {})
         here[mine.node.rank] = mine
         if self._world.coordinator.lost:
             mine.lose()
-        if len(here) == mine.circle.count:
+        if len(here) == mine.group.count:
             del self._open[which]
-            self._complete(here, mine.circle.name)
+            self._complete(here, mine.group.name)
         return mine
 
     def lose(self) -> None:
@@ -141,7 +142,7 @@ class Meetings:
             for part in here.values():
                 part.lose()
 
-    def _complete(self, here: dict[int, _Collective], circle: tuple[int, ...]) -> None:
+    def _complete(self, here: dict[int, _Collective], group: tuple[int, ...]) -> None:
         ranks = sorted(here)
         first = here[ranks[0]]
         for rank in ranks:
@@ -165,8 +166,8 @@ class Meetings:
             cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
         # One after the other, for they share the links. Those of others do not disturb them: inside two sites
         # they have links of their own, and what passes between sites is slow beside what passes inside.
-        free = max(world.loop.now, self._free.get(circle, 0.0)) + (cost if len(ranks) > 1 else 0)
-        self._free[circle] = free
+        free = max(world.loop.now, self._free.get(group, 0.0)) + (cost if len(ranks) > 1 else 0)
+        self._free[group] = free
         for rank in ranks:
             world.loop.at(free, here[rank].finish, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ import torch
 from greenlet import GreenletExit
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.group import Task
 from polyrhythm.core.message import Field, Message, Reply
-from polyrhythm.core.node import Coding, Lock, Node, Task
-from polyrhythm.core.part import Part, first_number
-from polyrhythm.core.peer import LIFE, Peer
+from polyrhythm.core.node import Lock, Members, Memory, Node
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
-from polyrhythm.worlds.simulated.group import Circle
+from polyrhythm.worlds.simulated.group import SimulatedGroup
 from polyrhythm.worlds.simulated.waits import Asked, SimulatedLock, SimulatedReply, SimulatedTask, leave
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Notice:
 class SimulatedNode(Node):
     """A node on virtual time."""
 
-    def __init__(self, world: Simulated, me: Peer, life: int) -> None:
-        self.world, self.me, self.life, self.seed = world, me, life, world.seed
+    def __init__(self, world: Simulated, me: Peer, incarnation: int) -> None:
+        self.world, self.me, self.incarnation, self.seed = world, me, incarnation, world.seed
         self.fibers: list[Fiber] = []
         self.crashed = False
         self.excluding = False
@@ -52,13 +52,10 @@ class SimulatedNode(Node):
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
         self._asked: dict[SimulatedReply, None] = {}  # of this node, and not answered yet
         self._changes = 0  # of who is there
-        self._sequence = life << LIFE
-        self._workers: Sequence[Peer] = ()
-        self._left: dict[Peer, int] = {}  # the last life of a peer that has left
-        self._dead: dict[Peer, int] = {}  # the same, of those that died
-        self._over = False
-        self._everyone = Circle(self, (), world.workers)
-        self._parts: dict[tuple[Peer, ...], Node] = {}
+        self._sequence = incarnation << INCARNATION_SHIFT
+        self.members = Members()
+        self.memory = _SimulatedMemory(self)
+        self._group: SimulatedGroup | None = None
 
     def current(self) -> Fiber:
         if self.crashed:
@@ -67,28 +64,16 @@ class SimulatedNode(Node):
             raise UsageError(f"{self.me}: only code that its world runs may wait")
         return self.fiber
 
-    @property
-    def workers(self) -> Sequence[Peer]:
-        return self._workers
-
-    @property
-    def lost(self) -> Collection[Peer]:
-        return self._dead
-
-    @property
-    def servers(self) -> Sequence[Peer]:
-        return self.world.present["server"]
-
-    @property
-    def over(self) -> bool:
-        return self._over
-
-    def alive(self, message: Message) -> bool:
-        return message.life > self._left.get(message.sender, -1)
-
     def meet(self) -> None:
         """Learns who is in the run."""
-        self._workers = self._everyone.workers = self.world.present["worker"]
+        self.members.workers = self.world.present["worker"]
+        self.members.servers = self.world.present["server"]
+        self._group = SimulatedGroup(self, self.members.workers)
+        self._group.count = self.world.workers
+
+    def group(self) -> SimulatedGroup:
+        assert self._group is not None
+        return self._group
 
     def now(self) -> float:
         return self.world.loop.now
@@ -100,13 +85,13 @@ class SimulatedNode(Node):
         copies = tuple(tensor.clone() for tensor in tensors)
         self._post(to, Message(self.me, kind, self._sequence, fields, copies))
 
-    def ask(
+    def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         self._sequence += 1
         message = Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
         reply = message.reply = SimulatedReply(self, to, kind, into)
-        if to in self._dead and to not in self._workers:
+        if to in self.members.lost and to not in self.members.workers:
             reply.lose()
         else:
             self._post(to, message)
@@ -152,7 +137,7 @@ class SimulatedNode(Node):
                     return None
                 if not kinds or message.kind in kinds:
                     del inbox[index]
-                    late = bool(self._dead) and message.life <= self._dead.get(message.sender, -1)
+                    late = bool(self.members.lost) and self.members.outdated(message)
                     self.log(
                         "late" if late else "deliver",
                         sender=str(message.sender), sequence=message.sequence, kind=message.kind,
@@ -169,27 +154,27 @@ class SimulatedNode(Node):
                 self._receivers.append((fiber, kinds))
                 fiber.block("a message", *kinds)
 
-    def listen(self, hear: Callable[[Message | None], None], *kinds: str) -> None:
-        def ear() -> None:
+    def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
+        def listen() -> None:
             try:
                 with torch.no_grad():
-                    while not self._over:
-                        hear(self.receive(*kinds))
+                    while not self.members.over:
+                        on_message(self.receive(*kinds))
             except Exception as error:
                 if not self.crashed:
                     self.world.failed(self.me, error)
 
-        self.spawn(ear)
+        self.spawn(listen)
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         before, self.excluding = self.excluding, True
         try:
             yield
         finally:
             self.excluding = before
 
-    def answer(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
         assert isinstance(message, Asked) and message.reply is not None, "this was answered already"
         reply, message.reply = message.reply, None
         self._asked.pop(reply, None)
@@ -219,14 +204,12 @@ class SimulatedNode(Node):
         self._changes += 1
         peer, fields = notice.peer, notice.fields
         if peer is None:
-            self._over = True
+            self.members.over = True
             return
-        self._workers = notice.workers
+        self.members.workers = notice.workers
         if notice.kind == "left":
-            self._left[peer] = fields["life"]
-            if fields["reason"] != "finished":
-                self._dead[peer] = fields["life"]
-            self.log("left", peer=str(peer), life=fields["life"], reason=fields["reason"])
+            self.members.leave(peer, fields["incarnation"], fields["reason"] == "finished")
+            self.log("left", peer=str(peer), incarnation=fields["incarnation"], reason=fields["reason"])
         else:
             self.log("joined", peer=str(peer))
 
@@ -241,25 +224,6 @@ class SimulatedNode(Node):
             if self in line:
                 leave(line, self)
 
-    # --- collectives --------------------------------------------------------------------------------
-
-    def among(self, workers: Sequence[Peer]) -> Node:
-        part = tuple(sorted(workers))
-        if list(part) == list(self._workers):
-            return self
-        if part not in self._parts:
-            self._parts[part] = _SimulatedPart(self, part)
-        return self._parts[part]
-
-    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        return self._everyone.begin_all_reduce(tensors, op)
-
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        return self._everyone.begin_coded_mean(coding, vectors, flags)
-
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        self._everyone.broadcast(tensors, root)
-
     # --- the rest -----------------------------------------------------------------------------------
 
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
@@ -267,27 +231,12 @@ class SimulatedNode(Node):
         self.world.loop.at(self.now(), task.fiber.start, None)
         return task
 
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        if not self.world.costs.free:
-            raise UsageError(
-                "the strategy works on memory that all workers share, and in the cluster file they are on "
-                "hosts with links between them: leave bandwidth, latency and sites out, or use a strategy "
-                "that sends, such as async"
-            )
-        return self.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
-
-    def lock(self, name: str) -> Lock:
-        return SimulatedLock(self, name)
-
     def log(self, event: str, /, **fields: Any) -> None:
         line = {"t": self.world.loop.now, "event": event, **fields}
-        self.world.coordinator.record(self.me, self.life, line)
+        self.world.coordinator.record(self.me, self.incarnation, line)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        totals = self.world.coordinator.totals[self.me, self.life]
+        totals = self.world.coordinator.totals[self.me, self.incarnation]
         totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
         totals.bytes_between = self.bytes_between
         totals.compute_s, totals.wait_s = compute_s, wait_s
@@ -297,19 +246,23 @@ class SimulatedNode(Node):
             self.current().sleep(seconds)
 
 
-class _SimulatedPart(Part):
-    """A node on virtual time among some of the workers."""
+class _SimulatedMemory(Memory):
+    """All nodes are in one process: nothing has to be placed anywhere."""
 
-    def __init__(self, whole: SimulatedNode, workers: Sequence[Peer]) -> None:
-        super().__init__(whole, workers)
-        ranks = tuple(peer.rank for peer in workers)
-        self._circle = Circle(whole, workers, len(workers), ranks, first_number(workers))
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
 
-    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        return self._circle.begin_all_reduce(tensors, op)
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
 
-    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
-        return self._circle.begin_coded_mean(coding, vectors, flags)
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        if not self._node.world.costs.free:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and in the cluster file they are on "
+                "hosts with links between them: leave bandwidth, latency and sites out, or use a strategy "
+                "that sends, such as async"
+            )
+        return self._node.world.memory.setdefault(name, torch.zeros(count, dtype=dtype))
 
-    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
-        self._circle.broadcast(tensors, root)
+    def lock(self, name: str) -> Lock:
+        return SimulatedLock(self._node, name)

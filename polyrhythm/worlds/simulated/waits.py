@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.group import Task
 from polyrhythm.core.message import Message, Reply
-from polyrhythm.core.node import Lock, Task
+from polyrhythm.core.node import Lock
 from polyrhythm.core.peer import Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 

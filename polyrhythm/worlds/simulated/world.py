@@ -15,11 +15,11 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.peer import Peer
-from polyrhythm.session.context import ServerDone, seat, session
-from polyrhythm.session.distributed import Member
-from polyrhythm.worlds.simulated.context import SimulatedSeat
+from polyrhythm.session.context import ServerDone, session, world_context
+from polyrhythm.session.distributed import DistributedSession
+from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
-from polyrhythm.worlds.simulated.group import Meetings
+from polyrhythm.worlds.simulated.group import OpenCollectives
 from polyrhythm.worlds.simulated.network import Network
 from polyrhythm.worlds.simulated.node import Notice, SimulatedNode
 
@@ -57,7 +57,7 @@ class Simulated:
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self.meetings = Meetings(self)
+        self.meetings = OpenCollectives(self)
         self.memory: dict[str, Tensor] = {}  # that all workers share, by name
         self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
         self.costs: Costs = cluster.place(workers, servers, seed, colocated)
@@ -136,11 +136,11 @@ class Simulated:
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:
-        self._start(peer, self.coordinator.lives[peer])
+        self._start(peer, self.coordinator.incarnations[peer])
 
-    def _start(self, me: Peer, life: int = 0) -> None:
-        node = self.nodes[me] = SimulatedNode(self, me, life)
-        if not life:  # later ones are there when they have joined
+    def _start(self, me: Peer, incarnation: int = 0) -> None:
+        node = self.nodes[me] = SimulatedNode(self, me, incarnation)
+        if not incarnation:  # later ones are there when they have joined
             self.present[me.role].append(me)
         fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
         self._fibers.append(fiber)
@@ -149,13 +149,13 @@ class Simulated:
     def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
         """A node's life: the user's script from its first to its last line."""
         node.fiber = fiber
-        here = SimulatedSeat(node)
+        here = SimulatedContext(node)
         here.come()
-        seat.set(here)
+        world_context.set(here)
         try:
             self.program()
             mine = session.get()
-            if not isinstance(mine, Member):
+            if not isinstance(mine, DistributedSession):
                 raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
             mine.close()
         except (ServerDone, GreenletExit):

@@ -129,7 +129,7 @@ class Run:
         return self.descent.gradients[rank, step - 1] * self._share(rank, step)
 
     def _share(self, rank: int, step: int) -> float:
-        names = [level.name for level in self.strategy.levels]
+        names = [level.name for level in self.strategy.parts]
         if self.descent.examples is None or names[0] == "average":  # it weighs parameters instead
             return 1.0
         peers = list(self.ranks)

@@ -127,7 +127,7 @@ def synchronous_rounds(run: Run) -> Outcome:
     everybody, alone = [list(run.ranks)], [[rank] for rank in run.ranks]
     inside: Any
     between: Any
-    *above, between = run.strategy.levels
+    *above, between = run.strategy.parts
     inside, sites = (above[0], run.sites) if above else (None, alone)
     if between.name == "allreduce":
         inside, between, sites = between, None, everybody
@@ -138,7 +138,7 @@ def synchronous_rounds(run: Run) -> Outcome:
     if between is not None:
         kind = Streaming if between.name == "streaming-diloco" else Exchange
         exchanges.append(kind(run, between, sites))
-    last_together = _last_together(run) if run.strategy.levels[0].name == "postlocal" else 0
+    last_together = _last_together(run) if run.strategy.parts[0].name == "postlocal" else 0
 
     x, b = [run.begin] * run.workers, [zero()] * run.workers
     seen = [[run.begin] for _ in run.ranks]

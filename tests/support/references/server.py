@@ -269,7 +269,7 @@ class Server:
         self.run, self.rule, self.strategy = run, rule, run.strategy
         self.seen: list[list[Tensor]] = [[] for _ in run.ranks]
         self.workers = [rule.worker(rank, self.seen[rank]) for rank in run.ranks]
-        self.asks: list[Ask | None] = [next(worker) for worker in self.workers]
+        self.requests: list[Ask | None] = [next(worker) for worker in self.workers]
         self.clocks = dict.fromkeys(run.ranks, 0)
         self.readers: list[Ask] = []
         self.group: list[Ask] = []
@@ -283,12 +283,14 @@ class Server:
                 del self.clocks[rank]
                 self.rule.forget(rank)
             else:
-                ask = self.asks[int(line["sender"].split()[1])]
-                assert ask is not None and line["kind"] == ("pull" if ask.update is None else "push"), line
-                self.hear(ask)
+                request = self.requests[int(line["sender"].split()[1])]
+                assert request is not None and line["kind"] == (
+                    "pull" if request.update is None else "push"
+                ), line
+                self.hear(request)
             if self.group and len(self.group) >= self.quorum():
                 self.apply()
-            self.answer()
+            self.reply()
         if self.group:
             self.apply()
 
@@ -300,20 +302,20 @@ class Server:
             wanted = self.run.workers
         return min(wanted, len(self.clocks))
 
-    def hear(self, ask: Ask) -> None:
-        if ask.update is None:
-            self.readers.append(ask)
+    def hear(self, request: Ask) -> None:
+        if request.update is None:
+            self.readers.append(request)
             return
-        self.clocks[ask.worker] += 1
-        ask.staleness = self.rule.version - ask.version
-        if ask.staleness >= self.strategy.discard:
-            self.dropped.append((ask.worker, ask.step, self.rule.version, ask.staleness))
-            self.readers.append(ask)
+        self.clocks[request.worker] += 1
+        request.staleness = self.rule.version - request.version
+        if request.staleness >= self.strategy.discard:
+            self.dropped.append((request.worker, request.step, self.rule.version, request.staleness))
+            self.readers.append(request)
             return
-        self.group.append(ask)
+        self.group.append(request)
         if self.strategy.pull == "at-once" and self.strategy.max_staleness > 0 and self.quorum() > 1:
-            ask.told = True
-            self.readers.append(ask)
+            request.told = True
+            self.readers.append(request)
 
     def apply(self) -> None:
         rule, strategy = self.rule, self.strategy
@@ -339,7 +341,7 @@ class Server:
             update = clipped(update, strategy.clip)
         return weight[strategy.weight] * update
 
-    def answer(self) -> None:
+    def reply(self) -> None:
         readers, self.readers = self.readers, []
         for reader in readers:
             ahead = self.clocks[reader.worker] - min(self.clocks.values())
@@ -348,9 +350,9 @@ class Server:
                 continue
             try:
                 given = self.rule.view(reader) if reader.fetch else self.rule.zero, self.rule.version
-                self.asks[reader.worker] = self.workers[reader.worker].send(given)
+                self.requests[reader.worker] = self.workers[reader.worker].send(given)
             except StopIteration:
-                self.asks[reader.worker] = None
+                self.requests[reader.worker] = None
 
 
 RULES: dict[str, type[Rule]] = {

@@ -1,0 +1,86 @@
+"""Group: some workers that act together in collectives.
+
+All members of a group begin the same collectives in the same order; they may be joined in any order. On one
+host and in simulation sums are taken in rank order, so lockstep strategies give the same bits in both.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.compress.state import CodecState
+    from polyrhythm.core.codec import Codec
+    from polyrhythm.core.peer import Peer
+
+
+class Task(ABC):
+    """Work in progress beside its node: a function in a thread (a greenlet in simulation) or a collective."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Blocks until the work is done. Raises the error that ended it, if any."""
+
+
+class Coding(Protocol):
+    """What a collective needs from a compressor (see `compress.compressor`)."""
+
+    codec: Codec
+
+    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+
+    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, CodecState]]: ...
+
+    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+
+    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
+
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class Group(ABC):
+    """Some workers that act together, as one of them sees it."""
+
+    members: Sequence[Peer]  # in rank order
+    rank: int  # the place of this worker among them
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
+        """Replaces each tensor by its sum, mean, max or min over the group, in place."""
+        self.begin_all_reduce(*tensors, op=op).join()
+
+    @abstractmethod
+    def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
+        """Starts an all-reduce without waiting. The tensors are lent until `join()` returns."""
+
+    @abstractmethod
+    def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
+        """Starts to replace the coded parts of the vectors by their mean over the group.
+
+        Every member gathers the codes of all others and combines them; around a ring, codes are decoded,
+        added and encoded again at each hop. The flags, a few numbers, travel uncoded and become their mean.
+        All tensors are lent until `join()` returns.
+        """
+
+    @abstractmethod
+    def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
+        """Overwrites each tensor with that of the member at place `root`, in place."""
+
+    @abstractmethod
+    def split(self, members: Sequence[Peer]) -> Group:
+        """The group of some of the members, of which this worker is one. Each of them calls this."""
+
+
+def first_number(members: Sequence[Peer]) -> int:
+    """Where a part of the workers begins to number its collectives, so that no two parts share a number."""
+    return zlib.crc32(repr([peer.rank for peer in members]).encode()) << 40

@@ -1,0 +1,54 @@
+"""Meter: how a worker's time divides into computing and waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from polyrhythm.core.node import Node
+from polyrhythm.model.replica import Replica
+
+
+class Meter:
+    """Counts seconds of computing and of waiting, step by step, and reports them to the run."""
+
+    def __init__(self, node: Node, replica: Replica) -> None:
+        self._node, self._replica = node, replica
+        self._mark = node.now()  # the end of the last step
+        self._exchange = 0.0  # seconds of exchanges since then
+        self._samples = 0  # examples at the last step
+        self._compute = self._wait = 0.0
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._mark = self._node.now()
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around an exchange with other nodes before the step."""
+        before = self._node.now()
+        yield
+        self._exchange += self._node.now() - before
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the strategy's step: all but the optimizer's own work is waiting."""
+        node, replica = self._node, self._replica
+        before, applying = node.now(), replica.applying
+        yield
+        after = node.now()
+        wait = after - before + self._exchange - (replica.applying - applying)
+        compute = after - self._mark - wait
+        self._mark, self._exchange = after, 0.0
+        self._compute += compute
+        self._wait += wait
+        samples, self._samples = replica.samples - self._samples, replica.samples
+        node.log("step", step=replica.steps, samples=samples, compute_s=compute, wait_s=wait)
+        self.report()
+
+    def report(self) -> None:
+        """Tells the run what this worker has done so far."""
+        replica = self._replica
+        self._node.totals(
+            steps=replica.steps, samples=replica.samples, compute_s=self._compute, wait_s=self._wait
+        )

@@ -1,0 +1,189 @@
+"""StepDriver: what happens between the lines of the script's loop.
+
+It hands buckets of the gradient to the strategy's worker while backward runs, lets it exchange the gradient
+when backward is complete, and lets it take the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.core.group import Group
+from polyrhythm.core.node import Node
+from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, Worker
+from polyrhythm.model.buckets import Bucket
+from polyrhythm.model.replica import Replica
+from polyrhythm.session.context import WorldContext
+from polyrhythm.session.meter import Meter
+
+
+class StepDriver:
+    """Drives a worker through the steps of one script."""
+
+    def __init__(self, context: WorldContext, worker: Worker, replica: Replica, peers: Group) -> None:
+        self._context, self._worker, self._replica = context, worker, replica
+        self._node: Node = context.node
+        self.meter = Meter(context.node, replica)
+        self._peers = peers  # the workers that exchange gradients with this one
+        several = peers.size > 1 and len(replica.gradients.buckets) > 1
+        self._bucketed = isinstance(worker, OnBucket)
+        # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
+        self._early = self._bucketed and several and context.processes
+        self._observing = self._bucketed and several  # the order in which gradients become ready
+        self._complete = False  # a gradient waits for its step,
+        self._exchanged = False  # and has been exchanged
+        self._accumulating = False
+        self._depth = 0  # of backward passes inside one another
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the worker's step in place of the optimizer's, and watches forward passes if it wants that."""
+        optimizer.step = types.MethodType(self._step_of(), optimizer)  # type: ignore[method-assign]
+        worker = self._worker
+        if isinstance(worker, BeforeForward):
+
+            def begin(module: nn.Module, _: object) -> None:
+                # Not for a copy of the model, which has this hook too, nor for an evaluation.
+                if module is model and torch.is_grad_enabled():
+                    self._before_forward(worker)
+
+            model.register_forward_pre_hook(begin)
+
+    def wait_for_the_end(self) -> None:
+        """Hands on no bucket before backward has ended: others wait for this worker inside backward."""
+        self._early = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @contextmanager
+    def _away(self) -> Iterator[None]:
+        with torch.no_grad(), self._context.away():
+            yield
+
+    def _before_forward(self, worker: BeforeForward) -> None:
+        with self.meter.exchange(), self._away():
+            worker.before_forward()
+
+    # --- around backward ----------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        self._depth += 1
+        gradients = self._replica.gradients
+        if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
+            self._early = False
+            gradients.wait_for_the_end()
+        else:
+            early = self._early and not self._observing and not self._accumulating
+            gradients.before_backward(self._begin if early else None)
+
+    def after_backward(self) -> None:
+        """The gradient is complete, unless the backward pass was another model's."""
+        self._depth -= 1
+        if self._replica.gradients.touched and not self._depth:
+            self._completed()
+
+    def failed_backward(self) -> None:
+        """The script may catch the error and go on: if all workers do, only this step's gradient is lost."""
+        self._depth -= 1
+        if self._depth:
+            return
+        with self._away():
+            if self._replica.gradients.give_up(self._begin):
+                self._on_gradient()
+                self._replica.gradients.recover()
+
+    def sum_within(self, tensor: Tensor) -> None:
+        """Sums a tensor over all workers in the middle of a forward or backward pass."""
+        device = self._replica.parameters[0].device.type
+
+        def wait() -> None:
+            # No autocast while others run: in simulation they are on the same thread.
+            with self.meter.exchange(), torch.autocast(device, enabled=False), self._away():
+                self._node.group().all_reduce(tensor)
+
+        self._context.within(wait)
+
+    def _completed(self) -> None:
+        with self._away():
+            seconds = self._context.compute_time()
+            self._replica.gradients.after_backward()
+            self._complete, self._exchanged = True, False
+            if self._accumulating:
+                self._context.spend(seconds)
+            else:
+                self._exchange(seconds)
+
+    def _exchange(self, seconds: float = 0.0) -> None:
+        """Lets the worker exchange the gradient, before the script does anything to it."""
+        gradients = self._replica.gradients
+        if self._bucketed:
+            # A third of a step is forward; the rest is divided by the elements of each bucket.
+            spans = [seconds * (bucket.share * 2 / 3) for bucket in gradients.buckets[1:]]
+            for span in [seconds - sum(spans), *spans][gradients.begun :]:
+                self._context.spend(span)
+                gradients.hand_on(self._begin)
+        else:
+            self._context.spend(seconds)
+        with self.meter.exchange():
+            self._on_gradient()
+        gradients.bind()
+        self._exchanged = True
+        if self._observing:
+            self._observing = False
+            everyone = reversed(range(len(self._replica.layout.pieces)))
+            order = torch.tensor(list(dict.fromkeys([*gradients.touched, *everyone])))
+            self._peers.broadcast(order)
+            gradients.arrange(order.tolist())
+
+    def _on_gradient(self) -> None:
+        if isinstance(self._worker, OnGradient):
+            self._worker.on_gradient()
+
+    def _begin(self, bucket: Bucket) -> None:
+        assert isinstance(self._worker, OnBucket)
+        with torch.no_grad():
+            self._worker.on_bucket(bucket.gradient, bucket is self._replica.gradients.buckets[-1])
+
+    # --- the step -----------------------------------------------------------------------------------
+
+    def _step_of(self) -> Callable[..., Any]:
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step()
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            return loss
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that one made earlier does not complain
+        return step
+
+    def _step(self) -> None:
+        replica, worker = self._replica, self._worker
+        if self._complete:
+            replica.gradients.gather()
+        else:  # gradients that did not come by `backward()`, or none at all
+            if isinstance(worker, BeforeForward):
+                self._before_forward(worker)
+            replica.gradients.before_anything()
+            self._completed()
+        if not self._exchanged:
+            with self._away():
+                self._exchange()
+        self._complete = False
+        replica.steps += 1
+        replica.check_finite(self._node.me)
+        with self.meter.step(), self._away():
+            worker.step()
