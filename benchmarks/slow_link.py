@@ -153,6 +153,5 @@ def _look(watch: Watch, session: Any) -> None:
         watch.reached = session._node.now()
         watch.megabytes = sum(node.bytes_sent for node in nodes) / WORKERS / 1e6
         # In lockstep all must take the same steps; otherwise each may end when it hears of it.
-        watch.last = (
-            max(replica.steps for replica in watch.replicas.values()) + 1 if strategy.traits.lockstep else 0
-        )
+        furthest = max(replica.steps for replica in watch.replicas.values())
+        watch.last = furthest + 1 if strategy.traits.lockstep else 0

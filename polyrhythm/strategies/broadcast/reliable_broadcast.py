@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, Have
-from polyrhythm.strategies.broadcast.snapshot_barrier import SnapshotBarrier
 from polyrhythm.strategies.decentralized.base import others
+from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
 
 if TYPE_CHECKING:
     from torch import Tensor
