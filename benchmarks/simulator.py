@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from benchmarks.allreduce import network
 from benchmarks.processes import apart
 from benchmarks.report import Row
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import Server, Worker
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
     from polyrhythm.model.shard import Shard
@@ -33,21 +35,39 @@ class Ping(Strategy):
 
     name: ClassVar[str] = "ping"
     main: ClassVar[str | None] = "count"
-    servers: ClassVar[bool] = True
 
     count: int = 1
 
-    def step(self, node: Node, replica: Replica) -> None:
-        server = node.members.servers[0]
-        for _ in range(self.count):
-            node.request(server, "ping").wait()
+    @property
+    def traits(self) -> Traits:
+        return Traits(uses_servers=True)
 
-    def serve(self, node: Node, shard: Shard) -> None:
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return PingWorker(self, node, replica, group)
+
+    def server(self, node: Node, shard: Shard) -> Server:
+        return PingServer(node)
+
+
+class PingWorker(Worker):
+    strategy: Ping
+
+    def step(self) -> None:
+        server = self.node.members.servers[0]
+        for _ in range(self.strategy.count):
+            self.node.request(server, "ping").wait()
+
+
+class PingServer(Server):
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def serve(self) -> None:
         while True:
-            message = node.receive("ping")
+            message = self.node.receive("ping")
             if message is not None:
-                node.reply(message)
-            elif not node.members.workers:
+                self.node.reply(message)
+            elif not self.node.members.workers:
                 return
 
 

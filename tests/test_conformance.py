@@ -447,6 +447,6 @@ def test_workers_die_and_join_on_real_processes(trip: Any, row: Row, tmp_path: P
 
 def test_every_strategy_and_codec_has_a_row() -> None:
     """The suite covers the whole registry."""
-    chosen = [level for row in ROWS for level in pr.parse(row.strategy).levels]
+    chosen = [level for row in ROWS for level in pr.parse(row.strategy).parts]
     assert {each.name for each in chosen} == {row.name for row in describe()}
     assert {each.codec.name for each in chosen if each.codec} == {row.name for row in describe("codec")}

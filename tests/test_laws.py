@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError
-from polyrhythm.core.node import Node
-from polyrhythm.model.replica import Replica
+from polyrhythm.core.worker import Worker
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -39,6 +38,7 @@ from tests.support.programs import (
     odd,
     trained,
 )
+from tests.support.strategies import stepping
 
 BYTES = 8 * sum(parameter.numel() for parameter in mlp().parameters())
 TENSORS = len(list(mlp().parameters()))
@@ -670,16 +670,12 @@ def test_different_models_are_named(strategy: str) -> None:
 def test_different_collectives_are_named() -> None:
     """Workers that meet in different collectives are told which."""
 
-    @dataclass(frozen=True)
-    class Confused(pr.Strategy):
-        name = "confused"
-
-        def step(self, node: Node, replica: Replica) -> None:
-            node.group().all_reduce(*replica.parameters, op="sum" if node.rank else "mean")
+    def step(worker: Worker) -> None:
+        worker.group.all_reduce(*worker.replica.parameters, op="sum" if worker.group.rank else "mean")
 
     try:
         with pytest.raises(PolyrhythmError, match="same collectives in the same order"):
-            pr.simulate(Steps(1), workers=2, strategy=Confused())
+            pr.simulate(Steps(1), workers=2, strategy=stepping("confused", step))
     finally:
         del pr.Strategy.registry["confused"]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.core.node import Node
+from polyrhythm.core.group import Group
 from polyrhythm.core.registry import describe
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.model.replica import Replica
+from polyrhythm.core.worker import Worker
 from polyrhythm.strategies.local_sgd import LocalSGD
-from polyrhythm.strategies.outer_optimizers import DiLoCo
+from polyrhythm.strategies.outer_optimizers import DiLoCo, DiLoCoWorker
+from polyrhythm.strategies.rounds import AveragingWorker
 from tests.support.references.descent import SIZE, Descent, Reference, Run, zero
 from tests.support.references.peers import (
     ad_psgd,
@@ -50,6 +51,7 @@ from tests.support.references.rounds import synchronous_rounds
 from tests.support.references.server import parameter_server
 from tests.support.rows import ROWS as ALL
 from tests.support.rows import Row
+from tests.support.strategies import stepping
 
 # What pins the update rule of each strategy: a reference, or, as a text, a test that does so in another way,
 # as "tests/strategies/test_outer_optimizer_laws.py::test_diloco_by_hand" would.
@@ -242,7 +244,7 @@ def test_on_a_plane(runs: Runs, row: Row) -> None:
 
 def reference(row: Row) -> Reference | None:
     """The reference that says where workers are under this row, if all of its levels have the same one."""
-    found = {LAWS.get(level.name) for level in pr.parse(row.strategy).levels}
+    found = {LAWS.get(level.name) for level in pr.parse(row.strategy).parts}
     law = found.pop()
     return None if found or law is None or isinstance(law, str) else law
 
@@ -315,67 +317,49 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Strategy, "registry", dict(Strategy.registry))
 
 
+def averaging_by(name: str, combine: Callable[[Group, Sequence[Tensor]], None]) -> None:
+    """Registers local SGD with something else in place of the mean."""
+
+    class Wrong(AveragingWorker):
+        def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
+            combine(self.group, vectors)
+
+    def worker(self: LocalSGD, node: Any, replica: Any, group: Any) -> Worker:
+        return Wrong(self, node, replica, group)
+
+    dataclass(frozen=True)(type("Wrong", (LocalSGD,), {"name": name, "worker": worker}))
+
+
 def by_max() -> str:
-    @dataclass(frozen=True)
-    class ByMax(LocalSGD):
-        name: ClassVar[str] = "by-max"
-
-        def mean(
-            self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
-        ) -> None:
-            node.group().all_reduce(*vectors, op="max")
-
+    averaging_by("by-max", lambda group, vectors: group.all_reduce(*vectors, op="max"))
     return "by-max:3"
 
 
 def by_sum() -> str:
-    @dataclass(frozen=True)
-    class BySum(Strategy):
-        name: ClassVar[str] = "by-sum"
+    def step(worker: Worker) -> None:
+        worker.group.all_reduce(*worker.replica.gradient, op="sum")
+        worker.replica.apply()
 
-        def step(self, node: Node, replica: Replica) -> None:
-            node.group().all_reduce(*replica.gradient, op="sum")
-            replica.apply()
-
-    return "by-sum"
+    return str(stepping("by-sum", step))
 
 
 def by_sign() -> str:
-    @dataclass(frozen=True)
-    class BySign(Strategy):
-        name: ClassVar[str] = "by-sign"
+    def step(worker: Worker) -> None:
+        worker.group.all_reduce(*worker.replica.gradient, op="mean")
+        for part in worker.replica.gradient:
+            part.sign_()
+        worker.replica.apply()
 
-        def step(self, node: Node, replica: Replica) -> None:
-            node.group().all_reduce(*replica.gradient, op="mean")
-            for part in replica.gradient:
-                part.sign_()
-            replica.apply()
-
-    return "by-sign"
+    return str(stepping("by-sign", step))
 
 
 def by_the_first() -> str:
-    @dataclass(frozen=True)
-    class ByTheFirst(LocalSGD):
-        name: ClassVar[str] = "by-the-first"
-
-        def mean(
-            self, node: Node, replica: Replica, vectors: Any, *flags: Tensor, full: bool = False
-        ) -> None:
-            node.group().broadcast(*vectors)
-
+    averaging_by("by-the-first", lambda group, vectors: group.broadcast(*vectors))
     return "by-the-first:2"
 
 
 def alone() -> str:
-    @dataclass(frozen=True)
-    class Alone(Strategy):
-        name: ClassVar[str] = "alone"
-
-        def step(self, node: Node, replica: Replica) -> None:
-            replica.apply()
-
-    return "alone"
+    return str(stepping("alone", lambda worker: worker.replica.apply()))
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -400,15 +384,19 @@ def test_a_wrong_momentum_breaks_the_rule(runs: Runs) -> None:
     """Heavy ball in place of Nesterov's momentum is linear and symmetric too; only the reference tells."""
     del Strategy.registry["diloco"]
 
+    class HeavyBallWorker(DiLoCoWorker):
+        def _outer_step(self, theta: Any, m: Any, delta: Any, into: Any) -> Any:
+            for start, momentum, change, place in zip(theta, m, delta, into, strict=True):
+                momentum.mul_(self.strategy.beta).add_(change)
+                place.copy_(start).sub_(momentum, alpha=self.strategy.lr)
+            return into
+
     @dataclass(frozen=True)
     class HeavyBall(DiLoCo):
         name: ClassVar[str] = "diloco"
 
-        def _move(self, theta: Any, m: Any, delta: Any, into: Any) -> Any:
-            for start, momentum, change, place in zip(theta, m, delta, into, strict=True):
-                momentum.mul_(self.beta).add_(change)
-                place.copy_(start).sub_(momentum, alpha=self.lr)
-            return into
+        def worker(self, node: Any, replica: Any, group: Any) -> Worker:
+            return HeavyBallWorker(self, node, replica, group)
 
     row = Row("diloco:2")
     superposition(runs, row)

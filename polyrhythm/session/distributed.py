@@ -196,7 +196,9 @@ class DistributedSession(Session):
 
     def _weighted_with(self) -> list[int]:
         """The workers whose examples a gradient is weighed against; the strategy weighs the rest."""
-        return [peer.rank for peer in self._site()] or [self.rank]
+        if self.strategy.parts[0].traits.weighted_by_examples:
+            return [self.rank]
+        return [peer.rank for peer in self._site()]
 
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:

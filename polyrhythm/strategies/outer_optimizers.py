@@ -15,8 +15,8 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied, cut, difference, split
-from polyrhythm.strategies.local_sgd import Averaging, AveragingWorker, Rounds, RoundsWorker
 from polyrhythm.strategies.reduce_ops import numbers
+from polyrhythm.strategies.rounds import Averaging, AveragingWorker, Rounds, RoundsWorker
 
 if TYPE_CHECKING:
     from torch import Tensor

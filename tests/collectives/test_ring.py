@@ -314,7 +314,7 @@ def together(nodes: list[ProcessNode], inputs: list[list[Tensor]], op: str = "su
         except pr.PolyrhythmError as error:
             return error
 
-    peers = list(nodes[0].workers)
+    peers = list(nodes[0].members.workers)
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(part, nodes))
 
@@ -352,7 +352,7 @@ def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
             kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "incarnation": 0}
         )
         nodes[0]._notice(gone)  # type: ignore[arg-type]
-        peers = list(nodes[0].workers)
+        peers = list(nodes[0].members.workers)
 
         def part(node: ProcessNode) -> Any:
             with pytest.raises(pr.PeerLost, match="worker 3, which is gone") as caught:
@@ -369,7 +369,7 @@ def test_a_silent_neighbour_is_named():
         ring_of(2, wait=0.3) as (nodes, _),
         pytest.raises(pr.WaitError, match=r"waited 0\.\d+ s .*worker 1 did not"),
     ):
-        ring.all_reduce(nodes[0], nodes[0].workers, [torch.zeros(8)], "sum", 7)
+        ring.all_reduce(nodes[0], nodes[0].members.workers, [torch.zeros(8)], "sum", 7)
 
 
 # --- torch.distributed -------------------------------------------------------------------------------

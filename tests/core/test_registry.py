@@ -16,22 +16,18 @@ from hypothesis import strategies as some
 from polyrhythm.core import grammar, registry
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import describe, parse
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.strategies.two_level import TwoLevel
+from tests.support.strategies import Stepping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.core.node import Node
-    from polyrhythm.model.replica import Replica
 
-
-class Toy(Strategy):
+class Toy(Stepping):
     """Abstract, for it has no name."""
-
-    def step(self, node: Node, replica: Replica) -> None:
-        replica.apply()
 
 
 def toys() -> None:
@@ -54,7 +50,7 @@ def toys() -> None:
         main = "period"
         paper = "A. Author 1999"
         codecs = True
-        inside = between = True
+        fixed = Traits(inside_sites=True, between_sites=True)
 
         period: int = 8
         rate: float = 0.5
@@ -364,7 +360,7 @@ def test_describe_lists_names_fields_summaries_and_papers() -> None:
 
 
 class Recorder:
-    """Stands for a node and for a replica."""
+    """Stands for a node, a replica and a group."""
 
     parameters = ("a", "b")
 
@@ -375,20 +371,22 @@ class Recorder:
 def test_strategy_base_class_broadcasts_at_start_and_has_no_servers() -> None:
     node: Any = Recorder()
     chosen = make("plain")
-    chosen.check(workers=1, servers=0)
-    chosen.start(node, node)
+    chosen.check(Plan(chosen, workers=1))
+    worker = chosen.worker(node, node, node)
+    worker.start()
     assert node.sent == ("a", "b")
-    assert tuple(chosen.consensus(node, node)) == node.parameters
-    assert chosen.traits.lockstep
-    assert not chosen.servers
+    assert tuple(worker.consensus()) == node.parameters
+    assert chosen.traits.lockstep and not chosen.traits.survives
+    assert not chosen.traits.uses_servers
     with pytest.raises(UsageError, match="plain has no servers"):
-        chosen.serve(node, node)
+        chosen.server(node, node)
 
 
 BUILTINS = """
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.registry import describe, parse
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.strategy import Strategy, Traits
 for kind in ("strategy", "codec"):
     for row in describe(kind):
         cls = (Strategy if kind == "strategy" else Codec).registry[row.name]

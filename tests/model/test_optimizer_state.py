@@ -198,7 +198,7 @@ def test_momentum_average_leaves_scalar_optimizer_state_alone(
                     parameter.grad = torch.full_like(parameter, 1.0 + here.rank)
             mine.step()
             other.step()
-        assert here._replica.notes["moments"] == kept
+        assert here._worker._moments == kept
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             ours, law = mine.state[one], other.state[two]
             assert ours.keys() == law.keys()
@@ -219,7 +219,7 @@ def test_scalar_optimizer_state_is_recognized_by_its_shapes(simulate: Any) -> No
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 1.0 + here.rank)
             mine.step()
-        assert here._replica.notes["moments"] == ["momentum_buffer"]
+        assert here._worker._moments == ["momentum_buffer"]
         seen = [mine.state[each]["seen"].item() for each in model.parameters()]
         assert seen == [4.0 * (1 + here.rank), 12.0 * (1 + here.rank)]
 

@@ -98,7 +98,7 @@ def test_a_replica_steps_like_plain_pytorch(make: Any, set_to_none: bool, optimi
         for model in (replica.model, plain):
             backward(model, step)
         assert replica.gradients.gather()
-        for vector, view in zip(replica.layout.parameters, replica._views, strict=True):
+        for vector, view in zip(replica.layout.parameters, replica.gradients._views, strict=True):
             assert vector.grad is None or vector.grad.data_ptr() == view.data_ptr()
         replica.apply()
         reference.step()

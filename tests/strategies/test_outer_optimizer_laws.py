@@ -156,10 +156,10 @@ def test_a_failed_exchange_leaves_theta_and_momentum(simulate: Any) -> None:
         here = pr.init()
         numbers = Numbers(torch.ones(4, dtype=torch.float64))
         numbers, optimizer = here.prepare(numbers, SGD(numbers.parameters()))
-        buffers = here._replica.buffers
+        worker = here._worker
         for step in range(1, 9):
             if step == 5:
-                agreed, m = numbers.x.detach().clone(), buffers["m"][0].clone()
+                agreed, m = numbers.x.detach().clone(), worker.m[0].clone()
             if step == 8 and here.rank == 1:  # it is elsewhere, and there first
                 here._node.group().all_reduce(torch.ones(1))
             numbers.x.grad = drift(here.rank, numbers.x.detach())
@@ -167,8 +167,8 @@ def test_a_failed_exchange_leaves_theta_and_momentum(simulate: Any) -> None:
                 optimizer.step()
             except PolyrhythmError:
                 alone = (numbers.x - agreed).abs().min() > 0
-                kept.extend([step == 8, torch.equal(buffers["theta"][0], agreed), bool(alone)])
-                kept.extend([torch.equal(buffers["m"][0], m), bool(m.abs().min() > 0)])
+                kept.extend([step == 8, torch.equal(worker.theta[0], agreed), bool(alone)])
+                kept.extend([torch.equal(worker.m[0], m), bool(m.abs().min() > 0)])
                 raise
 
     with pytest.raises(PolyrhythmError, match="worker 1 is in all_reduce"):

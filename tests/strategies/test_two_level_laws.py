@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_saved_state import EPOCHS, script
 
 import polyrhythm as pr
 from polyrhythm.cli.entry import main
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.worker import Worker
 from polyrhythm.model.vectors import split
 from polyrhythm.session.context import session
-from polyrhythm.strategies.local_sgd import Rounds
 from polyrhythm.strategies.reduce_ops import agree
+from polyrhythm.strategies.rounds import Rounds
 from polyrhythm.strategies.two_level import TwoLevel
 from tests.support.combine import each_value
 from tests.support.programs import ADAM, MOMENTUM, SGD, Script, distance, events, trained
+from tests.support.saving import EPOCHS, script
+from tests.support.strategies import stepping
 from tests.support.traces import Trace, close, drift, mean
 
 
@@ -157,7 +158,7 @@ def test_two_levels_with_the_same_period_equal_one_level(simulate: Any, monkeypa
     one = simulate(program, "local:4", 4)
     two = simulate(program, "local:4 / local:4", 4, cluster=at(2, 2))
     assert distance(trained(two), trained(one)) < 1e-12
-    monkeypatch.setattr(TwoLevel, "check_sites", lambda *_: None)  # it would say: use local:4
+    monkeypatch.setattr(TwoLevel, "check", lambda *_: None)  # it would say: use local:4
     assert simulate(program, "local:4 / local:4", 4, cluster=at(4))["digest"] == one["digest"]
 
 
@@ -232,6 +233,12 @@ def test_a_site_is_a_worker_with_a_larger_batch(simulate: Any) -> None:
 # --- inside and between -----------------------------------------------------------------------------
 
 
+def residuals(worker: Any) -> list[torch.Tensor]:
+    """What a worker's codec has not sent yet."""
+    sender = worker.reducer.sender
+    return [] if sender is None else [part.clone() for part in sender.residual]
+
+
 @every_outer
 @every_place
 def test_inside_a_site_all_are_equal_after_every_step(
@@ -242,8 +249,7 @@ def test_inside_a_site_all_are_equal_after_every_step(
 
     def main() -> None:
         trace()
-        replica = session.get()._replica
-        residual[session.get().rank] = [part.clone() for part in replica.levels["between"].residual]
+        residual[session.get().rank] = residuals(session.get()._worker.across)
 
     residual: dict[int, Any] = {}
     simulate(main, f"allreduce / {outer}", sum(sizes(sites)), cluster=at(*sizes(sites)))
@@ -264,8 +270,7 @@ def test_at_the_end_of_a_round_all_of_a_site_are_equal(
     residual: dict[int, list[Any]] = {}
 
     def keep(rank: int, *_: object) -> None:
-        between = session.get()._replica.levels["between"]
-        residual.setdefault(rank, []).append([part.clone() for part in between.residual])
+        residual.setdefault(rank, []).append(residuals(session.get()._worker.across))
 
     trace.before = keep
     simulate(trace, pair, sum(sizes(sites)), cluster=at(*sizes(sites)))
@@ -367,10 +372,10 @@ def test_two_levels_keep_separate_residuals(simulate: Any) -> None:
 
     def main() -> None:
         Script(size=40)()
-        replica = session.get()._replica
-        inside, between = (replica.levels[name].residual[0] for name in ("inside", "between"))
+        worker = session.get()._worker
+        inside, between = residuals(worker.within)[0], residuals(worker.across)[0]
         assert inside.abs().sum() > 0 and between.abs().sum() > 0
-        assert not torch.equal(inside, between) and not replica.buffers.keys() & {"theta", "m"}
+        assert not torch.equal(inside, between)
 
     simulate(main, "allreduce+topk:0.3 / diloco:4+topk:0.2", 4, cluster=at(2, 2))
 
@@ -497,28 +502,26 @@ def test_cli_reports_the_bytes_between_sites(tmp_path: Path, capfd: pytest.Captu
         assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().out, re.MULTILINE)
 
 
-class Parts(pr.Strategy):
+def sum_over_parts(worker: Worker) -> None:
     """Sums ranks over parts of the workers that overlap, many at once."""
-
-    def step(self, node: Any, replica: Any) -> None:
-        everyone = list(node.members.workers)
-        parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
-        mine = [node.among(part) for part in parts if node.me in part]
-        assert [each is node for each in mine] == [len(each.workers) == len(everyone) for each in mine]
-        assert all(node.among(each.workers) is each for each in mine)
-        values = [torch.full((40,), 1.0 + node.me.rank, dtype=torch.float64) for _ in mine]
-        tasks = [each.begin_all_reduce(value) for each, value in zip(mine, values, strict=True)]
-        for task in reversed(tasks):
-            task.join()
-        for each, value in zip(mine, values, strict=True):
-            assert each.workers[each.rank] == node.me
-            assert value.tolist() == [sum(1.0 + peer.rank for peer in each.workers)] * 40
-            assert agree(each, each.rank, op="max") == [len(each.workers) - 1]
-            last = len(each.workers) - 1
-            told = torch.tensor([float(node.me.rank)])
-            each.broadcast(told, root=last)
-            assert told.item() == each.workers[last].rank
-        replica.apply()
+    me, group = worker.node.me, worker.group
+    everyone = list(group.members)
+    parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
+    mine = [group.split(part) for part in parts if me in part]
+    assert [each is group for each in mine] == [each.size == len(everyone) for each in mine]
+    assert all(group.split(each.members) is each for each in mine)
+    values = [torch.full((40,), 1.0 + me.rank, dtype=torch.float64) for _ in mine]
+    tasks = [each.begin_all_reduce(value) for each, value in zip(mine, values, strict=True)]
+    for task in reversed(tasks):
+        task.join()
+    for each, value in zip(mine, values, strict=True):
+        assert each.members[each.rank] == me
+        assert value.tolist() == [sum(1.0 + peer.rank for peer in each.members)] * 40
+        assert agree(each, each.rank, op="max") == [each.size - 1]
+        told = torch.tensor([float(me.rank)])
+        each.broadcast(told, root=each.size - 1)
+        assert told.item() == each.members[-1].rank
+    worker.replica.apply()
 
 
 @pytest.mark.parametrize(
@@ -526,13 +529,13 @@ class Parts(pr.Strategy):
 )
 def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -> None:
     """Parts that overlap do not disturb each other, whatever the order in which they are waited for."""
-    made = dataclass(frozen=True)(type("Made", (Parts,), {"name": "parts"}))
+    made = stepping("parts", sum_over_parts)
     way, _, listen = world.partition(" ")
     try:
         if way == "simulated":
-            pr.simulate(Trace(3), workers=4, strategy=made(), threads=1, collective=listen or "auto")
+            pr.simulate(Trace(3), workers=4, strategy=made, threads=1, collective=listen or "auto")
         else:
-            pr.run(Trace(3), workers=4, strategy=made(), threads=1, runs=None, collective=way, listen=listen)
+            pr.run(Trace(3), workers=4, strategy=made, threads=1, runs=None, collective=way, listen=listen)
     finally:
         del pr.Strategy.registry["parts"]
 
