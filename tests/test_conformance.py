@@ -42,6 +42,7 @@ from tests.support.programs import (
 )
 from tests.support.rows import DEFAULTS, ROWS, Row
 from tests.support.runs import WORLDS, run_in
+from tests.support.saving import Stopping
 
 KEYS = {
     "strategy", "workers", "servers", "wall_s", "samples_per_s", "steps", "samples", "bytes_sent",
@@ -59,7 +60,7 @@ def lockstep(row: Row) -> bool:
 
 
 def takes_adam(row: Row) -> bool:
-    return pr.parse(row.strategy).optimizers != "SGD" and "+dgc" not in row.strategy
+    return pr.parse(row.strategy).traits.optimizer != "SGD" and "+dgc" not in row.strategy
 
 
 def is_plain_alone(row: Row) -> bool:
@@ -219,7 +220,7 @@ def test_one_worker_is_plain_pytorch_whatever_the_model(row: Row, tmp_path: Path
             assert same(trained(train(row, script, 1, runs=tmp_path)), alone(script)), name
 
 
-@rows(row for row in ROWS if pr.parse(row.strategy).optimizers == "SGD")
+@rows(row for row in ROWS if pr.parse(row.strategy).traits.optimizer == "SGD")
 def test_a_strategy_that_needs_sgd_refuses_adam(row: Row) -> None:
     with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
         train(row, Script(optimizer=ADAM), 2)
@@ -450,3 +451,25 @@ def test_every_strategy_and_codec_has_a_row() -> None:
     chosen = [level for row in ROWS for level in pr.parse(row.strategy).parts]
     assert {each.name for each in chosen} == {row.name for row in describe()}
     assert {each.codec.name for each in chosen if each.codec} == {row.name for row in describe("codec")}
+
+
+# --- stop and resume --------------------------------------------------------------------------------
+
+STEPS = 13  # no multiple of any period above
+
+
+def arbitrary_step(row: Row) -> int:
+    """A step to stop at, another for every row, but the same in every run of the tests."""
+    return 1 + int.from_bytes(hashlib.sha256(str(row).encode()).digest()[:4], "little") % (STEPS - 1)
+
+
+@rows(ROWS, quick=ROWS)
+def test_every_strategy_resumes_from_its_saved_state(row: Row, tmp_path: Path) -> None:
+    """Saved at an arbitrary step, also in the middle of a round, a run resumes to the same bits."""
+    stop = arbitrary_step(row)
+
+    def digest(begin: int) -> Any:
+        script = Stopping(tmp_path, begin, stop, STEPS, optimizer_for(row))
+        return train(row, script, max(3, row.least))["digest"]
+
+    assert digest(0) == digest(stop), f"stopped after step {stop}"
