@@ -80,10 +80,10 @@ class GradientBuffer:
                     "pass: use torch.utils.checkpoint with use_reentrant=False"
                 )
             self.touched[index] = None
-            if self._begin is None:
-                return
             with torch.no_grad():
                 self._take(index, parameter)
+                if self._begin is None:
+                    return
                 self.buckets[self._bucket_of[index]].missing.discard(index)
                 while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
                     self.hand_on(self._begin)
@@ -126,9 +126,11 @@ class GradientBuffer:
         self.begun, self._begin, self._early = 0, None, False
 
     def _take(self, index: int, parameter: Tensor) -> None:
-        """Copies one gradient into the flat vector."""
+        """Copies one gradient into the flat vector, so that backward's own tensor is freed at once."""
         gradient, view = parameter.grad, self._views[index]
-        if gradient is not None and gradient is not view:
+        if gradient is None or self._sparse:
+            return  # `gather` keeps sparse ones apart
+        if gradient is not view:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             parameter.grad = view
         if not self._has[index]:

@@ -344,7 +344,7 @@ def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
         replica.gradients.after_backward()
         assert bool(flat.any()) == dense and model.table.weight.grad.is_sparse != dense
         values = [parameter.grad.to_dense().sum() for parameter in model.parameters()]
-        assert sum(map(float, replica._sums)) == pytest.approx(float(sum(values)))
+        assert sum(map(float, replica.gradients._sums)) == pytest.approx(float(sum(values)))
         replica.gradients.bind()
 
 
