@@ -1,4 +1,8 @@
-"""Strategies and codecs touch the world only through Node, or no simulation or replay could be trusted."""
+"""The house: who may import whom, how large a thing may be, and what strategies may touch.
+
+Strategies, codecs and the coordinator touch the world only through Node and their arguments. Otherwise no
+simulation or replay could be trusted.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,7 @@ def test_dependency_check_rejects_forbidden_imports(text: str) -> None:
     [
         "import math\nimport torch\nx = torch.zeros(3)",
         "from polyrhythm.core.node import Node\nfrom ..strategy import Strategy",
-        "from polyrhythm.collectives.arithmetic import cut"
+        "from polyrhythm.collectives.arithmetic import reduce",
         "def step(node, replica):\n    time = node.now()\n    node.time.random(time)",
         "import oslo, timeit_like",
         "noise = torch.empty(3).uniform_(generator=generator)",
@@ -106,3 +110,88 @@ def test_dependency_check_rejects_forbidden_imports(text: str) -> None:
 )
 def test_dependency_check_accepts_allowed_imports(text: str) -> None:
     assert violations(text) == []
+
+
+# --- who may import whom ----------------------------------------------------------------------------
+
+# Each room may import the rooms of the lines above it. `wire` imports `core` only.
+LAYERS = (
+    {"core"},
+    {"model", "wire", "record", "data"},
+    {"collectives", "optim"},
+    {"compress"},
+    {"strategies", "parallel"},
+    {"session"},
+    {"coordination"},
+    {"worlds"},
+    {"launch"},
+    {"lab", "integrations"},
+    {"cli"},
+)
+RANK = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms that a module imports when it runs, lazily or not."""
+    tree = ast.parse(path.read_text())
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    rooms = set()
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("polyrhythm.")}
+    return rooms & RANK.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    below = {"core"} if room == "wire" else {other for other in RANK if RANK[other] < RANK[room]}
+    assert imported_rooms(path) <= below | {room}
+
+
+# --- how large a thing may be -----------------------------------------------------------------------
+
+
+def too_large(path: Path) -> list[str]:
+    """Modules over 400 lines, classes over 300, constructors over 8 arguments. A module may be longer if its
+    first line says why, with the word "long"."""
+    text = path.read_text()
+    tree, found = ast.parse(text), []
+    if (lines := text.count("\n")) > 400 and "long" not in text.partition("\n")[0]:
+        found.append(f"{lines} lines")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > 300:
+            found.append(f"class {node.name}: {lines} lines")
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                count = len(method.args.posonlyargs + method.args.args + method.args.kwonlyargs) - 1
+                if count > 8:
+                    found.append(f"{node.name}(): {count} arguments")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_classes_and_constructors_stay_small(path: Path) -> None:
+    assert too_large(path) == []
+
+
+def test_class_names_have_one_meaning() -> None:
+    """No two public classes of the package share a name."""
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
