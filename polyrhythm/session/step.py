@@ -31,8 +31,12 @@ class StepDriver:
         self._node: Node = context.node
         self.meter = Meter(context.node, replica)
         self._peers = peers  # the workers that exchange gradients with this one
+        # Looked up once: isinstance with a protocol is slow.
+        self._on_bucket = worker.on_bucket if isinstance(worker, OnBucket) else None
+        self._on_gradient = worker.on_gradient if isinstance(worker, OnGradient) else None
+        self._before_forward = worker.before_forward if isinstance(worker, BeforeForward) else None
         several = peers.size > 1 and len(replica.gradients.buckets) > 1
-        self._bucketed = isinstance(worker, OnBucket)
+        self._bucketed = self._on_bucket is not None
         # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
         self._early = self._bucketed and several and context.processes
         self._observing = self._bucketed and several  # the order in which gradients become ready
@@ -44,13 +48,13 @@ class StepDriver:
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Puts the worker's step in place of the optimizer's, and watches forward passes if it wants that."""
         optimizer.step = types.MethodType(self._step_of(), optimizer)  # type: ignore[method-assign]
-        worker = self._worker
-        if isinstance(worker, BeforeForward):
+        if self._before_forward is not None:
 
             def begin(module: nn.Module, _: object) -> None:
                 # Not for a copy of the model, which has this hook too, nor for an evaluation.
                 if module is model and torch.is_grad_enabled():
-                    self._before_forward(worker)
+                    with self._away():
+                        self._begin_forward()
 
             model.register_forward_pre_hook(begin)
 
@@ -71,9 +75,10 @@ class StepDriver:
         with torch.no_grad(), self._context.away():
             yield
 
-    def _before_forward(self, worker: BeforeForward) -> None:
-        with self.meter.exchange(), self._away():
-            worker.before_forward()
+    def _begin_forward(self) -> None:
+        if self._before_forward is not None:
+            with self.meter.exchange():
+                self._before_forward()
 
     # --- around backward ----------------------------------------------------------------------------
 
@@ -91,7 +96,8 @@ class StepDriver:
         """The gradient is complete, unless the backward pass was another model's."""
         self._depth -= 1
         if self._replica.gradients.touched and not self._depth:
-            self._completed()
+            with self._away():
+                self._completed()
 
     def failed_backward(self) -> None:
         """The script may catch the error and go on: if all workers do, only this step's gradient is lost."""
@@ -100,7 +106,8 @@ class StepDriver:
             return
         with self._away():
             if self._replica.gradients.give_up(self._begin):
-                self._on_gradient()
+                if self._on_gradient is not None:
+                    self._on_gradient()
                 self._replica.gradients.recover()
 
     def sum_within(self, tensor: Tensor) -> None:
@@ -115,14 +122,13 @@ class StepDriver:
         self._context.within(wait)
 
     def _completed(self) -> None:
-        with self._away():
-            seconds = self._context.compute_time()
-            self._replica.gradients.after_backward()
-            self._complete, self._exchanged = True, False
-            if self._accumulating:
-                self._context.spend(seconds)
-            else:
-                self._exchange(seconds)
+        seconds = self._context.compute_time()
+        self._replica.gradients.after_backward()
+        self._complete, self._exchanged = True, False
+        if self._accumulating:
+            self._context.spend(seconds)
+        else:
+            self._exchange(seconds)
 
     def _exchange(self, seconds: float = 0.0) -> None:
         """Lets the worker exchange the gradient, before the script does anything to it."""
@@ -135,8 +141,9 @@ class StepDriver:
                 gradients.hand_on(self._begin)
         else:
             self._context.spend(seconds)
-        with self.meter.exchange():
-            self._on_gradient()
+        if self._on_gradient is not None:
+            with self.meter.exchange():
+                self._on_gradient()
         gradients.bind()
         self._exchanged = True
         if self._observing:
@@ -146,14 +153,10 @@ class StepDriver:
             self._peers.broadcast(order)
             gradients.arrange(order.tolist())
 
-    def _on_gradient(self) -> None:
-        if isinstance(self._worker, OnGradient):
-            self._worker.on_gradient()
-
     def _begin(self, bucket: Bucket) -> None:
-        assert isinstance(self._worker, OnBucket)
+        assert self._on_bucket is not None
         with torch.no_grad():
-            self._worker.on_bucket(bucket.gradient, bucket is self._replica.gradients.buckets[-1])
+            self._on_bucket(bucket.gradient, bucket is self._replica.gradients.buckets[-1])
 
     # --- the step -----------------------------------------------------------------------------------
 
@@ -171,19 +174,18 @@ class StepDriver:
         return step
 
     def _step(self) -> None:
-        replica, worker = self._replica, self._worker
-        if self._complete:
-            replica.gradients.gather()
-        else:  # gradients that did not come by `backward()`, or none at all
-            if isinstance(worker, BeforeForward):
-                self._before_forward(worker)
-            replica.gradients.before_anything()
-            self._completed()
-        if not self._exchanged:
-            with self._away():
+        replica = self._replica
+        with self._away():
+            if self._complete:
+                replica.gradients.gather()
+            else:  # gradients that did not come by `backward()`, or none at all
+                self._begin_forward()
+                replica.gradients.before_anything()
+                self._completed()
+            if not self._exchanged:
                 self._exchange()
-        self._complete = False
-        replica.steps += 1
-        replica.check_finite(self._node.me)
-        with self.meter.step(), self._away():
-            worker.step()
+            self._complete = False
+            replica.steps += 1
+            replica.check_finite(self._node.me)
+            with self.meter.step():
+                self._worker.step()
