@@ -176,3 +176,8 @@ class Node(ABC):
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
         """Notes what this node has done so far, for progress and the summary."""
+
+
+def others(node: Node) -> list[Peer]:
+    """All other workers of the run, as far as this node has been told."""
+    return [peer for peer in node.members.workers if peer != node.me]

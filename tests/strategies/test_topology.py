@@ -11,18 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import parse
 from polyrhythm.strategies.decentralized.gossip import Gossip
+from polyrhythm.strategies.decentralized.mixing import check_weights, contraction, matrix, metropolis
 from polyrhythm.strategies.decentralized.topology import (
     NAMED,
     Topology,
-    check_weights,
     connected,
-    contraction,
     exponential_peer,
     graph,
-    matrix,
-    metropolis,
     pairs,
     parse_topology,
     regraph,
@@ -148,8 +146,8 @@ def test_an_exponential_graph_contracts_by_the_formula(places: int) -> None:
 
 @PATIENT
 @given(st.integers(2, 40))
-def test_exponential_topology_cycles_through_its_neighbours(places: int) -> None:
-    """Each has two neighbours at most at a time, and over its turns those of the exponential-all graph."""
+def test_exponential_topology_cycles_through_its_neighbors(places: int) -> None:
+    """Each has two neighbors at most at a time, and over its turns those of the exponential-all graph."""
     topology = parse_topology("exponential")
     turns = [graph(topology, places, turn=turn) for turn in range(topology.turns(places))]
     union = tuple(tuple(sorted(set().union(*(each[place] for each in turns)))) for place in range(places))
@@ -226,7 +224,7 @@ def test_pushes_reach_everybody_in_one_cycle() -> None:
         assert all(len(each) == places for each in knows)
 
 
-def test_weights_of_unequal_neighbours_are_equal_both_ways() -> None:
+def test_weights_of_unequal_neighbors_are_equal_both_ways() -> None:
     """In a star the centre counts each of 3 at 1/4, and so does each the centre."""
     weights = of("0-1/0-2/0-3", 4)
     assert metropolis(graph(parse_topology("0-1/0-2/0-3"), 4))[0] == (0.25, 0.25, 0.25)
@@ -241,28 +239,28 @@ def test_weights_of_unequal_neighbours_are_equal_both_ways() -> None:
         ("star", 4, "'star' is unknown; there are ring, torus"),
         ("０-1", 2, "is unknown"),
         ("0-１", 2, "'0-１' is no edge"),
-        ("random:３", 4, "say how many neighbours"),
-        ("random:" + "9" * 5000, 4, "say how many neighbours"),
+        ("random:３", 4, "say how many neighbors"),
+        ("random:" + "9" * 5000, 4, "say how many neighbors"),
         ("", 4, "is unknown"),
         ("ring:2", 4, "is unknown"),
-        ("random", 4, "say how many neighbours"),
-        ("random:0", 4, "say how many neighbours"),
-        ("random:x", 4, "say how many neighbours"),
-        ("random:1", 4, "pairs do not hold together"),
+        ("random", 4, "say how many neighbors"),
+        ("random:0", 4, "say how many neighbors"),
+        ("random:x", 4, "say how many neighbors"),
+        ("random:1", 4, "pairs are not connected"),
         ("random:4", 4, "among 4 workers random:3 is the most"),
         ("random:3", 7, "both numbers are odd; random:2 or random:4 would work"),
         ("torus", 7, r"an odd grid, one row of 7; 6 \(2x3\) or 8 \(2x4\) would work"),
         ("torus", 2, r"an odd grid, one row of 2; 4 \(2x2\) would work"),
         ("hypercube", 6, "no power of two; 4 or 8 would work"),
-        ("0-1/2-2", 3, "makes worker 2 its own neighbour"),
+        ("0-1/2-2", 3, "makes worker 2 its own neighbor"),
         ("0-1/1-0", 2, "between 0 and 1 is named twice"),
         ("0-1/", 2, "is no edge"),
         ("0-1/1_2", 3, "'1_2' is no edge"),
         ("0>1/1>2/2>0", 3, "unbalanced topology: 0>1 goes one way"),
         ("0-1/1-5", 3, "names worker 5, and the 3 workers are 0 to 2"),
         ("0-1", 1, "there is one worker, 0"),
-        ("0-1/2-3", 4, "disconnected topology: no way leads from worker 0 to workers 2, 3"),
-        ("0-1/1-2", 4, "worker 3 has no neighbour"),
+        ("0-1/2-3", 4, "disconnected topology: no path leads from worker 0 to workers 2, 3"),
+        ("0-1/1-2", 4, "worker 3 has no neighbor"),
     ],
 )
 def test_invalid_topologies_are_refused(text: str, places: int, said: str) -> None:
@@ -295,7 +293,7 @@ def test_any_topology_text_is_a_valid_graph_or_a_one_line_error(text: str, place
     # And under a strategy it is the same text, in the whole grammar.
     strategy = Gossip(topology=text)
     assert parse(str(strategy)) == strategy
-    strategy.check(places, 1)
+    strategy.check(Plan(strategy, places))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def choose(
     name: str, node: Node, replica: Replica, loaders: Sequence[SharedLoader], samples: Callable[[], int],
     seed: int, total: Total, strategy: Strategy,
 ) -> Policy | None:  # fmt: skip
-    """Made by all workers at the same place, once they have started; None if there is nothing to do."""
+    """The policy of this name; None if there is nothing to do. All workers call it at the same place."""
     model = replica.model
     if name != "sync" and any(loader.lends for loader in loaders):
         leave_no_trace(replica)
@@ -41,5 +41,5 @@ def choose(
         return Recompute(model, node, loaders[0], seed)
     merged = Rank0(model, node, samples) if name == "rank0" else Mean(model, node, samples)
     if strategy.traits.parameters_held_by_peers:
-        merged.live(together=strategy.traits.lockstep)
+        merged.use_exchange(strategy.traits.lockstep)
     return merged

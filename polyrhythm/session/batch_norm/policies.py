@@ -1,10 +1,10 @@
-"""The policies: what `consensus()` and the final model show as BatchNorm's statistics.
+"""The policies: which BatchNorm statistics `consensus()` and the final model show.
 
-In training mode the running statistics play no part, so they are merged where they are seen and not in every
-step: `agree` is called by all workers, at `consensus()` and when the script is done; `show` puts the result
-into the copy of the model that is shown. Only BatchNorm's buffers are touched, never others. Where workers go
-on without one that dies, nothing waits for all of them (see `living`), and the one that brings the result
-looks once more, when all are done.
+Training does not use the running statistics, so they are merged where they are seen and not in every step:
+all workers call `agree`, at `consensus()` and when the script is done; `show` writes the result into the copy
+of the model that is shown. Only BatchNorm's buffers change, never others. Where workers continue when one
+dies, nothing waits for all of them (see `statistics_exchange`), and the worker that brings the result home
+merges once more when all are done.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.batch_norm.calls import Call
 from polyrhythm.session.batch_norm.hooks import Hook
-from polyrhythm.session.batch_norm.living import Given, Living
 from polyrhythm.session.batch_norm.pooling import pool, pooled
+from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics
 from polyrhythm.session.data import SharedLoader, mix, seed_all
 
-BATCHES = 100  # that `recompute` looks at, at most
+BATCHES = 100  # that `recompute` uses at most
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's statistics
 
@@ -51,26 +51,26 @@ def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
 
 
 class Policy:
-    """What a policy may do. `local` does nothing, and needs none of this."""
+    """What a policy may do. `local` does nothing, and has no policy."""
 
-    waits: ClassVar[bool] = False  # whether workers wait for each other in the middle of a pass
+    waits: ClassVar[bool] = False  # workers wait for each other in the middle of a pass
 
     def __init__(self, model: nn.Module, node: Node) -> None:
         self.model, self.node = model, node
         self.agreed: State = {}
 
     def agree(self) -> None:
-        """Runs on all workers at the same place."""
+        """Called by all workers at the same place of the script."""
 
     def finish(self) -> None:
-        """Runs on all workers when the script is done."""
+        """Called by all workers when the script is done."""
         self.agree()
 
     def collect(self) -> None:
-        """Runs on the worker that brings the result, when all are done."""
+        """Called by the worker that brings the result home, when all are done."""
 
     def show(self, model: nn.Module) -> None:
-        """Puts the statistics into this copy of the model."""
+        """Writes the statistics into this copy of the model."""
         modules = tracking(model)
         for name, values in self.agreed.items():
             for place, value in zip(statistics(modules[name]), values, strict=True):
@@ -78,21 +78,23 @@ class Policy:
 
 
 class Merged(Policy):
-    """Made of what several workers have. `living`: whoever is there, for they go on without the others."""
+    """Merges the statistics of several workers. `exchange`: of those that are there, as workers may die."""
 
     def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
         super().__init__(model, node)
-        self.living: Living | None = None
+        self.exchange: StatisticsExchange | None = None
         self._samples = samples
         self._came_with()
         model.register_load_state_dict_post_hook(Hook(self._came_with))  # type: ignore[no-untyped-call]
 
-    def live(self, together: bool) -> None:
-        """From here on nobody waits for the dead. One that comes in place of another goes on with what the
-        others have: the lowest that has trained."""
-        self.living = Living(self.node, self._own, together)
+    def use_exchange(self, lockstep: bool) -> None:
+        """From here on no worker waits for a dead one.
+
+        A replacement starts with the statistics of the lowest rank that has trained.
+        """
+        self.exchange = StatisticsExchange(self.node, self._own, lockstep)
         if self.node.incarnation:
-            given = self.living.now()
+            given = self.exchange.now()
             del given[self.node.me]
             if given:
                 *values, _, self._before = _lowest(given).tensors
@@ -101,22 +103,22 @@ class Merged(Policy):
                 self.agreed, self._here = {}, self._tracked()
 
     def finish(self) -> None:
-        if self.living is None:
+        if self.exchange is None:
             self.agree()
 
     def collect(self) -> None:
-        if self.living is not None:
-            self.merge(self.living.now())
+        if self.exchange is not None:
+            self.merge(self.exchange.now())
 
-    def merge(self, given: dict[Peer, Given]) -> None:
-        """Agrees on what these have, by rank."""
+    def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
+        """Agrees on the statistics of these workers, by rank."""
         raise NotImplementedError
 
-    def _own(self) -> Given:
-        """All statistics; then the batches tracked here, and those that were before the run."""
+    def _own(self) -> WorkerStatistics:
+        """All statistics; then the batches tracked here, and those from before the run."""
         values = [value for module in tracking(self.model).values() for value in statistics(module)]
         flat = (value.flatten().cpu().clone() for value in values)
-        return Given((*flat, self._tracked() - self._here, self._before), self._samples())
+        return WorkerStatistics((*flat, self._tracked() - self._here, self._before), self._samples())
 
     def _take(self, values: Sequence[Tensor]) -> None:
         """Agrees on these statistics, in the order of `_own`."""
@@ -133,38 +135,38 @@ class Merged(Policy):
 
 
 class Rank0(Merged):
-    """Those of worker 0: one broadcast. Where workers may die, those of the lowest that is there."""
+    """The statistics of worker 0, by a broadcast. Where workers may die: of the lowest rank that is there."""
 
     def agree(self) -> None:
-        if self.living is not None:
-            return self.merge(self.living.all())
+        if self.exchange is not None:
+            return self.merge(self.exchange.all())
         own = {name: statistics(module) for name, module in tracking(self.model).items()}
         self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
         self.node.group().broadcast(*(value for each in self.agreed.values() for value in each))
 
-    def merge(self, given: dict[Peer, Given]) -> None:
+    def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
         *values, _, _ = _lowest(given).tensors
         self._take(values)
 
 
-def _lowest(given: dict[Peer, Given]) -> Given:
-    """Of those that have trained: one that has just come has what others had, or nothing yet."""
+def _lowest(given: dict[Peer, WorkerStatistics]) -> WorkerStatistics:
+    """The statistics of the lowest rank that has trained: a new replacement has none of its own."""
     return next((each for each in given.values() if each.samples), next(iter(given.values())))
 
 
 class Mean(Merged):
-    """Those of all workers, each weighted by the examples it has trained on; all alike before the first.
+    """The statistics of all workers, weighted by the examples of each; equally before the first example.
 
-    The batches tracked are added up, for the merged statistics are of all of them. Those that the model came
-    with are of no worker in particular, and count once. One that has died takes its own along.
+    The batches tracked are summed, because the merged statistics are of all of them. Those that the model
+    came with belong to no worker, and count once. Those of a worker that died are lost.
     """
 
     def agree(self) -> None:
-        if self.living is not None:
-            return self.merge(self.living.all())
+        if self.exchange is not None:
+            return self.merge(self.exchange.all())
         node, modules = self.node, tracking(self.model)
         own = [statistics(module) for module in modules.values()]
-        if len(node.members.workers) == 1:  # every bit is its own
+        if len(node.members.workers) == 1:  # keeps every bit
             self.agreed = dict(zip(modules, own, strict=True))
             return
         counts = self._tracked()
@@ -179,8 +181,8 @@ class Mean(Merged):
         merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)
         self.agreed = dict(zip(modules, merged, strict=True))
 
-    def merge(self, given: dict[Peer, Given]) -> None:
-        if len(given) == 1:  # every bit is its own
+    def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
+        if len(given) == 1:  # keeps every bit
             return self._take(next(iter(given.values())).tensors[:-2])
         weights = torch.tensor([each.samples for each in given.values()], dtype=torch.float64)
         before = next(iter(given.values())).tensors[-1]
@@ -194,11 +196,11 @@ class Mean(Merged):
 
 
 class Recompute(Policy):
-    """Computed anew, with the parameters that are shown, from training batches: for every strategy.
+    """Recomputes the statistics from training batches, with the parameters that are shown.
 
-    The model is called in training mode, as the script calls it (see `calls`). Every example counts alike:
-    the statistics are those of all the batches together. The batches are the same on all workers that have
-    got as far in the data, and nothing of the training is touched by it.
+    The model is called in training mode, as the script calls it (see `calls`). Every example counts equally:
+    the statistics are those of all batches together. The batches are the same on all workers that are equally
+    far in the data. Training is not affected.
     """
 
     def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
@@ -210,7 +212,7 @@ class Recompute(Policy):
         self._look()
 
     def _look(self) -> None:
-        """Modules in eval mode while the model trains are frozen; while it is evaluated, nobody can tell."""
+        """Finds the frozen modules: those in eval mode while the model trains."""
         if self.model.training:
             self._frozen = {name for name, each in tracking(self.model).items() if not each.training}
 
@@ -228,13 +230,13 @@ class Recompute(Policy):
             for batch in self._loader.some(BATCHES):
                 if not self._call.again(model, batch):
                     warnings.warn(
-                        "batch_norm=recompute does not know yet how the model is called, for this worker has "
-                        "taken no step: its BatchNorm statistics are shown as they are",
+                        "batch_norm=recompute does not know yet how the model is called, because this worker "
+                        "has taken no step: its BatchNorm statistics are shown as they are",
                         stacklevel=2,
                     )
                     pools.clear()
                     break
-        for place, value in buffers:  # others than BatchNorm's may have changed too
+        for place, value in buffers:  # not only BatchNorm's may have changed
             place.copy_(value)
         for module, each in pools.items():
             each.write(*statistics(module))
@@ -242,7 +244,7 @@ class Recompute(Policy):
 
 
 class _Pool:
-    """What has come into one BatchNorm module so far: how many numbers per channel, mean and variance."""
+    """The inputs of one BatchNorm module so far: numbers per channel, mean and variance."""
 
     def __init__(self) -> None:
         self.count = self.calls = 0
@@ -261,7 +263,7 @@ class _Pool:
         self.count, self.calls = self.count + count, self.calls + 1
 
     def write(self, mean: Tensor, variance: Tensor, tracked: Tensor) -> None:
-        """Like BatchNorm itself: the variance without bias. A module that was never reached keeps its own."""
+        """Writes the unbiased variance, as BatchNorm does. A module that was not called keeps its own."""
         if self.calls:
             mean.copy_(self.mean)
             variance.copy_(self.variance * (self.count / max(self.count - 1, 1)))
@@ -270,7 +272,7 @@ class _Pool:
 
 @contextlib.contextmanager
 def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
-    """Dropout and augmentation draw the same every time, and training does not notice that they did."""
+    """Dropout and augmentation draw the same numbers every time, and training continues with its own."""
     others = np.random.get_state(), random.getstate()
     devices = {each.device.index for each in model.parameters() if each.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():

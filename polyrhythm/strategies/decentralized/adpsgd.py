@@ -1,41 +1,50 @@
-"""Workers that average with one other at a time, while both compute."""
+"""AD-PSGD: workers that average with one other at a time, while both compute."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.core.errors import PeerLost, WireError
+from polyrhythm.core.errors import WireError
 from polyrhythm.core.peer import Peer
-from polyrhythm.model.vectors import blocks, cut
-from polyrhythm.strategies.decentralized.base import Peers
+from polyrhythm.core.published import Key
+from polyrhythm.core.strategy import Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import blocks, copied, cut
+from polyrhythm.strategies.decentralized.base import Decentralized, DecentralizedWorker
 from polyrhythm.strategies.decentralized.topology import graph, parse_topology, regraph
-from polyrhythm.strategies.decentralized.transfer import Transfer, gifts_of
+from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group, Task
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.core.published import Fetch
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
-class ADPSGD(Peers):
-    """Each averages with a random neighbour while it computes its gradient, and nobody waits (AD-PSGD).
+class ADPSGD(Decentralized):
+    """Each averages with a random neighbor while it computes its gradient, and none waits (AD-PSGD).
 
-    Both become (x_i + x_j) / 2, in one piece; then x_i <- x_i - update, with the gradient at x_i as it was
-    when the batch began. The graph has two sides. Workers of the one ask: at the end of a step, for the next
-    one. Those of the other only answer, at once, whatever they are computing. So nobody can wait for one that
-    waits. `topology` says who may be whose neighbour (see `gossip`); edges within a side are not used.
+    Both become (x_i + x_j) / 2, atomically; then x_i <- x_i - update, with the gradient at x_i as it was when
+    the batch began. The graph is bipartite. Workers of one side request an average at the end of a step, for
+    the next one. Those of the other side only answer, at once, whatever they compute. So no worker waits for
+    one that waits. `topology` says which workers are neighbors (see `gossip`); edges within a side are not
+    used.
 
-    d = (x_i - x_j) / 2 is computed once, by the one that is asked: x_j gains what x_i loses, whatever either
-    of them has done meanwhile, so the sum of all x moves by updates only. Staleness counts the averages that
-    came between a gradient's beginning and its step.
+    d = (x_i - x_j) / 2 is computed once, by the worker that answers: x_j gains what x_i loses, whatever
+    either has done meanwhile, so only updates move the sum of all x. Staleness counts the averages between
+    the start of a gradient and its step.
+
+    To save, all workers call `session.state_dict()` at the same place and wait there for each other. Averages
+    on their way are finished first, so each saves its own x.
 
     >>> import polyrhythm as pr
     >>> pr.parse("adpsgd:ring").topology
@@ -44,7 +53,6 @@ class ADPSGD(Peers):
 
     name: ClassVar[str] = "adpsgd"
     main: ClassVar[str | None] = "topology"
-    kinds: ClassVar[tuple[str, ...]] = ("average", "got")
     paper: ClassVar[str] = "Lian, Zhang, Zhang, Liu 2018, Asynchronous Decentralized Parallel SGD"
 
     topology: str = "complete"
@@ -53,118 +61,196 @@ class ADPSGD(Peers):
         parse_topology(self.topology)
 
     @property
-    def lockstep(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return Traits(lockstep=False, parameters_held_by_peers=True, survives_loss=True)
 
-    def check_counts(self, workers: int, servers: int) -> None:
-        graph(parse_topology(self.topology), workers)
+    def check(self, plan: Plan) -> None:
+        graph(parse_topology(self.topology), plan.workers)
 
-    # x is the model's own parameters, which stay as they are while it computes, and the drift: what averages
-    # have added to them since.
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return AdPsgdWorker(self, node, replica, group)
 
-    def shown(self, replica: Replica, start: int, stop: int) -> tuple[Tensor, ...]:
-        x = super().shown(replica, start, stop)
-        if replica.notes.get("averages"):
-            for part, drift in zip(x, cut(_drift(replica), start, stop), strict=True):
+
+class AdPsgdWorker(DecentralizedWorker):
+    """x is the model's parameters, which stay as they are during a pass, plus the drift.
+
+    An average is a publication for the one worker that requested it: d answers a repeated request too, until
+    it is acknowledged. Its key is the incarnation and the step of the worker that requests it.
+    """
+
+    kind: ClassVar[str] = "average"
+    strategy: ADPSGD
+
+    def __init__(self, strategy: ADPSGD, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.steps = 0  # of this worker, also before it was saved
+        self.averages = 0  # that the drift consists of
+        self.taken = 0  # averages that the parameters contain since the last step
+        self.fetched: Fetch | None = None
+        self.barrier = SnapshotBarrier(node, level=lambda: None)
+        self._joining: Task | None = None  # this worker at the barrier
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return sorted({self.node.rank, *(peer.rank for peer in self.node.members.workers)})
+
+    @cached_property
+    def drift(self) -> Sequence[Tensor]:
+        """What averages have added to x since the parameters were x."""
+        return self.replica.buffer(exact=True)
+
+    @cached_property
+    def x(self) -> Sequence[Tensor]:
+        """What this worker sends to request an average; the answer d replaces it."""
+        return self.replica.buffer()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return *super().kinds, "rest"
+
+    def start(self) -> None:
+        super().start()
+        if self.node.incarnation:
+            # Beside the first steps: a snapshot that is being taken goes on without this worker.
+            self._joining = self.node.spawn(self.barrier.begin, True)
+        else:
+            self.barrier.begin(later=False)
+
+    def begin(self) -> None:
+        if self.node.incarnation:
+            self.published.begin(Key(0, 0))
+
+    def shown(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        x = super().shown(start, stop)
+        if self.averages:
+            for part, drift in zip(x, cut(self.drift, start, stop), strict=True):
                 part.add_(drift)
         return x
 
-    def step(self, node: Node, replica: Replica) -> None:
-        averages = self._join(node, replica)
-        with node.lock():
-            averages += _settle(replica)
-            replica.apply()
-        node.log("apply", staleness=averages)
-        self._ask(node, replica)
+    def step(self) -> None:
+        self.published.start()
+        self.steps += 1
+        self.join()
+        with self.node.lock():
+            self.settle()
+            self.replica.apply()
+        self.node.log("apply", staleness=self.taken)
+        self.taken = 0
+        self.request()
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        self._join(node, replica)
+    def finish(self) -> None:
+        self.join()
+        self.join_barrier()
+        self.barrier.end()
 
-    def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
-        if message is None:
-            gone = {peer for peer, _ in gifts_of(replica).given if peer not in node.members.workers}
-            for gift in gifts_of(replica).left(gone).values():
-                gift.settle()
-        elif message.kind == "average":
-            self._average(node, replica, message)
-        elif message.kind == "got":
-            gifts_of(replica).arrived(message.sender, message["name"])
-        else:
-            super().hear(node, replica, message)
+    def settle(self) -> None:
+        """Moves the parameters to x."""
+        if self.averages:
+            for mine, drift in blocks(self.replica.parameters, self.drift):
+                mine.add_(drift)
+                drift.zero_()
+        self.taken, self.averages = self.taken + self.averages, 0
 
-    # The side that asks.
+    # --- the side that requests ---------------------------------------------------------------------
 
-    def _ask(self, node: Node, replica: Replica) -> None:
-        neighbour = self._neighbour(node, replica)
-        if neighbour is None:
+    def request(self) -> None:
+        """Requests the average for the next step."""
+        neighbor = self.neighbor()
+        if neighbor is None:
             return
-        x = replica.buffer("x")  # lent until it is answered, when d is in its place
-        with node.lock():
-            for place, mine, drift in blocks(x, replica.parameters, _drift(replica)):
-                place.copy_(mine)
-                if replica.notes.get("averages"):
-                    place.add_(drift)
-        name = replica.notes["asked"] = f"{node.incarnation}/{replica.steps}"
-        reply = node.request(neighbour, "average", *x, into=x, name=name)
-        replica.outstanding.append((neighbour, reply))
+        with self.node.lock():
+            copied(self.replica.parameters, self.x)
+            if self.averages:
+                for x, drift in blocks(self.x, self.drift):
+                    x.add_(drift)
+        key = Key(self.node.incarnation, self.steps)
+        self.fetched = self.published.fetch(neighbor, key, *self.x, into=self.x)
 
-    def _join(self, node: Node, replica: Replica) -> int:
-        """Takes in the average that was asked for. 0 if there is none: one that died takes nothing along."""
-        joined = 0
-        for neighbour, reply in replica.outstanding:
-            with contextlib.suppress(PeerLost):
-                reply.wait()
-                with node.lock():
-                    for mine, d in blocks(replica.parameters, replica.buffer("x")):
-                        mine.sub_(d)
-                joined += 1
-                node.send(neighbour, "got", name=replica.notes["asked"])
-        replica.outstanding.clear()
-        return joined
+    def join(self) -> None:
+        """Takes in the average that was requested: x_i <- x_i - d. A neighbor that died keeps its part."""
+        fetched, self.fetched = self.fetched, None
+        if fetched is None or fetched.wait() is None:
+            return
+        with self.node.lock():
+            for mine, d in blocks(self.replica.parameters, self.x):
+                mine.sub_(d)
+        self.taken += 1
+        fetched.acknowledge()
 
-    def _neighbour(self, node: Node, replica: Replica) -> Peer | None:
-        """Whom to ask in this step, by lot; None for those that do not ask."""
-        known, near = replica.notes.get("neighbours", (None, ()))
-        if known != node.members.workers:
-            ranks = sorted({node.rank, *(peer.rank for peer in node.members.workers)})
-            near = asked(self.topology, tuple(ranks), node.seed)[node.rank]
-            replica.notes["neighbours"] = list(node.members.workers), near
+    def neighbor(self) -> Peer | None:
+        """A random neighbor for this step; None for workers that only answer."""
+        near = requests(self.strategy.topology, tuple(self.ranks), self.node.seed)[self.node.rank]
         if not near:
             return None
-        lot = hashlib.blake2b(repr((node.seed, node.rank, replica.steps)).encode(), digest_size=8).digest()
-        return Peer("worker", near[int.from_bytes(lot, "little") % len(near)])
+        seed = repr((self.node.seed, self.node.rank, self.steps)).encode()
+        drawn = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
+        return Peer("worker", near[drawn % len(near)])
 
-    # The side that is asked.
+    # --- the side that answers ----------------------------------------------------------------------
 
-    def _average(self, node: Node, replica: Replica, message: Message) -> None:
-        if _shape(message.tensors) != _shape(replica.parameters):
-            raise WireError(f"{message.sender} wants to average with other parameters than {node.me} has")
-        gifts, key = gifts_of(replica), (message.sender, message["name"])
-        seen = replica.notes.setdefault("seen", {})
-        if message.sequence > seen.get(message.sender, 0):
-            seen[message.sender] = message.sequence
-            for peer, name in [each for each in gifts.given if each[0] == message.sender]:
-                gifts.arrived(peer, name)  # it has said so, but its word may have got lost
-            gift = gifts.given[key] = Transfer(gifts.room(replica))
-            theirs = [part.to(d.device) for part, d in zip(message.tensors, gift.vectors, strict=True)]
-            with node.lock():
-                for d, x_i, mine, drift in blocks(gift.vectors, theirs, replica.parameters, _drift(replica)):
+    def on_message(self, message: Message | None) -> None:
+        if message is not None and message.kind == self.kind and _shape(message.tensors) != self._shape:
+            raise WireError(
+                f"{message.sender} wants to average with other parameters than {self.node.me} has"
+            )
+        if message is None or message.kind == "rest":
+            self.barrier.hear(message)
+        if message is None or message.kind != "rest":
+            super().on_message(message)
+            self.answer()
+
+    def answer(self) -> None:
+        """Averages with the workers that have requested it: x_j <- x_j + d."""
+        with self.node.lock():
+            for request in self.published.waiting():
+                room = self.published.room(self.replica.parameters)
+                theirs = [part.to(d.device) for part, d in zip(request.tensors, room, strict=True)]
+                for d, x_i, mine, drift in blocks(room, theirs, self.replica.parameters, self.drift):
                     d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
                     drift.add_(d)
-                replica.notes["averages"] = replica.notes.get("averages", 0) + 1
-        # One that asks again has lost the answer: it gets the same. Or it has it, and waits no longer.
-        if key in gifts.given:
-            gifts.given[key].reply(node, message)
-        else:
-            node.reply(message)
+                self.averages += 1
+                self.published.answer(request, room)
+
+    @cached_property
+    def _shape(self) -> list[tuple[object, int]]:
+        return _shape(self.replica.parameters)
+
+    # --- saved state --------------------------------------------------------------------------------
+
+    def join_barrier(self) -> None:
+        """Blocks until a replacement takes part in snapshots."""
+        if self._joining is not None:
+            self._joining.join()
+            self._joining = None
+
+    def state_dict(self) -> State:
+        self.join_barrier()
+        if not self.barrier.come():  # a replacement that runs through past epochs
+            return {}
+        self.join()  # once all workers have come to the barrier, no average is on its way
+        state: State = {}
+
+        def note() -> None:
+            self.settle()
+            state.update(DecentralizedWorker.state_dict(self), steps=self.steps, taken=self.taken)
+            state["snapshot"] = self.barrier.numbers[0]
+
+        self.barrier.take(note)
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.steps, self.taken = state["steps"], state["taken"]
+        self.published.begin(Key(0, 0), f"snapshot {state['snapshot']}")
+        self.answer()  # workers that have loaded their states before this one
 
 
 @lru_cache(maxsize=16)
-def asked(topology: str, ranks: tuple[int, ...], seed: int) -> Mapping[int, Sequence[int]]:
-    """Whom each of these workers may ask: nobody, if it is of the side that answers.
+def requests(topology: str, ranks: tuple[int, ...], seed: int) -> Mapping[int, Sequence[int]]:
+    """The workers from which each of these may request an average: none, if it is on the side that answers.
 
-    The sides are every other one along a walk through the graph. So each step of the walk leads from one side
-    to the other, and what is left of the graph still holds together.
+    The sides alternate along a depth-first walk through the graph. So each edge of the walk leads from one
+    side to the other, and the edges between the sides connect all workers.
     """
     near = regraph(parse_topology(topology), ranks, seed)
     side: dict[int, int] = {}
@@ -175,21 +261,6 @@ def asked(topology: str, ranks: tuple[int, ...], seed: int) -> Mapping[int, Sequ
             side[rank] = turn
             ahead += [(other, 1 - turn) for other in reversed(near[rank]) if other not in side]
     return {rank: () if side[rank] else tuple(other for other in near[rank] if side[other]) for rank in ranks}
-
-
-def _drift(replica: Replica) -> Sequence[Tensor]:
-    return replica.buffer("drift", exact=True)
-
-
-def _settle(replica: Replica) -> int:
-    """Moves the model's parameters to x; how many averages have come since they were there."""
-    averages = int(replica.notes.get("averages", 0))
-    if averages:
-        for mine, drift in blocks(replica.parameters, _drift(replica)):
-            mine.add_(drift)
-            drift.zero_()
-    replica.notes["averages"] = 0
-    return averages
 
 
 def _shape(vectors: Sequence[Tensor]) -> list[tuple[object, int]]:

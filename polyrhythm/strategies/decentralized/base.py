@@ -1,135 +1,244 @@
-"""Workers that talk to each other, and to no server.
+"""Workers that exchange with each other, without a server.
 
-Each listens while it computes: what another asks of it is answered at once, or when it has come so far. The
-script's own thread asks, and never listens. Nobody holds the one model: it is the mean of all replicas, so no
-worker leaves before the last one is done.
+Each worker answers requests while its script computes. Only the script's own thread sends requests, so no
+answer waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
+the last has finished.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import reduce
-from polyrhythm.core.errors import PeerLost, WireError
+from polyrhythm.core.errors import PeerLost, UsageError, WireError
 from polyrhythm.core.legacy import Legacy
-from polyrhythm.model.vectors import copied, cut
+from polyrhythm.core.node import others as others  # noqa: PLC0414  (the snapshot barrier imports it here)
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.published import Key, Publication, Published
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
-    from polyrhythm.core.peer import Peer
     from polyrhythm.model.replica import Replica
 
 
-SLICE = 1 << 22  # numbers of a replica that are looked at at a time
+SLICE = 1 << 22  # elements of a replica that are read at a time
 
 
 @dataclass(frozen=True)
-class Peers(Legacy):
-    """What they have in common: how they begin, and how one looks at what all have come to."""
-
-    stays: ClassVar[bool] = True
-    kinds: ClassVar[tuple[str, ...]] = ()  # of messages that it listens to, besides "look"
+class Decentralized(Strategy):
+    """Workers that exchange with each other, and continue when some die."""
 
     @property
-    def survives(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(parameters_held_by_peers=True, survives_loss=True)
 
-    def own(self, replica: Replica) -> Sequence[Tensor]:
-        """This worker's part in the consensus. It changes inside `node.lock()` only."""
-        return replica.parameters
 
-    def shown(self, replica: Replica, start: int, stop: int) -> tuple[Tensor, ...]:
-        """A copy of a stretch of it."""
-        return tuple(part.clone() for part in cut(self.own(replica), start, stop))
+class DecentralizedWorker(Worker, ABC):
+    """One of the workers: how it starts, what others may read of it, and the mean of all."""
 
-    def start(self, node: Node, replica: Replica) -> None:
-        if node.incarnation:
-            if self.adopt(node, replica, replica.parameters) is None:
-                raise PeerLost(
-                    f"{node.me} came in place of one that died, and all that held the parameters are gone"
-                )
-        else:
-            node.group().broadcast(*replica.parameters)
-        self.begin(node, replica)
-        node.subscribe(partial(self.hear, node, replica), "look", *self.kinds)
+    kind: ClassVar[str] = "fetch"  # of the requests for what this worker publishes
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        """Runs when the parameters are those to start from, and before this worker listens."""
+    def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.published = Published(node, self.kind, self.returned)
 
-    def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
-        """Takes what another worker sends, while this one computes; None if one has come or gone."""
-        if message is not None and message.kind == "look":
-            start, stop = message["start"], message["stop"]
-            if not 0 <= start <= stop <= replica.layout.total:
-                raise WireError(f"{message.sender} looks at {start} to {stop} of {replica.layout.total}")
-            with node.lock():
-                shown = self.shown(replica, start, stop)
-            node.reply(message, *shown)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of messages that `on_message` takes."""
+        return "look", *self.published.kinds
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        average = replica.buffer("consensus")
-        if (
-            self.lockstep and not node.incarnation and not node.members.lost
-        ):  # all are at the same place of the script
+    @property
+    @abstractmethod
+    def ranks(self) -> Sequence[int]:
+        """The ranks of the workers that exchange with each other, this one among them."""
+
+    def start(self) -> None:
+        node = self.node
+        if not node.incarnation:
+            self.group.broadcast(*self.replica.parameters)
+        elif not self.adopt(self.replica.parameters):
+            raise PeerLost(
+                f"{node.me} came in place of one that died, and all that held the parameters are gone"
+            )
+        self.begin()
+        node.subscribe(self.on_message, *self.kinds)
+
+    def begin(self) -> None:
+        """Runs once the initial parameters are here, before this worker answers requests."""
+
+    def on_message(self, message: Message | None) -> None:
+        """Handles a message of another worker while the script computes; None if one joined or left."""
+        if message is None or message.kind != "look":
+            return self.published.on_message(message)
+        start, stop, total = message["start"], message["stop"], self.replica.layout.total
+        if not 0 <= start <= stop <= total:
+            raise WireError(f"{message.sender} looks at {start} to {stop} of {total}")
+        with self.node.lock():
+            shown = self.shown(start, stop)
+        self.node.reply(message, *shown)
+
+    def shown(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """A copy of a range of this worker's parameters. They change inside `node.lock()` only."""
+        return tuple(part.clone() for part in cut(self.replica.parameters, start, stop))
+
+    def returned(self, publication: Publication) -> None:
+        """Called inside `node.lock()` when a publication cannot arrive because its reader died."""
+
+    def adopt(self, into: Sequence[Tensor]) -> bool:
+        """Takes the parameters of the first worker that answers; False if there is none."""
+        for peer in others(self.node):
             try:
-                with node.lock():
-                    copied(self.own(replica), average)
-                node.group().all_reduce(*average, op="mean")
-                return average
+                self.node.request(peer, "look", into=into, start=0, stop=self.replica.layout.total).wait()
+            except PeerLost:
+                continue
+            return True
+        return False
+
+    # --- the mean of all ----------------------------------------------------------------------------
+
+    @cached_property
+    def mean(self) -> Sequence[Tensor]:
+        """Memory for the mean of all replicas."""
+        return self.replica.buffer()
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if not final and self.together:
+            copied(self.replica.parameters, self.mean)
+            try:
+                self.group.all_reduce(*self.mean, op="mean")
+                return self.mean
             except PeerLost:
                 pass
-        return self.look(node, replica, average)
+        return self.look(self.mean)
 
-    def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        return self.look(node, replica, replica.buffer("consensus"))
+    @property
+    def together(self) -> bool:
+        """True if all workers are there, and at the same place of the script."""
+        return self.strategy.traits.lockstep and not self.node.incarnation and not self.node.members.lost
 
-    def look(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The mean of all replicas as they are now, added up in rank order."""
+    def look(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The mean of all replicas as they are now, summed in rank order."""
         import torch
 
-        for start in range(0, replica.layout.total, SLICE):
-            stop = min(start + SLICE, replica.layout.total)
+        node, total = self.node, self.replica.layout.total
+        for start in range(0, total, SLICE):
+            stop = min(start + SLICE, total)
             with node.lock():
-                given = {node.me: self.shown(replica, start, stop)}
+                shown = {node.me: self.shown(start, stop)}
             asked = []
             for peer in others(node):
-                places = tuple(torch.empty_like(part) for part in given[node.me])
+                places = tuple(torch.empty_like(part) for part in shown[node.me])
                 asked.append((peer, places, node.request(peer, "look", into=places, start=start, stop=stop)))
             for peer, places, reply in asked:
                 try:
                     reply.wait()
                 except PeerLost:
                     continue
-                given[peer] = places
+                shown[peer] = places
             for index, place in enumerate(cut(into, start, stop)):
-                reduce([given[peer][index] for peer in sorted(given)], "mean", [place])
+                reduce([shown[peer][index] for peer in sorted(shown)], "mean", [place])
         return into
 
-    def catch_up(self, node: Node, replica: Replica) -> None:
-        """One that has come late has waited for its first epoch: what it took over then is old by now."""
-        if node.incarnation and not replica.steps:
-            latest = replica.buffer("consensus")
-            if self.adopt(node, replica, latest) is not None:
-                with node.lock():
-                    copied(latest, replica.parameters)
+    # --- saved state --------------------------------------------------------------------------------
 
-    def adopt(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Peer | None:
-        """Takes the parameters of another worker, whoever answers first; None if there is none."""
-        for peer in others(node):
-            try:
-                node.request(peer, "look", into=into, start=0, stop=replica.layout.total).wait()
-            except PeerLost:
-                continue
-            return peer
-        return None
+    @property
+    def place(self) -> list[int]:
+        """The place of this worker among those that exchange, and their number."""
+        return [self.ranks.index(self.node.rank), len(self.ranks)]
+
+    def state_dict(self) -> State:
+        # Workers differ, and a run starts with the parameters of the first.
+        return {"place": self.place, "parameters": cloned(self.replica.parameters)}
+
+    def load_state_dict(self, state: State) -> None:
+        if not state:
+            raise UsageError(
+                f"this state has nothing of what {self.strategy.name} saves, so a run cannot resume from it; "
+                "leave session.load_state_dict() out to start over with the model that was saved"
+            )
+        if self.replica.steps:
+            raise UsageError("session.load_state_dict() comes before the first step: others count on it")
+        if state["place"] != self.place:
+            (saved, of), (place, places) = state["place"], self.place
+            raise UsageError(
+                f"this state was saved by the worker at place {saved} of {of}, and this one is at place "
+                f"{place} of {places}: a run resumes with as many workers as it had when it was saved, each "
+                "with its own state"
+            )
+        with self.node.lock():
+            copied(state["parameters"], self.replica.parameters)
 
 
-def others(node: Node) -> list[Peer]:
-    """All other workers that are in the run, as far as is known."""
-    return [peer for peer in node.members.workers if peer != node.me]
+class Cohort:
+    """The workers that share an epoch and step together."""
+
+    def __init__(self, node: Node, ranks: Sequence[int], number: int) -> None:
+        self.ranks, self.number = ranks, number
+        self.gone: set[Peer] = set()  # they died; their replacements belong to the next cohort
+        self._members, self._lost = node.members, dict(node.members.lost)
+
+    def key(self, round_: int) -> Key:
+        return Key(self.number, round_)
+
+    def forget_the_dead(self) -> None:
+        self.gone |= {peer for peer, last in self._members.lost.items() if last > self._lost.get(peer, -1)}
+
+
+class CohortWorker(DecentralizedWorker):
+    """One of the workers of a cohort. Its rounds are counted within the cohort."""
+
+    def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.cohort = Cohort(node, [peer.rank for peer in node.members.workers], 0)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.cohort.ranks
+
+    def begin(self) -> None:
+        if self.node.incarnation:
+            # Alone until the next cohort, with nothing for those that stepped with the worker that died.
+            self.cohort = Cohort(self.node, [self.node.rank], self.node.cohort + 1)
+            self.published.begin(self.cohort.key(0))
+
+    def on_message(self, message: Message | None) -> None:
+        if message is None:
+            with self.node.lock():
+                self.cohort.forget_the_dead()
+        super().on_message(message)
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        with self.node.lock():
+            before, self.cohort = self.cohort, Cohort(self.node, ranks, number)
+            # Publications of the last cohort may still be on their way.
+            self.published.forget(before.key(0))
+            self.published.begin(self.cohort.key(0))
+
+    def catch_up(self) -> None:
+        """Takes over the latest parameters: a replacement has waited for its first epoch since it started."""
+        if self.node.incarnation and not self.replica.steps and self.adopt(self.mean):
+            with self.node.lock():
+                copied(self.mean, self.replica.parameters)
+
+
+@dataclass(frozen=True)
+class Peers(Legacy):
+    """What broadcast still needs until it is ported."""
+
+    stays: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def survives(self) -> bool:
+        return True

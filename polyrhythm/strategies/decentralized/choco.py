@@ -1,39 +1,43 @@
-"""CHOCO-SGD: gossip in code. What each has told of itself so far, its neighbours know to the last bit."""
+"""CHOCO-SGD: gossip through a codec."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from polyrhythm.compress.sender import CompressedSender
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.vectors import copied
-from polyrhythm.strategies.decentralized.neighbor_exchange import Mixing, board_of, pull, spare
-from polyrhythm.strategies.legacy_ops import check_way, sender_of
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied, difference
+from polyrhythm.strategies.decentralized.mixing import mix
+from polyrhythm.strategies.decentralized.neighbor_exchange import NeighborMixing, NeighborWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.compressor import Compressor
     from polyrhythm.core.codec import Codec
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
     from polyrhythm.model.layout import Layout
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
-class Choco(Mixing):
-    """Gossip in code: neighbours tell each other only what is new, and mix what all know (CHOCO-SGD).
+class Choco(NeighborMixing):
+    """Gossip through a codec: neighbors send only what is new, and mix what all know (CHOCO-SGD).
 
-        y_i = x_i - lr g_i(x_i);  q_i = Q(y_i - h_i);  all neighbours h_i <- h_i + q_i
+        y_i = x_i - lr g_i(x_i);  q_i = Q(y_i - h_i);  all neighbors h_i <- h_i + q_i
         x_i = y_i + gamma sum_j W_ij (h_j - h_i)
 
-    h_i is what worker i has told of itself, kept alike by itself and by its neighbours. What Q leaves out is
-    in y_i - h_i still, so nothing else is remembered. Q may not make that longer, on average: so a codec is
-    taken in the form in which a server answers, which for one that rounds by lot is another. `gamma=auto` is
-    1 without a codec; with a codec it is half of what Q keeps of random numbers. A larger one may do better
-    for some model; with one that is too large the workers part. W follows from `topology`, as for `gossip`,
-    but neighbours have to stay the same: not exponential.
+    h_i is the public estimate of worker i, held by itself and by its neighbors with the same bits. What Q
+    leaves out remains in y_i - h_i, so there is no residual. Q must not lengthen a vector, on average, so a
+    codec is used in the form in which a server replies; for stochastic rounding that is another one.
+    `gamma=auto` is 1 without a codec; with a codec it is half of the energy that Q keeps of random numbers. A
+    larger one may do better for some models; with one that is too large the workers diverge. W follows from
+    `topology`, as for `gossip`, but neighbors must stay the same: not exponential.
 
     >>> import polyrhythm as pr
     >>> pr.parse("choco:0.02,topology=torus+topk:0.01").gamma
@@ -57,85 +61,129 @@ class Choco(Mixing):
             raise UsageError("gamma must be auto, or more than 0 and at most 1")
         if self.topology == "exponential":
             raise UsageError(
-                "neighbours by turns do not know what each has told; take topology=exponential-all"
+                "neighbors that change by turns do not know what each has sent before; use "
+                "topology=exponential-all"
             )
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        super().begin(node, replica)
-        replica.notes["gamma"] = self._gamma(replica.layout)
-        if not node.incarnation:  # all are equal, and know it
-            for rank in (None, *(peer.rank for peer in board_of(replica).neighbours(0))):
-                copied(replica.parameters, told(replica, rank))
-            self._ask(replica)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return ChocoWorker(self, node, replica, group)
 
-    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
-        super().regroup(node, replica, ranks, number)
-        board = board_of(replica)
-        # New neighbours know nothing of each other: once they tell all.
-        board.request(lambda _, peer: told(replica, peer.rank))
-        board.show(spare(replica, copied(replica.parameters, told(replica)), exact=True))
-        for _ in board.answers():
-            pass
-        self._ask(replica)
-
-    def step(self, node: Node, replica: Replica) -> None:
-        with node.lock():
-            replica.apply()
-        board, own = board_of(replica), told(replica)
-        board.show(self._news(node, replica, own))
-        given = []
-        for number, weight, message in board.answers():
-            theirs = told(replica, message.sender.rank)
-            if self.codec is None:
-                _add(replica.buffer(f"news {number}", exact=True), theirs)
-            else:
-                self._sender(node, replica).add(message.tensors, theirs)
-            given.append((replica.notes["gamma"] * weight, theirs))
-        with node.lock():
-            pull(replica.parameters, own, given)
-        self._ask(replica)
-
-    def _news(self, node: Node, replica: Replica, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What this worker tells in this round. It takes it in by the very operations by which others do."""
-        news = replica.buffer("news", exact=True)
-        for place, mine, known in zip(news, replica.parameters, own, strict=True):
-            place.copy_(mine).sub_(known)
-        if self.codec is None:
-            _add(news, own)
-            return spare(replica, news, exact=True)
-        check_way(node, replica, self.codec)
-        sender = self._sender(node, replica)
-        given = sender.everything(news)
-        sender.add(given, own)
-        return [
-            code if segment.coded else code.clone()  # what travels as it is lies in `news`
-            for code, segment in zip(given, sender.segments, strict=True)
-        ]
-
-    def _ask(self, replica: Replica) -> None:
-        if self.codec is None:
-            board_of(replica).request(lambda number, _: replica.buffer(f"news {number}", exact=True))
-        else:
-            board_of(replica).request()  # nobody knows how long a code will be
-
-    def _sender(self, node: Node, replica: Replica) -> Compressor:
-        assert self.codec is not None
-        return sender_of(node, replica, self.codec.for_replies(), feedback=False)
-
-    def _gamma(self, layout: Layout) -> float:
+    def step_size(self, layout: Layout) -> float:
+        """gamma for a model of this layout."""
         if self.gamma != "auto":
             return self.gamma
-        # Rounded, for all must have the same, whatever their processors make of the last bits.
-        return 1.0 if self.codec is None else float(f"{kept(self.codec.for_replies(), layout) / 2:.3g}")
+        if self.codec is None:
+            return 1.0
+        # Rounded, because all workers need the same, whatever their processors make of the last bits.
+        return float(f"{energy_kept(self.codec.for_replies(), layout) / 2:.3g}")
 
 
-def told(replica: Replica, rank: int | None = None) -> tuple[Tensor, ...]:
-    """h: what this worker has told, or one of its neighbours. By such names what codecs keep is saved."""
-    return replica.buffer("sent: told" if rank is None else f"sent: told by {rank}", exact=True)
+class ChocoWorker(NeighborWorker):
+    """Publishes the difference between its parameters and its public estimate."""
+
+    strategy: Choco
+    exact: ClassVar[bool] = True
+
+    def __init__(self, strategy: Choco, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.gamma = strategy.step_size(replica.layout)
+        self.sender: CompressedSender | None = None
+        if strategy.codec is not None:
+            codec = strategy.codec.for_replies()
+            self.sender = CompressedSender(codec, node, replica, node.rank, group.size, feedback=False)
+        self.estimate = replica.buffer(exact=True)  # h of this worker,
+        self.estimates: dict[Peer, Sequence[Tensor]] = {}  # and of each neighbor
+
+    def begin(self) -> None:
+        super().begin()
+        if not self.node.incarnation:  # all are equal, and know it
+            for h in (self.estimate, *map(self.estimate_of, self.exchange.neighbors())):
+                copied(self.replica.parameters, h)
+            self.request()
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        super().on_membership(ranks, number)
+        # New neighbors have no estimate of each other, so each publishes its whole parameters once.
+        self.exchange.request(lambda _, peer: self.estimate_of(peer))
+        self.exchange.publish(self.exchange.copy(copied(self.replica.parameters, self.estimate)))
+        for _ in self.exchange.answers():
+            pass
+        self.request()
+
+    def step(self) -> None:
+        with self.node.lock():
+            self.replica.apply()
+        self.exchange.publish(self.q())
+        given = []
+        for weight, fetch, message in self.exchange.answers():
+            h = self.estimate_of(fetch.publisher)
+            self.add(message.tensors if self.sender else fetch.into, h)
+            given.append((self.gamma * weight, h))
+        with self.node.lock():
+            mix(self.replica.parameters, self.estimate, given)
+        self.request()
+
+    def q(self) -> Sequence[Tensor]:
+        """What this worker publishes. It updates its own estimate by the very operations of the others."""
+        new = difference(self.replica.parameters, self.estimate, self._difference)
+        if self.sender is None:
+            self.add(new, self.estimate)
+            return self.exchange.copy(new)
+        self.sender.check_update()
+        compressor = self.sender.compressor()
+        codes = compressor.everything(new)
+        self.add(codes, self.estimate)
+        return [
+            code if segment.coded else code.clone()  # uncoded segments are views of `new`
+            for code, segment in zip(codes, compressor.segments, strict=True)
+        ]
+
+    def add(self, q: Sequence[Tensor], h: Sequence[Tensor]) -> None:
+        """h <- h + q."""
+        if self.sender is not None:
+            return self.sender.compressor().add(q, h)
+        for place, new in zip(h, q, strict=True):
+            place.add_(new)
+
+    def request(self) -> None:
+        """Requests the next round. The length of a code is not known in advance, so it gets no memory."""
+        if self.sender is not None:
+            return self.exchange.request()
+        self.exchange.request(self.into)
+
+    def estimate_of(self, neighbor: Peer) -> Sequence[Tensor]:
+        if neighbor not in self.estimates:
+            self.estimates[neighbor] = self.replica.buffer(exact=True)
+        return self.estimates[neighbor]
+
+    @cached_property
+    def _difference(self) -> Sequence[Tensor]:
+        return self.replica.buffer(exact=True)
+
+    def state_dict(self) -> State:
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        near = self.exchange.neighbors()
+        return {
+            **super().state_dict(),
+            "estimate": cloned(self.estimate),
+            "estimates": {places[peer.rank]: cloned(self.estimates[peer]) for peer in near},
+            "sender": None if self.sender is None else self.sender.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.resume(state["round"])
+        copied(state["estimate"], self.estimate)
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        for peer in self.exchange.neighbors():
+            copied(state["estimates"][places[peer.rank]], self.estimate_of(peer))
+        if self.sender is not None:
+            self.sender.load_state_dict(state["sender"])
+        self.request()
 
 
-def kept(codec: Codec, layout: Layout) -> float:
-    """The share of the squares that a codec keeps of random numbers, flat or normal, where it keeps least."""
+def energy_kept(codec: Codec, layout: Layout) -> float:
+    """The share of the squares that a codec keeps of random numbers, uniform or normal: the smaller."""
     import torch
 
     from polyrhythm.compress.compressor import Decompressor, wide
@@ -144,17 +192,12 @@ def kept(codec: Codec, layout: Layout) -> float:
     least = 1.0
     for segment in Decompressor(codec, layout).coded:
         dtype, count = wide(layout.kinds[segment.part][0]), segment.high - segment.low
-        flat = torch.arange(1, count + 1, dtype=torch.float64).sin().mul(43758.5453).frac()
-        for drawn in (flat, flat.clamp(-1 + 1e-9, 1 - 1e-9).erfinv()):
+        uniform = torch.arange(1, count + 1, dtype=torch.float64).sin().mul(43758.5453).frac()
+        for drawn in (uniform, uniform.clamp(-1 + 1e-9, 1 - 1e-9).erfinv()):
             values = drawn.to(dtype)
-            memory = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
+            state = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
             got = torch.zeros_like(values)
-            codec.decode(codec.send(values, memory), got)
+            codec.decode(codec.send(values, state), got)
             missing = float((values - got).square().sum() / values.square().sum())
             least = min(least, 1 - missing)
     return max(least, 1e-3)
-
-
-def _add(news: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    for place, new in zip(known, news, strict=True):
-        place.add_(new)

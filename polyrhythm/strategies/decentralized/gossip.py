@@ -1,29 +1,34 @@
-"""D-PSGD: workers on a graph that mix their parameters with those of their neighbours in every step."""
+"""D-PSGD: workers on a graph that mix their parameters with those of their neighbors in every step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.strategies.decentralized.neighbor_exchange import Mixing, board_of, pull, spare
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned
+from polyrhythm.strategies.decentralized.mixing import mix
+from polyrhythm.strategies.decentralized.neighbor_exchange import NeighborMixing, NeighborWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
-class Gossip(Mixing):
-    """Workers on a graph mix their parameters with those of their neighbours in every step (D-PSGD).
+class Gossip(NeighborMixing):
+    """Workers on a graph mix their parameters with those of their neighbors in every step (D-PSGD).
 
-    x_i <- sum_j W_ij x_j - lr g_i(x_i): the neighbours' parameters come while the gradient is computed, so it
-    is that of the parameters before they are mixed. The optimizer's own step, and with it weight decay, is
-    taken from the mixed ones. With `order=step-then-mix` x_i <- sum_j W_ij (x_j - lr g_j) instead: that waits
-    for the neighbours, and on a complete graph it is `allreduce`. W follows from `topology`, which is ring,
-    torus, exponential (at distances of 1, 2, 4, ... by turns), exponential-all, hypercube, complete, random:D
-    with D neighbours each, or edges as in 0-1/1-2/2-0. The result is the mean of all.
+    x_i <- sum_j W_ij x_j - lr g_i(x_i): the neighbors' parameters arrive while the gradient is computed, so
+    it is the gradient at the parameters before mixing. The optimizer's step, and with it weight decay, starts
+    from the mixed ones. With `order=step-then-mix` x_i <- sum_j W_ij (x_j - lr g_j): that waits for the
+    neighbors, and on a complete graph it is `allreduce`. W follows from `topology`, which is ring, torus,
+    exponential (at distances of 1, 2, 4, ... by turns), exponential-all, hypercube, complete, random:D
+    with D neighbors each, or edges as in 0-1/1-2/2-0. The result is the mean of all.
 
     >>> import polyrhythm as pr
     >>> pr.parse("gossip:torus").topology
@@ -36,45 +41,58 @@ class Gossip(Mixing):
         "Algorithms?"
     )
 
-    remembers: ClassVar[tuple[str, ...]] = ("apart",)
-
     order: Literal["mix-while-computing", "step-then-mix"] = "mix-while-computing"
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        super().begin(node, replica)
-        self._ask(replica)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return GossipWorker(self, node, replica, group)
 
-    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
-        super().regroup(node, replica, ranks, number)
-        self._ask(replica)
-        if self.order == "mix-while-computing":
-            self._show(replica)
 
-    def step(self, node: Node, replica: Replica) -> None:
-        mixes_first = self.order == "mix-while-computing"
-        if mixes_first:
-            if board_of(replica).round < 0 and "apart" in replica.notes:  # it goes on with what was saved
-                self._show(replica)
-            if board_of(replica).round >= 0:  # at first all are equal, and have shown nothing
-                self._mix(node, replica)
-        with node.lock():
-            replica.apply()
-        replica.notes["apart"] = True
-        self._show(replica)
-        if not mixes_first:
-            self._mix(node, replica)
+class GossipWorker(NeighborWorker):
+    """Publishes its parameters after each step, and mixes them with those of its neighbors."""
 
-    def _show(self, replica: Replica) -> None:
-        board = board_of(replica)
-        board.show(spare(replica, replica.parameters) if board.neighbours(board.round + 1) else ())
+    strategy: Gossip
 
-    def _ask(self, replica: Replica) -> None:
-        board_of(replica).request(lambda number, _: replica.buffer(f"theirs {number}"))
+    def __init__(self, strategy: Gossip, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.mixes_first = strategy.order == "mix-while-computing"
 
-    def _mix(self, node: Node, replica: Replica) -> None:
-        board = board_of(replica)
-        given = [(weight, replica.buffer(f"theirs {number}")) for number, weight, _ in board.answers()]
-        with node.lock():
-            # By what the others have seen: what the script has done to its parameters since is not undone.
-            pull(replica.parameters, board.shown.get(board.round, ()), given)
-        self._ask(replica)
+    def begin(self) -> None:
+        super().begin()
+        self.exchange.request(self.into)
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        super().on_membership(ranks, number)
+        self.exchange.request(self.into)
+        if self.mixes_first:
+            self.publish(self.replica.parameters)
+
+    def step(self) -> None:
+        if self.mixes_first and self.exchange.shown is not None:  # before the first step all are equal
+            self.mix()
+        with self.node.lock():
+            self.replica.apply()
+        self.publish(self.replica.parameters)
+        if not self.mixes_first:
+            self.mix()
+
+    def publish(self, x: Sequence[Tensor]) -> None:
+        self.exchange.publish(self.exchange.copy(x))
+
+    def mix(self) -> None:
+        given = [(weight, fetch.into) for weight, fetch, _ in self.exchange.answers()]
+        with self.node.lock():
+            # Relative to what the neighbors saw, so that changes that the script made since are kept.
+            mix(self.replica.parameters, self.exchange.shown or (), given)
+        self.exchange.request(self.into)
+
+    def state_dict(self) -> State:
+        shown = self.exchange.shown if self.mixes_first else None
+        return {**super().state_dict(), "published": None if shown is None else cloned(shown)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        published = state["published"]  # and not mixed yet
+        self.resume(state["round"] if published is None else state["round"] - 1)
+        self.exchange.request(self.into)
+        if published is not None:
+            self.publish(published)

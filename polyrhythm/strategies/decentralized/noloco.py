@@ -1,35 +1,38 @@
-"""NoLoCo: workers that train alone, and now and then meet one other."""
+"""NoLoCo: workers that train locally, and meet one other worker now and then."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.vectors import blocks, copied
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import blocks, cloned, copied
+from polyrhythm.strategies.decentralized.base import Decentralized
 from polyrhythm.strategies.decentralized.topology import pairs
-from polyrhythm.strategies.decentralized.transfer import Handing, gifts_of, group_of
+from polyrhythm.strategies.decentralized.transfer import TransferWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
-class NoLoCo(Handing):
-    """Workers train alone; every `period` steps random pairs take an outer step that draws them together.
+class NoLoCo(Decentralized):
+    """Workers train locally; every `period` steps random pairs take an outer step that draws them together.
 
     m_i <- mu m_i + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m_i, theta_i <- phi_i, with
-    phi_i where the round began, theta_i where it led, and means over the two of a pair. What draws one of
-    them to the other draws that as much to the first: the mean of all phi goes by heavy ball down the mean
-    way. Others meet in the next round, chosen by the seed, so that nothing is asked of anybody else. With an
-    odd number one at a time stays alone, and so does one whose partner has died. The result is the mean of
-    all theta. A run that is saved and resumed with as many workers goes on to the same bits.
+    phi_i where the round began, theta_i where it ended, and means over the two of a pair. The pull between
+    the two cancels in their sum, so the mean of all phi follows heavy-ball momentum along the mean
+    displacement. The seed chooses other pairs in each round, so workers need not agree on them. One of an odd
+    number of workers, and a worker whose partner has died, takes its outer step alone. The result is the mean
+    of all theta. A run resumed with as many workers continues with the same bits.
 
     >>> import polyrhythm as pr
     >>> pr.parse("noloco:100,mu=0.3").period
@@ -38,7 +41,6 @@ class NoLoCo(Handing):
 
     name: ClassVar[str] = "noloco"
     main: ClassVar[str | None] = "period"
-    remembers: ClassVar[tuple[str, ...]] = ("m",)
     paper: ClassVar[str] = (
         "Kolehmainen et al. 2025, NoLoCo: No-all-reduce Low Communication Training Method for Large Models"
     )
@@ -55,73 +57,82 @@ class NoLoCo(Handing):
         if not 0 <= self.mu < 1:
             raise UsageError("mu must be 0 or more, and below 1")
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        super().begin(node, replica)
-        replica.notes.update(alone=0, round=0)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return NoLoCoWorker(self, node, replica, group)
 
-    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
-        super().regroup(node, replica, ranks, number)
-        replica.notes.update(alone=0, round=0)  # so that all are at the same place
 
-    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
-        alone = replica.notes["alone"]
-        phi = [part.clone() for part in replica.buffer("phi")] if alone else []
-        return {**super().keep(node, replica), "round": replica.notes["round"], "alone": alone, "phi": phi}
+class NoLoCoWorker(TransferWorker):
+    """Takes local steps from phi to theta, and an outer step at the end of each round."""
 
-    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
-        super().resume(node, replica, kept)
-        replica.notes.update(alone=kept["alone"], round=kept["round"])
-        if kept["phi"]:
-            copied(kept["phi"], replica.buffer("phi"))
-        group_of(replica).began = kept["round"] * self.period + kept["alone"]
+    strategy: NoLoCo
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if replica.notes["alone"] == 0:
-            copied(replica.parameters, replica.buffer("phi"))
-        with node.lock():
-            replica.apply()
-        replica.notes["alone"] += 1
-        if replica.notes["alone"] == self.period:
-            self._meet(node, replica)
-            replica.notes["alone"] = 0
-            replica.notes["round"] += 1
+    def __init__(self, strategy: NoLoCo, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.round = self.local_steps = 0
+        self.phi, self.m = replica.buffer(), replica.buffer()
 
-    def _meet(self, node: Node, replica: Replica) -> None:
-        theirs = replica.buffer("their theta"), replica.buffer("their phi")
-        met = self._swap(node, replica, (*theirs[0], *theirs[1]))
-        own = replica.parameters, replica.buffer("phi"), replica.buffer("m")
-        with node.lock():
-            for theta, phi, m, their_theta, their_phi in blocks(*own, *theirs):
-                way = theta - phi
-                m.mul_(self.mu)
+    @cached_property
+    def theirs(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Memory for the theta and phi of the partner."""
+        return self.replica.buffer(), self.replica.buffer()
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        super().on_membership(ranks, number)
+        self.round = self.local_steps = 0  # so that all are at the same place
+
+    def step(self) -> None:
+        self.published.start()
+        if self.local_steps == 0:
+            copied(self.replica.parameters, self.phi)
+        with self.node.lock():
+            self.replica.apply()
+        self.local_steps += 1
+        if self.local_steps == self.strategy.period:
+            self.outer_step(self.meet())
+            self.local_steps, self.round = 0, self.round + 1
+
+    def meet(self) -> bool:
+        """Swaps theta and phi with the partner of this round; False if there is none."""
+        partner = partners(len(self.ranks), self.node.seed, self.round).get(self.place[0])
+        if partner is None or not self.transfer(self.round, [partner], (*self.replica.parameters, *self.phi)):
+            return False
+        fetch = self.fetch(self.round, partner, [*self.theirs[0], *self.theirs[1]])
+        if fetch is None or fetch.wait() is None:
+            return False
+        fetch.acknowledge()
+        return True
+
+    def outer_step(self, met: bool) -> None:
+        lr, mu = self.strategy.lr, self.strategy.mu
+        with self.node.lock():
+            for theta, phi, m, their_theta, their_phi in blocks(
+                self.replica.parameters, self.phi, self.m, *self.theirs
+            ):
+                displacement = theta - phi
+                m.mul_(mu)
                 if met:
                     # The same, or its negative, on both sides to the last bit.
-                    way.add_(their_theta - their_phi).div_(2)
-                    m.add_(their_phi - phi, alpha=self.lr / 2)
-                m.add_(way, alpha=self.lr)
+                    displacement.add_(their_theta - their_phi).div_(2)
+                    m.add_(their_phi - phi, alpha=lr / 2)
+                m.add_(displacement, alpha=lr)
                 theta.copy_(phi).add_(m)
 
-    def _swap(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> bool:
-        """Swaps theta and phi with the partner of this round; False if there is none."""
-        ranks, turn = group_of(replica).ranks, replica.notes["round"]
-        place = partners(len(ranks), node.seed, turn).get(ranks.index(node.rank))
-        if place is None:
-            return False
-        gifts = gifts_of(replica)
-        room = gifts.room(replica, times=2)
-        copied((*replica.parameters, *replica.buffer("phi")), room)
-        if not self.hand(node, replica, ranks[place], turn, room):
-            gifts.spare.append(room)
-            return False
-        fetched = self.fetch(node, replica, ranks[place], turn, into)
-        if fetched is None or self.wait(fetched) is None:
-            return False
-        self.got(node, fetched)
-        return True
+    def state_dict(self) -> State:
+        phi = cloned(self.phi) if self.local_steps else []
+        position = {"round": self.round, "local_steps": self.local_steps}
+        return {**super().state_dict(), **position, "phi": phi, "m": cloned(self.m)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.round, self.local_steps = state["round"], state["local_steps"]
+        copied(state["m"], self.m)
+        if self.local_steps:
+            copied(state["phi"], self.phi)
+        self.resume(self.round, f"step {self.round * self.strategy.period + self.local_steps}")
 
 
 @lru_cache(maxsize=64)
-def partners(places: int, seed: int, turn: int) -> Mapping[int, int]:
-    """Whom each place meets in a round."""
-    met = pairs(places, seed, turn)
+def partners(places: int, seed: int, round_: int) -> Mapping[int, int]:
+    """The partner of each place in a round."""
+    met = pairs(places, seed, round_)
     return {one: other for pair in met for one, other in (pair, pair[::-1])}

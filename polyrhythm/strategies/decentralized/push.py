@@ -1,52 +1,52 @@
-"""Stochastic gradient push: workers that give away parts of what they have, and ask for nothing in return."""
+"""Stochastic gradient push: each worker gives away shares of its parameters, and expects nothing back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from polyrhythm.core.errors import PeerLost, UsageError
-from polyrhythm.model.vectors import blocks, copied
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import blocks, cloned, copied
+from polyrhythm.strategies.decentralized.base import Decentralized
 from polyrhythm.strategies.decentralized.topology import exponential_peer
-from polyrhythm.strategies.decentralized.transfer import Fetched, Handing, Transfer, gifts_of, group_of
+from polyrhythm.strategies.decentralized.transfer import TransferWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.core.published import Fetch, Publication
     from polyrhythm.model.replica import Replica
 
-    Given = tuple[int, Sequence[Tensor]]  # grains of omega, and the z that they stand for
 
-
-ONE = 1 << 40  # omega is counted in whole grains, so many to 1: none is ever lost by rounding
-LEAST = 1 << 10  # and one that is less than 1 in so many makes steps of z that are too long
+ONE = 1 << 40  # omega is counted in whole grains, so many to 1: rounding loses none
+LEAST = 1 << 10  # an omega of less than 1 in so many makes the steps of z too long
 
 
 @dataclass(frozen=True)
-class Push(Handing):
-    """Each gives half of its weight and parameters to another, in turn 1, 2, 4, ... places further (SGP).
+class Push(Decentralized):
+    """Each worker gives half of its weight and parameters to one 1, 2, 4, ... places further (SGP).
 
     x_i <- x_i - update, with the gradient at z_i; then the share p of (x_i, omega_i) goes to the receiver of
-    this round, and what others have given is added; z_i = x_i / omega_i is what the model computes with. With
-    `fanout` F there are F receivers, and p = 1 / (F + 1). A worker waits for what it is given in this round;
-    with `ahead` for what was given so many rounds before, which has come while it computed (overlap SGP).
+    this round, and the shares of others are added; the model computes with z_i = x_i / omega_i. With `fanout`
+    F there are F receivers, and p = 1 / (F + 1). A worker waits for the shares of this round; with `ahead`
+    for those of so many rounds before, which arrived while it computed (overlap SGP).
 
-    The sum of all omega is the number of workers, what is on its way included, and the sum of all x moves by
-    updates only. So z_i is near the mean of all, whatever the graph: one that dies takes along what it has,
-    and what would have been for it stays where it is. A new group of workers begins with omega = 1. A run
-    that is saved and resumed with as many workers goes on to the same bits: what was on its way is saved by
-    the one that it is for.
+    The sum of all omega is the number of workers, including shares on their way, and only updates move the
+    sum of all x. So z_i stays near the mean of all, whatever the graph. A worker that dies takes its own x
+    and omega along, and shares for it stay with their senders. A new cohort starts with omega = 1. A run
+    resumed with as many workers continues with the same bits: a share on its way is saved by its receiver.
 
     >>> import polyrhythm as pr
     >>> pr.parse("push:1,fanout=2").ahead
     1
     """
-
-    # x is never written down: in its place z travels, with the omega that it counts. z changes by differences
-    # only, so what is equal everywhere, a frozen layer, stays as it is to the last bit.
 
     name: ClassVar[str] = "push"
     main: ClassVar[str | None] = "ahead"
@@ -63,167 +63,177 @@ class Push(Handing):
         if self.fanout < 1:
             raise UsageError("fanout must be 1 or more: a number of receivers in each round")
 
-    def check_counts(self, workers: int, servers: int) -> None:
-        distances = (workers - 1).bit_length()
+    def check(self, plan: Plan) -> None:
+        distances = (plan.workers - 1).bit_length()
         if self.fanout > distances > 0:
             raise UsageError(
-                f"{self}: with {workers} workers fanout is at most {distances}: receivers are 1, 2, 4, ... "
-                "places further"
+                f"{self}: with {plan.workers} workers fanout is at most {distances}: receivers are 1, 2, 4, "
+                "... places further"
             )
         rounds = int(math.log(LEAST, self.fanout + 1) + 1e-9)
         if self.ahead > rounds:
             raise UsageError(
                 f"{self}: with fanout={self.fanout} ahead is at most {rounds}: by then a worker has given "
-                f"away all but 1/{LEAST} of its weight, and has got nothing yet"
+                f"away all but 1/{LEAST} of its weight, and has received nothing yet"
             )
 
-    def begin(self, node: Node, replica: Replica) -> None:
-        super().begin(node, replica)
-        self._anew(node, replica)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return PushWorker(self, node, replica, group)
 
-    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None:
-        super().regroup(node, replica, ranks, number)
-        self.finish(node, replica)
-        for asked in replica.notes["asked"].values():
-            for _, fetched in asked:
-                self.wait(fetched)  # that round never came: until the other says so its place is lent
-        self._anew(node, replica)
 
-    def _anew(self, node: Node, replica: Replica) -> None:
-        replica.notes.update(omega=ONE, turn=0, asked={}, saved={}, returned=[])
+class Share(NamedTuple):
+    """A share of weight, and the z that it counts for."""
 
-    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
-        """What is on its way is waited for: others have given it before they come here, or will soon."""
-        notes = replica.notes
-        way = {turn: [each for each, _ in self._given(replica, turn)] for turn in self._begun(replica)}
-        return {
-            **super().keep(node, replica),
-            "omega": notes["omega"],
-            "turn": notes["turn"],
-            "given": {turn: [_own(each) for each in given] for turn, given in way.items()},
-            "returned": [_own(each) for each in notes["returned"]],
-        }
+    grains: int
+    z: Sequence[Tensor]
 
-    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
-        super().resume(node, replica, kept)
-        group_of(replica).began = kept["turn"]
-        replica.notes.update(
-            omega=kept["omega"], turn=kept["turn"], saved=dict(kept["given"]), returned=list(kept["returned"])
-        )
 
-    def step(self, node: Node, replica: Replica) -> None:
-        turn = replica.notes["turn"]
-        if turn not in replica.notes["asked"]:  # the first one: only now it is known from where all go on
-            self._ask(node, replica)
-        with node.lock():
-            _update(replica)
-        self._give(node, replica, turn)
-        replica.notes["turn"] = turn + 1
-        self._take(node, replica, turn - self.ahead)
-        self._ask(node, replica)
+class PushWorker(TransferWorker):
+    """Holds z and omega. x = omega z is never stored: shares travel as z, with the omega that they count.
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        """Takes in all that is still on its way."""
-        self._take(node, replica, *self._begun(replica))
+    z changes by differences only, so that a layer that is equal everywhere, a frozen one, keeps its bits.
+    """
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        """What all will have when that which is on its way is there."""
-        given = self._given(replica, *self._begun(replica))
-        if not given or node.incarnation or node.members.lost:
-            return super().consensus(node, replica)
-        z = copied(replica.parameters, replica.buffer("consensus"))
-        _mix(z, replica.notes["omega"], [each for each, _ in given])
-        try:
-            node.group().all_reduce(*z, op="mean")
-        except PeerLost:
-            return self.look(node, replica, z)
-        return z
+    strategy: Push
 
-    def returned(self, replica: Replica, gift: Transfer) -> None:
-        replica.notes["returned"].append((gift.words["grains"], gift.vectors))
+    def __init__(self, strategy: Push, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.omega, self.round = ONE, 0
+        self.requested: dict[int, list[Fetch]] = {}  # shares of each round
+        self.loaded: dict[int, list[Share]] = {}  # the same, that were on their way when the run was saved
+        self.unclaimed: list[Share] = []  # their receivers died
+        self._places: dict[tuple[int, int], Sequence[Tensor]] = {}
 
-    # One round.
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        super().on_membership(ranks, number)
+        self.finish()
+        for fetches in self.requested.values():
+            for fetch in fetches:
+                fetch.wait()  # for an empty answer: that round was never begun, and its place is lent
+        self.omega, self.round = ONE, 0
+        self.requested, self.loaded, self.unclaimed = {}, {}, []
 
-    def _begun(self, replica: Replica) -> list[int]:
-        """Rounds of which something may still be on its way: the next one has not begun."""
-        asked = sorted({*replica.notes["saved"], *replica.notes["asked"]})
-        return [turn for turn in asked if turn < replica.notes["turn"]]
+    def step(self) -> None:
+        self.published.start()
+        if self.round not in self.requested:  # the first: where all continue from is known only now
+            self.request()
+        with self.node.lock():
+            self.update()
+        self.push()
+        self.round += 1
+        self.take(self.round - 1 - self.strategy.ahead)
+        self.request()
 
-    def _distances(self, replica: Replica, turn: int) -> Iterator[int]:
+    def finish(self) -> None:
+        """Takes all shares that are still on their way."""
+        self.take(*self.under_way())
+
+    def update(self) -> None:
+        """x <- x - update, which is z <- z - update / omega."""
+        omega = self.omega / ONE
+        if omega == 1:
+            return self.replica.apply()
+        before = copied(self.replica.parameters, self._before)
+        self.replica.apply()
+        for z, old in blocks(self.replica.parameters, before):
+            z.sub_(old).div_(omega).add_(old)
+
+    def push(self) -> None:
+        """Gives a share of (x, omega) to each receiver of this round."""
+        receivers = [self.place[0] + distance for distance in self.distances(self.round)]
+        grains = self.omega // (len(receivers) + 1)
+        self.omega -= grains * self.transfer(self.round, receivers, self.replica.parameters, grains=grains)
+
+    def request(self) -> None:
+        """Requests the shares of the next round, so that each is sent as soon as it is given."""
+        round_, ahead, fetches = self.round, self.strategy.ahead, []
+        for number, distance in enumerate(self.distances(round_)):
+            slot = number, round_ % (ahead + 1)
+            into = self._places[slot] = self._places.get(slot) or self.replica.buffer()
+            fetches.append(self.fetch(round_, self.place[0] - distance, into, have=round_ - ahead))
+        self.requested[round_] = [fetch for fetch in fetches if fetch is not None]
+
+    def distances(self, round_: int) -> list[int]:
         """How many places further the receivers of a round are."""
-        places = len(group_of(replica).ranks)
-        for number in range(min(self.fanout, (places - 1).bit_length())):
-            yield exponential_peer(0, places, turn * self.fanout + number)
+        places = len(self.ranks)
+        receivers = min(self.strategy.fanout, (places - 1).bit_length())
+        return [exponential_peer(0, places, round_ * self.strategy.fanout + n) for n in range(receivers)]
 
-    def _give(self, node: Node, replica: Replica, turn: int) -> None:
-        ranks, distances = group_of(replica).ranks, list(self._distances(replica, turn))
-        grains = replica.notes["omega"] // (len(distances) + 1)
-        for distance in distances:
-            to = ranks[(ranks.index(node.rank) + distance) % len(ranks)]
-            room = gifts_of(replica).room(replica)
-            if self.hand(node, replica, to, turn, copied(replica.parameters, room), grains=grains):
-                replica.notes["omega"] -= grains
-            else:
-                gifts_of(replica).spare.append(room)
+    def take(self, *rounds: int) -> None:
+        """Adds the shares that this worker was given in these rounds, and those that came back."""
+        arrived = self.arrived(*rounds)
+        with self.node.lock():
+            unclaimed, self.unclaimed = self.unclaimed, []
+            self.omega = merge(self.replica.parameters, self.omega, [s for s, _ in arrived] + unclaimed)
+        for round_ in rounds:
+            self.requested.pop(round_, None)
+            self.loaded.pop(round_, None)
+        for _, fetch in arrived:
+            if fetch is not None:
+                fetch.acknowledge()
 
-    def _ask(self, node: Node, replica: Replica) -> None:
-        """Asks for what is given in the next round, so that it comes as soon as it is there."""
-        ranks, turn = group_of(replica).ranks, replica.notes["turn"]
-        asked = replica.notes["asked"][turn] = []
-        for number, distance in enumerate(self._distances(replica, turn)):
-            sender = ranks[(ranks.index(node.rank) - distance) % len(ranks)]
-            into = replica.buffer(f"given {number} {turn % (self.ahead + 1)}")
-            if fetched := self.fetch(node, replica, sender, turn, into):
-                asked.append((into, fetched))
-
-    def _given(self, replica: Replica, *turns: int) -> list[tuple[Given, Fetched | None]]:
-        """What this worker was given in these rounds, when all of it is here."""
-        found: list[tuple[Given, Fetched | None]] = []
-        for turn in turns:
-            found += [(given, None) for given in replica.notes["saved"].get(turn, ())]
-            heard = [(self.wait(each), into, each) for into, each in replica.notes["asked"].get(turn, ())]
-            found += [((message["grains"], into), each) for message, into, each in heard if message]
+    def arrived(self, *rounds: int) -> list[tuple[Share, Fetch | None]]:
+        """The shares of these rounds, once all are here."""
+        found: list[tuple[Share, Fetch | None]] = []
+        for round_ in rounds:
+            found += [(share, None) for share in self.loaded.get(round_, ())]
+            for fetch in self.requested.get(round_, ()):
+                if message := fetch.wait():
+                    found.append((Share(message["grains"], fetch.into), fetch))
         return found
 
-    def _take(self, node: Node, replica: Replica, *turns: int) -> None:
-        given = self._given(replica, *turns)
-        with node.lock():
-            _add(replica, [each for each, _ in given])
-        for turn in turns:
-            replica.notes["asked"].pop(turn, None)
-            replica.notes["saved"].pop(turn, None)
-        for _, fetched in given:
-            if fetched is not None:
-                self.got(node, fetched)
+    def under_way(self) -> list[int]:
+        """Rounds that were begun, and whose shares were not taken."""
+        return [each for each in sorted({*self.loaded, *self.requested}) if each < self.round]
+
+    def returned(self, publication: Publication) -> None:
+        grains = publication.fields["grains"]
+        assert isinstance(grains, int)
+        self.unclaimed.append(Share(grains, cloned(publication.tensors)))
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        """The mean of what all workers will have once all shares have arrived."""
+        arrived = self.arrived(*self.under_way())
+        if final or not arrived or not self.together:
+            return super().consensus(final)
+        z = copied(self.replica.parameters, self.mean)
+        merge(z, self.omega, [share for share, _ in arrived])
+        try:
+            self.group.all_reduce(*z, op="mean")
+        except PeerLost:
+            return self.look(z)
+        return z
+
+    @cached_property
+    def _before(self) -> Sequence[Tensor]:
+        return self.replica.buffer()
+
+    def state_dict(self) -> State:
+        # Shares that are on their way are waited for: their senders gave them before they save.
+        under_way = {each: [share for share, _ in self.arrived(each)] for each in self.under_way()}
+        return {
+            **super().state_dict(),
+            "omega": self.omega,
+            "round": self.round,
+            "under_way": {each: list(map(_saved, shares)) for each, shares in under_way.items()},
+            "unclaimed": list(map(_saved, self.unclaimed)),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.omega, self.round = state["omega"], state["round"]
+        self.loaded = {each: [Share(*one) for one in shares] for each, shares in state["under_way"].items()}
+        self.unclaimed = [Share(*share) for share in state["unclaimed"]]
+        self.resume(self.round, f"round {self.round}")
 
 
-def _own(given: Given) -> Given:
-    """A copy to save."""
-    grains, vectors = given
-    return grains, [part.clone() for part in vectors]
+def _saved(share: Share) -> tuple[int, list[Tensor]]:
+    return share.grains, cloned(share.z)
 
 
-def _update(replica: Replica) -> None:
-    """x <- x - update, which is z <- z - update / omega."""
-    omega = replica.notes["omega"] / ONE
-    if omega == 1:
-        return replica.apply()
-    before = copied(replica.parameters, replica.buffer("before"))
-    replica.apply()
-    for z, old in blocks(replica.parameters, before):
-        z.sub_(old).div_(omega).add_(old)
-
-
-def _add(replica: Replica, given: Sequence[Given]) -> None:
-    """Adds what others have given, and what was for one that is gone."""
-    returned, replica.notes["returned"] = replica.notes["returned"], []
-    replica.notes["omega"] = _mix(replica.parameters, replica.notes["omega"], [*given, *returned])
-    gifts_of(replica).spare += [vectors for _, vectors in returned]
-
-
-def _mix(z: Sequence[Tensor], omega: int, given: Sequence[Given]) -> int:
-    """Makes of z the mean of itself and what was given, each with its omega; the omega of all."""
-    for grains, theirs in given:
+def merge(z: Sequence[Tensor], omega: int, shares: Sequence[Share]) -> int:
+    """Replaces z by the mean of itself and the shares, each weighted by its omega; returns the total."""
+    for grains, theirs in shares:
         omega += grains
         for mine, part in blocks(z, theirs):
             mine.lerp_(part, grains / omega)

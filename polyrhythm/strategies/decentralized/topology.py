@@ -1,16 +1,16 @@
-"""Who talks with whom where there is no server: graphs over the workers, and what each neighbour counts.
+"""Topologies: which workers exchange with each other where there is no server.
 
-    ring               one neighbour on each side
-    torus              a grid as square as possible whose edges are joined: four neighbours
-    exponential        neighbours on both sides, by turns: at the distance 1 in a round, then 2, 4, 8, ...
+    ring               one neighbor on each side
+    torus              a grid, as square as possible, with joined edges: four neighbors
+    exponential        neighbors on both sides, by turns: at the distance 1 in a round, then 2, 4, 8, ...
     exponential-all    at all these distances in every round
-    hypercube          those whose number differs in one bit
-    complete           everybody with everybody
-    random:4           a random connected graph in which each has 4 neighbours
+    hypercube          workers whose numbers differ in one bit
+    complete           all other workers
+    random:4           a random connected graph in which each worker has 4 neighbors
     0-1/1-2/2-0        these edges
 
-Places are numbered from 0; a graph is the neighbours of each place, in order. Everything here follows from
-the topology, the number of places and a seed, so that all workers know the whole graph and nothing is sent.
+Places are numbered from 0; a graph lists the neighbors of each place, in order. It is a function of the
+topology, the number of places and a seed, so all workers know the whole graph without a message.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
 
 from polyrhythm.core.errors import UsageError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Graph = tuple[tuple[int, ...], ...]
 Edge = tuple[int, int]
@@ -39,7 +34,7 @@ EXAMPLES = f"{', '.join(NAMED)}, random:DEGREE, or edges such as 0-1/1-2/2-0"
 
 @dataclass(frozen=True)
 class Topology:
-    """What a text like `ring`, `random:4` or `0-1/1-2` asks for, before the number of places is known."""
+    """A topology such as `ring`, `random:4` or `0-1/1-2`, for any number of places."""
 
     text: str
     kind: str
@@ -50,7 +45,7 @@ class Topology:
         return self.text
 
     def turns(self, places: int) -> int:
-        """How many different graphs follow each other: 1, but for `exponential`."""
+        """The number of graphs that take turns: 1, except for `exponential`."""
         return max(1, (places - 1).bit_length()) if self.kind == "exponential" else 1
 
 
@@ -65,7 +60,7 @@ def parse_topology(text: str) -> Topology:
     kind, colon, rest = text.partition(":")
     if kind == "random":
         if not re.fullmatch("[0-9]{1,9}", rest) or int(rest) < 1:
-            raise UsageError(f"topology {text!r}: say how many neighbours each has, as in random:4")
+            raise UsageError(f"topology {text!r}: say how many neighbors each has, as in random:4")
         return Topology(text, "random", int(rest))
     if not colon and re.match("[0-9]", text):
         return Topology(text, "edges", edges=tuple(_edges(text)))
@@ -75,9 +70,9 @@ def parse_topology(text: str) -> Topology:
 
 
 def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = None) -> Graph:
-    """The neighbours of each place; UsageError if there is no such graph over so many places.
+    """The neighbors of each place; UsageError if so many places have no such graph.
 
-    Of one that changes from round to round: those at a turn, or all that a place ever has.
+    If the graph changes from round to round: those at a turn, or all that a place ever has.
 
     >>> graph(parse_topology("ring"), 4)
     ((1, 3), (0, 2), (1, 3), (0, 2))
@@ -118,126 +113,64 @@ def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = Non
 def regraph(
     topology: Topology, ranks: Sequence[int], seed: int = 0, turn: int | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """The neighbours of each of these ranks, whichever of the workers they are: some may have died.
+    """The neighbors of each of these ranks. Others may have died.
 
-    What is left is asked for the same topology. If so many cannot have it they get what is nearest to it: in
-    place of a torus or hypercube `exponential-all`; of `random:D` as many neighbours as there can be, one
-    more if their number and D are odd. Of an edge list what is between them, and a ring through all if that
-    does not hold together.
+    The survivors use the same topology. If so many workers have no such graph, they use the nearest one:
+    `exponential-all` in place of a torus or hypercube; for `random:D` as many neighbors as possible, and one
+    more if their number and D are odd. An edge list keeps the edges between survivors, and gets a ring
+    through all if these do not connect them.
     """
-    living = sorted(ranks)
+    survivors = sorted(ranks)
     if topology.kind == "edges":
-        kept = [edge for edge in topology.edges if set(edge) <= set(living)]
-        place = {rank: number for number, rank in enumerate(living)}
+        kept = [edge for edge in topology.edges if set(edge) <= set(survivors)]
+        place = {rank: number for number, rank in enumerate(survivors)}
         edges = [(place[low], place[high]) for low, high in kept]
-        found = _graph(len(living), edges)
+        found = _graph(len(survivors), edges)
         if not connected(found):
-            ring = ((number, (number + 1) % len(living)) for number in place.values())
-            found = _graph(len(living), [*edges, *ring])
+            ring = ((number, (number + 1) % len(survivors)) for number in place.values())
+            found = _graph(len(survivors), [*edges, *ring])
     else:
-        found = graph(_possible(topology, len(living)), len(living), seed, turn)
-    return {living[place]: tuple(living[each] for each in near) for place, near in enumerate(found)}
+        found = graph(_possible(topology, len(survivors)), len(survivors), seed, turn)
+    return {survivors[place]: tuple(survivors[each] for each in near) for place, near in enumerate(found)}
 
 
-def metropolis(neighbours: Graph) -> tuple[tuple[float, ...], ...]:
-    """What each neighbour of each place counts: W_ij = 1 / (1 + max(d_i, d_j)), by Metropolis and Hastings.
-
-    W_ii is the rest, and never below 1 / (1 + d_i). So W is symmetric, and its rows and columns add up to 1:
-    mixing by it moves no mean.
-    """
-    degrees = [len(each) for each in neighbours]
-    return tuple(
-        tuple(1 / (1 + max(degrees[place], degrees[other])) for other in near)
-        for place, near in enumerate(neighbours)
-    )
-
-
-def matrix(neighbours: Graph) -> NDArray[np.float64]:
-    """W as a matrix."""
-    import numpy as np
-
-    size = len(neighbours)
-    weights = np.zeros((size, size))
-    for place, (near, given) in enumerate(zip(neighbours, metropolis(neighbours), strict=True)):
-        weights[place, list(near)] = given
-        weights[place, place] = 1 - math.fsum(given)
-    return weights
-
-
-def check_weights(weights: NDArray[np.float64], whole: bool = True) -> None:
-    """Raises UsageError unless mixing by these weights brings all to their mean, and leaves that in place.
-
-    `whole`: the graph must hold together; one that is only a turn need not.
-    """
-    import numpy as np
-
-    near = 1e-12
-    if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
-        raise UsageError(f"weights of mixing are a square matrix, and this one is {weights.shape}")
-    if not np.isfinite(weights).all() or weights.min() < 0:
-        raise UsageError("unbalanced topology: a weight is negative, or no number")
-    if np.abs(weights - weights.T).max() > near:
-        one, other = np.unravel_index(np.abs(weights - weights.T).argmax(), weights.shape)
+def check_connected(neighbors: Graph) -> None:
+    """Raises UsageError unless a path leads from each place to each other."""
+    if len(neighbors) > 1 and not all(neighbors):
+        raise UsageError(f"worker {neighbors.index(())} has no neighbor: name an edge of it, or leave it out")
+    reached = _reached(neighbors)
+    if len(reached) < len(neighbors):
+        rest = [place for place in range(len(neighbors)) if place not in reached]
         raise UsageError(
-            f"unbalanced topology: {one} counts {weights[other, one]:g} for {other}, and {other} counts "
-            f"{weights[one, other]:g} for {one}; the weights of both must be equal"
-        )
-    if np.abs(weights.sum(1) - 1).max() > near:
-        place = int(np.abs(weights.sum(1) - 1).argmax())
-        total = float(weights[place].sum())
-        raise UsageError(f"unbalanced topology: the weights of worker {place} add up to {total:g}, not 1")
-    if whole:
-        check_connected(tuple(tuple(np.flatnonzero(row).tolist()) for row in weights))
-
-
-def check_connected(neighbours: Graph) -> None:
-    """Raises UsageError unless there is a way from each place to each other."""
-    if len(neighbours) > 1 and not all(neighbours):
-        raise UsageError(
-            f"worker {neighbours.index(())} has no neighbour: name an edge of it, or leave it out"
-        )
-    reached = _reached(neighbours)
-    if len(reached) < len(neighbours):
-        rest = [place for place in range(len(neighbours)) if place not in reached]
-        raise UsageError(
-            f"disconnected topology: no way leads from worker 0 to {_some(rest)}, so they would never agree; "
-            "join both parts by an edge"
+            f"disconnected topology: no path leads from worker 0 to {_some(rest)}, so they would never "
+            "agree; join both parts by an edge"
         )
 
 
-def connected(neighbours: Graph) -> bool:
-    """Whether there is a way from each place to each other."""
-    return len(_reached(neighbours)) == len(neighbours)
+def connected(neighbors: Graph) -> bool:
+    """True if a path leads from each place to each other."""
+    return len(_reached(neighbors)) == len(neighbors)
 
 
-def contraction(weights: NDArray[np.float64]) -> float:
-    """rho, W's second largest |eigenvalue|: one mixing leaves at most this much of the way to the mean."""
-    import numpy as np
-
-    if len(weights) == 1:
-        return 0.0
-    return float(np.sort(np.abs(np.linalg.eigvalsh(weights)))[-2])
-
-
-# Rounds in which each has one partner, another each time.
+# --- rounds in which each worker has one partner, another each time ---------------------------------
 
 
 def exponential_peer(place: int, places: int, turn: int) -> int:
-    """To whom a place gives in a round: at the distance 1, 2, 4, ... and again. So all get from one, too."""
+    """The receiver of a place in a round, at the distance 1, 2, 4, ... by turns. Each has one sender, too."""
     powers = (places - 1).bit_length()
     return (place + (1 << turn % powers)) % places if powers else place
 
 
 def pairs(places: int, seed: int, turn: int) -> tuple[Edge, ...]:
-    """Random pairs for a round: of an odd number one is left out, another each time until all have been."""
+    """Random pairs for a round. One of an odd number is left out, another each time until all have been."""
     order = _drawn(places, seed, "pairs", turn)
     if places % 2:
-        # By turns, in an order that is drawn once: nobody stays out twice before all have.
+        # By turns, in an order that is drawn once: none is left out twice before all have been.
         order.remove(_drawn(places, seed, "out")[turn % places])
     return tuple(sorted((min(pair), max(pair)) for pair in zip(order[::2], order[1::2], strict=True)))
 
 
-# What all this is made of.
+# --- how graphs are made ----------------------------------------------------------------------------
 
 
 def _edges(text: str) -> Iterator[Edge]:
@@ -245,7 +178,7 @@ def _edges(text: str) -> Iterator[Edge]:
     for word in text.split("/"):
         if re.fullmatch("[0-9]+>[0-9]+", word):
             raise UsageError(
-                f"unbalanced topology: {word} goes one way, and a mean stays in place only if both mix; "
+                f"unbalanced topology: {word} goes one way, and the mean is preserved only if both mix; "
                 f"write {word.replace('>', '-')}"
             )
         if not re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", word):
@@ -254,7 +187,7 @@ def _edges(text: str) -> Iterator[Edge]:
             )
         low, high = sorted(int(end) for end in word.split("-"))
         if low == high:
-            raise UsageError(f"topology: {word} makes worker {low} its own neighbour; leave it out")
+            raise UsageError(f"topology: {word} makes worker {low} its own neighbor; leave it out")
         if (low, high) in seen:
             raise UsageError(f"topology: the edge between {low} and {high} is named twice")
         seen.add((low, high))
@@ -278,7 +211,7 @@ def _listed(topology: Topology, places: int) -> Graph:
 
 
 def _grid(places: int) -> Edge:
-    """Rows and columns, as many as possible of the fewer."""
+    """Rows and columns of a grid that is as square as possible."""
     rows = next(number for number in range(math.isqrt(places), 0, -1) if places % number == 0)
     if rows < 2:
         fitting = [number for number in (places - 1, places + 1) if number > 3 and number % 2 == 0] or [4]
@@ -303,17 +236,17 @@ def _degree(topology: Topology, places: int) -> int:
     if degree >= places:
         raise UsageError(f"topology {topology}: among {places} workers random:{places - 1} is the most")
     if degree == 1 and places > 2:
-        raise UsageError(f"topology {topology}: pairs do not hold together; 2 neighbours or more would work")
+        raise UsageError(f"topology {topology}: pairs are not connected; 2 neighbors or more would work")
     if places * degree % 2:
         raise UsageError(
-            f"topology {topology}: {places} workers cannot have {degree} neighbours each, for both numbers "
-            f"are odd; random:{degree - 1} or random:{degree + 1} would work"
+            f"topology {topology}: {places} workers cannot have {degree} neighbors each, because both "
+            f"numbers are odd; random:{degree - 1} or random:{degree + 1} would work"
         )
     return degree
 
 
 def _possible(topology: Topology, places: int) -> Topology:
-    """The topology itself, or what so many places get in its stead."""
+    """The topology itself, or the one that so many places get instead."""
     try:
         graph(topology, places)
     except UsageError:
@@ -328,13 +261,13 @@ def _possible(topology: Topology, places: int) -> Topology:
 
 
 def _regular(places: int, degree: int, seed: int) -> Graph:
-    """A random graph in which each place has so many neighbours, and which holds together."""
+    """A random connected graph in which each place has so many neighbors."""
     if degree == places - 1:
         return graph(Topology("complete", "complete"), places)
-    if degree == 2:  # one of the few that hold together
+    if degree == 2:  # few random ones are connected
         order = _drawn(places, seed, "ring")
         return _graph(places, pairwise([*order, order[0]]))
-    # Few edges are quickly drawn; of many, those that are not there.
+    # Few edges are drawn quickly. Of many, the missing ones are drawn.
     few = min(degree, places - 1 - degree)
     for attempt in count():
         edges = _matched(places, few, seed, attempt)
@@ -350,9 +283,9 @@ def _regular(places: int, degree: int, seed: int) -> Graph:
 
 
 def _matched(places: int, degree: int, seed: int, attempt: int) -> set[Edge] | None:
-    """Each place has so many ends, and they are joined at random; what may not be is drawn again.
+    """Gives each place so many half-edges and joins them at random; invalid edges are drawn again.
 
-    None if what is left cannot be joined (Steger and Wormald 1999).
+    None if the rest cannot be joined (Steger and Wormald 1999).
     """
     edges: set[Edge] = set()
     ends = [place for place in range(places) for _ in range(degree)]
@@ -374,7 +307,7 @@ def _matched(places: int, degree: int, seed: int, attempt: int) -> set[Edge] | N
 
 
 def _drawn(number: int, *seeds: object) -> list[int]:
-    """The numbers below `number` in random order: by hashes, which no version of any library changes."""
+    """The numbers below `number` in random order, by hashes, which are the same in all library versions."""
 
     def key(each: int) -> bytes:
         return hashlib.blake2b(repr((*seeds, each)).encode(), digest_size=8).digest()
@@ -391,10 +324,10 @@ def _graph(places: int, edges: Iterable[Edge]) -> Graph:
     return tuple(tuple(sorted(each)) for each in near)
 
 
-def _reached(neighbours: Graph) -> set[int]:
+def _reached(neighbors: Graph) -> set[int]:
     reached, ahead = {0}, [0]
     while ahead:
-        new = set(neighbours[ahead.pop()]) - reached
+        new = set(neighbors[ahead.pop()]) - reached
         reached |= new
         ahead += new
     return reached
