@@ -51,7 +51,7 @@ def test_interrupted_simulated_run_resumes_exactly(strategy: str, workers: int, 
     assert train_steps(EPOCHS // 2, EPOCHS) == whole
 
 
-@pytest.mark.parametrize("strategy", ["push:1", "noloco:5"])
+@pytest.mark.parametrize("strategy", ["push:1", "noloco:5", "gossip", "choco:0.5+topk:0.3"])
 def test_interrupted_run_resumes_exactly_on_real_processes(strategy: str, tmp_path: Path) -> None:
     def train_steps(begin: int, end: int) -> str:
         return pr.run(
@@ -72,7 +72,7 @@ def test_a_worker_that_does_not_load_its_saved_state_is_refused(strategy: str, t
     def forgetful() -> None:
         script(tmp_path, 2, 4, forgets=1)
 
-    with pytest.raises(UsageError, match="either each loads what it has saved itself"):
+    with pytest.raises(UsageError, match="either each worker loads the state that it saved itself"):
         train(forgetful)
 
 

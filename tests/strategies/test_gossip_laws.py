@@ -1,4 +1,4 @@
-"""The laws of workers that mix with their neighbours: exact in simulation, where they are exact."""
+"""The laws of workers that mix with their neighbors: exact in simulation, where they are exact."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse_codec
-from polyrhythm.strategies.decentralized.choco import kept
-from polyrhythm.strategies.decentralized.topology import contraction, graph, matrix, parse_topology
+from polyrhythm.session.data import mix
+from polyrhythm.strategies.decentralized.choco import energy_kept
+from polyrhythm.strategies.decentralized.mixing import contraction, matrix
+from polyrhythm.strategies.decentralized.topology import graph, parse_topology
 from tests.support.combine import each_value, few
 from tests.support.planes import CODECS, MODELS, Plane, layers, slopes, ways
 from tests.support.programs import ADAM, MOMENTUM, SGD, Examples, Script, distance, events, mlp, trained
@@ -120,7 +123,7 @@ def test_gossip_keeps_parameter_changes_made_by_the_script(simulate: Any, order:
     found: dict[int, Tensor] = {}
     start: dict[int, Tensor] = {}
     summary = simulate(main, f"gossip:ring,order={order}", 3)
-    torch.manual_seed(pr.data.sharing.mix("model", 0))
+    torch.manual_seed(mix("model", 0))
     begin = torch.nn.Linear(3, 2).double().weight.detach()
     assert torch.allclose(trained(summary)["weight"], begin + 1.0, rtol=0, atol=1e-12)
     assert all(torch.allclose(shown, begin + 1.0, rtol=0, atol=1e-12) for shown in start.values())
@@ -175,7 +178,7 @@ NET = '[[hosts]]\nlatency = "{latency}"\nbandwidth = "1 GB/s"\nstep_time = "10 m
     ("strategy", "step"), [("gossip", 0.010), (f"gossip:order={AFTER}", 0.014), ("choco", 0.014)]
 )
 def test_gossip_mixing_adds_at_most_one_network_latency(simulate: Any, strategy: str, step: float) -> None:
-    """What neighbours show comes while the gradient is computed; or one way, for it was asked for before."""
+    """What neighbors show comes while the gradient is computed; or one way, for it was asked for before."""
 
     def took(count: int) -> float:
         return simulate(Plane(count), strategy, 4, cluster=NET.format(latency="2 ms"))["wall_s"]
@@ -205,8 +208,7 @@ def test_gossip_keeps_only_a_few_rounds_of_parameters(simulate: Any, topology: s
     slow += 'step_time = { exponential = "10 ms" }\n'
     plane = Plane(30)
     simulate(plane, f"gossip:{topology}", 8, cluster=slow)
-    kept = [sum(name.startswith("shown") for name in each.buffers) for each in plane.replicas.values()]
-    assert max(kept) <= most
+    assert max(len(worker.published.rooms) for worker in plane.workers.values()) <= most
 
 
 # --- choco ------------------------------------------------------------------------------------------
@@ -236,17 +238,17 @@ def test_choco_without_a_codec_is_gossip(simulate: Any, topology: str, optimizer
 @each_value(
     ("model", MODELS), ("codec", ["", *(f"+{each}" for each in ways(CODECS)), "+topk:0.2,per=layer,dense=1d"])
 )
-def test_choco_neighbours_hold_identical_copies_of_sent_parameters(
+def test_choco_neighbors_hold_identical_copies_of_sent_parameters(
     simulate: Any, model: str, codec: str
 ) -> None:
-    """Each worker and all its neighbours have the same bits of what it has told; the mean is preserved."""
+    """Each worker and all its neighbors have the same bits of what it has told; the mean is preserved."""
     plane = Plane(9, model=MODELS[model])
     simulate(plane, f"choco:topology=0-1/0-2/0-3/3-4{codec}", 5)
-    told = {rank: each.buffers["sent: told"] for rank, each in plane.replicas.items()}
     for rank, near in enumerate(graph(parse_topology("0-1/0-2/0-3/3-4"), 5)):
         for other in near:
-            known = plane.replicas[rank].buffers[f"sent: told by {other}"]
-            assert all(torch.equal(a, b) for a, b in zip(known, told[other], strict=True))
+            known = plane.workers[rank].estimates[Peer("worker", other)]
+            told = plane.workers[other].estimate
+            assert all(torch.equal(a, b) for a, b in zip(known, told, strict=True))
     if model == "double":
         x, g = rows(plane).mean(1), gradients(plane, 5).mean(1)
         assert np.abs(np.diff(x, axis=0) + LR * g[1:]).max() < 1e-12
@@ -277,10 +279,10 @@ def test_share_of_energy_kept_by_a_codec_matches_theory() -> None:
 
     model = torch.nn.Linear(100, 100)
     layout = Layout(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    assert kept(parse_codec("topk:0.1,pick=exact"), layout) == pytest.approx(1 - 0.9**3, rel=0.02)
-    assert kept(parse_codec("randomk:0.1"), layout) == pytest.approx(0.1, rel=0.1)
-    assert kept(parse_codec("int8"), layout) > 0.999
-    assert kept(parse_codec("sign"), layout) == pytest.approx(2 / np.pi, rel=0.02)
+    assert energy_kept(parse_codec("topk:0.1,pick=exact"), layout) == pytest.approx(1 - 0.9**3, rel=0.02)
+    assert energy_kept(parse_codec("randomk:0.1"), layout) == pytest.approx(0.1, rel=0.1)
+    assert energy_kept(parse_codec("int8"), layout) > 0.999
+    assert energy_kept(parse_codec("sign"), layout) == pytest.approx(2 / np.pi, rel=0.02)
 
 
 # --- it goes on -------------------------------------------------------------------------------------
@@ -404,8 +406,8 @@ def test_gossip_never_deadlocks_when_workers_die_at_random_times(
 
 
 @pytest.mark.parametrize("strategy", ["gossip", f"gossip:order={AFTER}", "choco"])
-def test_gossip_request_to_a_replaced_neighbour_does_not_hang(simulate: Any, strategy: str) -> None:
-    """A neighbour dies when it has shown a round and is there again before it is asked for the next one. It
+def test_gossip_request_to_a_replaced_neighbor_does_not_hang(simulate: Any, strategy: str) -> None:
+    """A neighbor dies when it has shown a round and is there again before it is asked for the next one. It
     waits for the next epoch, which waits for who has asked: so it must say that it is not in this one."""
     cluster = '[[hosts]]\ncount = 1\nstep_time = "100 ms"\n[[hosts]]\nstep_time = "10 ms"\n'
     cluster += BACK.format(at=30, back=40)
@@ -422,7 +424,7 @@ def test_gossip_request_to_a_replaced_neighbour_does_not_hang(simulate: Any, str
     ("strategy", "workers", "said"),
     [
         ("gossip:rong", 4, "gossip:rong: topology 'rong' is unknown"),
-        ("gossip:0-0/0-1", 2, "its own neighbour"),
+        ("gossip:0-0/0-1", 2, "its own neighbor"),
         ("gossip:0-1/2-3", 4, "disconnected topology"),
         ("gossip:0>1/1>2/2>0", 3, "unbalanced topology"),
         ("gossip:torus", 7, "an odd grid"),
@@ -432,7 +434,7 @@ def test_gossip_request_to_a_replaced_neighbour_does_not_hang(simulate: Any, str
         ("gossip+int8", 3, "gossip takes no codec"),
         ("choco:0", 3, "gamma must be auto, or more than 0"),
         ("choco:1.5", 3, "gamma must be auto, or more than 0"),
-        ("choco:topology=exponential", 3, "take topology=exponential-all"),
+        ("choco:topology=exponential", 3, "use topology=exponential-all"),
         ("choco+dgc", 3, "is for gradients"),
     ],
 )

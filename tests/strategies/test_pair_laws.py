@@ -13,13 +13,13 @@ from torch import Tensor
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.plan import Plan
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.data import mix
-from polyrhythm.strategies.decentralized.adpsgd import ADPSGD, asked
+from polyrhythm.strategies.decentralized.adpsgd import AdPsgdWorker, requests
 from polyrhythm.strategies.decentralized.noloco import partners
-from polyrhythm.strategies.decentralized.push import ONE
+from polyrhythm.strategies.decentralized.push import ONE, PushWorker
 from polyrhythm.strategies.decentralized.topology import parse_topology, regraph
-from polyrhythm.strategies.decentralized.transfer import gifts_of
 from polyrhythm.worlds.simulated.fibers import Loop
 from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
 from tests.support.combine import each_value
@@ -88,13 +88,13 @@ def test_adpsgd_parameter_sum_changes_by_updates_only(
     def look() -> None:
         if len(plane.replicas) < 6:
             return
-        strategy, total = ADPSGD(topology), torch.zeros_like(way[0])
-        for rank, replica in plane.replicas.items():
-            total += flat(strategy.shown(replica, 0, replica.layout.total))
-            for (peer, name), gift in gifts_of(replica).given.items():
-                asker = plane.replicas[peer.rank]
-                if asker.outstanding and name == asker.notes["asked"]:
-                    total -= flat(gift.vectors)
+        total = torch.zeros_like(way[0])
+        for rank, worker in plane.workers.items():
+            total += flat(worker.shown(0, worker.replica.layout.total))
+            for (peer, key), delivery in worker.published._deliveries.items():
+                fetched = plane.workers[peer.rank].fetched
+                if fetched is not None and fetched.key == key:
+                    total -= flat(delivery.publication.tensors)
                     seen.append(rank)
         if not start:
             start.append(total)
@@ -151,8 +151,7 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
     """Neither one that asks nor one that is asked: the others take their steps at the very same times."""
     link = '[[hosts]]\nstep_time = "10 ms"\nlatency = "1 ms"\nbandwidth = "10 Mbit/s"\n'
     straggler = f"[[stragglers]]\nworkers = [{slow}]\nslowdown = 10.0\n"
-    requests = asked(topology, tuple(range(6)), 0)
-    assert bool(requests[slow]) == (slow == 0)
+    assert bool(requests(topology, tuple(range(6)), 0)[slow]) == (slow == 0)
     times = []
     for cluster in (link, link + straggler):
         steps = events(simulate(Steps(30, size=100), f"adpsgd:{topology}", 6, cluster=cluster), "step")
@@ -168,14 +167,14 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
 def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks: set[int]) -> None:
     """Whoever lives: each asks or is asked and never both, by edges of the graph, and all are connected."""
     living = tuple(sorted(ranks))
-    near, requests = regraph(parse_topology(topology), living, 3), asked(topology, living, 3)
-    answer = {other for others in requests.values() for other in others}
-    assert not answer & {rank for rank, others in requests.items() if others}
-    assert all(other in near[rank] for rank, others in requests.items() for other in others)
+    near, asked = regraph(parse_topology(topology), living, 3), requests(topology, living, 3)
+    answer = {other for others in asked.values() for other in others}
+    assert not answer & {rank for rank, others in asked.items() if others}
+    assert all(other in near[rank] for rank, others in asked.items() for other in others)
     reached, ahead = {living[0]}, [living[0]]
     while ahead:
         here = ahead.pop()
-        new = {*requests[here], *(rank for rank, others in requests.items() if here in others)} - reached
+        new = {*asked[here], *(rank for rank, others in asked.items() if here in others)} - reached
         reached |= new
         ahead += new
     assert reached == ranks
@@ -186,18 +185,19 @@ def test_an_average_that_is_asked_for_twice_counts_once(
 ) -> None:
     """A connection that breaks may take the answer along: whoever asks again is given the same."""
     digest = simulate(Script(), "adpsgd", 4)["digest"]
-    hear, again = ADPSGD.hear, []
+    on_message, again = AdPsgdWorker.on_message, []
 
-    def twice(self: ADPSGD, node: Any, replica: Replica, message: Any) -> None:
-        hear(self, node, replica, message)
+    def twice(self: AdPsgdWorker, message: Any) -> None:
+        on_message(self, message)
         if message is not None and message.kind == "average":
+            node: Any = self.node
             places = [torch.empty_like(part) for part in message.tensors]
             repeated = Asked(message.sender, "average", message.sequence, message.fields, message.tensors)
             repeated.reply = SimulatedReply(node.world.nodes[message.sender], node.me, "average", places)
-            hear(self, node, replica, repeated)
+            on_message(self, repeated)
             again.append(torch.equal(flat(places), flat(message.tensors)))
 
-    monkeypatch.setattr(ADPSGD, "hear", twice)
+    monkeypatch.setattr(AdPsgdWorker, "on_message", twice)
     assert simulate(Script(), "adpsgd", 4)["digest"] == digest
     assert again and all(again)
 
@@ -268,21 +268,26 @@ def test_adpsgd_refuses_invalid_topologies(simulate: Any) -> None:
 LINKS = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
 
 
-def under_way(replicas: dict[int, Replica]) -> list[tuple[int, list[Tensor]]]:
-    """What was given and has not been added by whom it is for: grains, and the z that they stand for."""
+def under_way(workers: dict[int, PushWorker]) -> list[tuple[int, Any]]:
+    """Shares that were given and that their receivers have not added: grains, and the z that they count."""
     found = []
-    for replica in replicas.values():
-        for (peer, name), gift in gifts_of(replica).given.items():
-            turn, theirs = int(name.partition("/")[2]), replicas[peer.rank].notes
-            if turn in theirs["asked"] or turn >= theirs["turn"]:
-                found.append((gift.words["grains"], gift.vectors))
+    for worker in workers.values():
+        for (peer, key), delivery in worker.published._deliveries.items():
+            receiver, share = workers[peer.rank], delivery.publication
+            if key.round in receiver.requested or key.round >= receiver.round:
+                found.append((share.fields["grains"], share.tensors))
     return found
+
+
+def check(strategy: str, workers: int) -> None:
+    parsed = pr.parse(strategy)
+    parsed.check(Plan(parsed, workers))
 
 
 def fits(strategy: str, workers: int) -> bool:
     """False if the strategy needs more workers."""
     try:
-        pr.parse(strategy).check(workers, 1)
+        check(strategy, workers)
     except UsageError:
         return False
     return True
@@ -302,7 +307,7 @@ def fits(strategy: str, workers: int) -> bool:
 )
 def test_push_refuses_fanout_and_ahead_beyond_their_limits(strategy: str, workers: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        pr.parse(strategy).check(workers, 1)
+        check(strategy, workers)
     assert message in str(caught.value)
 
 
@@ -337,13 +342,12 @@ def test_mass_is_conserved(
         way.sub_(0.5 * flat(slopes(rank, taken[rank], self.model)))
 
     def look() -> None:
-        replicas = plane.replicas
-        if len(replicas) < workers:
+        if len(plane.workers) < workers:
             return
-        flying = under_way(replicas)
+        flying = under_way(plane.workers)
         seen["under way"] += len(flying)
         seen["events"] += 1
-        own = [(replica.notes["omega"], replica.parameters) for replica in replicas.values()]
+        own = [(worker.omega, worker.replica.parameters) for worker in plane.workers.values()]
         assert sum(grains for grains, _ in (*own, *flying)) == workers * ONE
         if seen["events"] % 7 and len(start):
             return
@@ -356,7 +360,7 @@ def test_mass_is_conserved(
     simulate(plane, strategy, workers, cluster=LINKS)
     assert set(taken.values()) == {60} and seen["under way"] > 100
     # At the end nothing is: each has its whole weight again.
-    assert {replica.notes["omega"] for replica in plane.replicas.values()} == {ONE}
+    assert {worker.omega for worker in plane.workers.values()} == {ONE}
 
 
 @pytest.mark.parametrize(
@@ -526,10 +530,10 @@ def test_push_sum_weight_sent_to_a_dead_worker_is_recovered(
     totals: list[int] = []
 
     def look() -> None:
-        if len(plane.replicas) == 4:
-            living = {rank: replica for rank, replica in plane.replicas.items() if rank != 1}
-            own = sum(replica.notes["omega"] for replica in living.values())
-            own += sum(grains for replica in living.values() for grains, _ in replica.notes["returned"])
+        if len(plane.workers) == 4:
+            living = {rank: worker for rank, worker in plane.workers.items() if rank != 1}
+            own = sum(worker.omega for worker in living.values())
+            own += sum(share.grains for worker in living.values() for share in worker.unclaimed)
             totals.append(own)
 
     watch(monkeypatch, look)
@@ -547,13 +551,13 @@ def test_push_loses_no_weight_to_a_worker_that_dies_during_regrouping(simulate: 
         point, optimizer = here.prepare(point, torch.optim.SGD(point.parameters(), lr=0.1))
         for step in range(40):
             if step == 20:
-                here.strategy.regroup(here._node, here._replica, [0, 1, 2, 3], 1)
+                here._worker.on_membership([0, 1, 2, 3], 1)
             point.x.grad = torch.ones_like(point.x)
             optimizer.step()
-        replicas[here.rank] = here._replica
+        workers[here.rank] = here._worker
 
-    replicas: dict[int, Replica] = {}
+    workers: dict[int, PushWorker] = {}
     crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
     simulate(script, "push", 4, cluster=crash)
-    assert sum(replica.notes["omega"] for replica in replicas.values()) == 3 * ONE
-    assert not any(gifts_of(replica).given for replica in replicas.values())
+    assert sum(worker.omega for worker in workers.values()) == 3 * ONE
+    assert not any(worker.published._deliveries for worker in workers.values())

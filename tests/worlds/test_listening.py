@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.node import others
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import describe
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import Worker
 from polyrhythm.session.context import session
-from polyrhythm.strategies.decentralized.base import Peers, others
+from polyrhythm.strategies.decentralized.base import Decentralized, DecentralizedWorker
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import each_value
@@ -29,37 +31,48 @@ from tests.support.programs import Examples, events, mlp, trained
 
 
 @dataclass(frozen=True)
-class Nearest(Peers):
+class Nearest(Decentralized):
     """Each asks the next one for its parameters, and takes the mean with its own."""
 
     locked: bool = False
     broken: bool = False
 
     @property
-    def lockstep(self) -> bool:
-        return self.locked
+    def traits(self) -> Traits:
+        return replace(super().traits, lockstep=self.locked)
 
-    def step(self, node: Any, replica: Any) -> None:
+    def worker(self, node: Any, replica: Any, group: Any) -> Worker:
+        return NearestWorker(self, node, replica, group)
+
+
+class NearestWorker(DecentralizedWorker):
+    strategy: Nearest
+
+    @property
+    def ranks(self) -> list[int]:
+        return [peer.rank for peer in self.node.members.workers]
+
+    def step(self) -> None:
+        node, replica = self.node, self.replica
         with node.lock():
             replica.apply()
         later = [peer for peer in others(node) if peer > node.me] or others(node)
-        theirs = replica.buffer("theirs")
         for peer in later[:1]:
             try:
-                node.request(peer, "look", into=theirs, start=0, stop=replica.layout.total).wait()
+                node.request(peer, "look", into=self.mean, start=0, stop=replica.layout.total).wait()
             except PeerLost:
                 return
             with node.lock():
-                for mine, other in zip(replica.parameters, theirs, strict=True):
+                for mine, other in zip(replica.parameters, self.mean, strict=True):
                     mine.add_(other).div_(2)
 
-    def hear(self, node: Any, replica: Any, message: Any) -> None:
-        if self.broken and replica.steps == 2:
+    def on_message(self, message: Any) -> None:
+        if self.strategy.broken and self.replica.steps == 2:
             raise ValueError("heard too much")
-        super().hear(node, replica, message)
+        super().on_message(message)
 
-    def regroup(self, node: Any, replica: Any, ranks: Sequence[int], number: int) -> None:
-        node.log("regroup", ranks=list(ranks), number=number)
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        self.node.log("cohort", ranks=list(ranks), number=number)
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +135,11 @@ def test_peer_strategy_survivors_continue_after_a_kill(
     there = [rank for rank in range(3) if rank != victim]
     assert all((tmp_path / f"{rank} 0.pt").exists() for rank in there)
     assert (tmp_path / f"{victim} 1.pt").exists() == bool(restarts)
-    regrouped = events(summary, "regroup")
+    cohorts = events(summary, "cohort")
     if locked == "no":
-        assert not regrouped
+        assert not cohorts
     elif not restarts:
-        assert {tuple(line["ranks"]) for line in regrouped} == {tuple(there)}
+        assert {tuple(line["ranks"]) for line in cohorts} == {tuple(there)}
 
 
 @pytest.mark.parametrize("locked", ["no", "yes"])
@@ -144,7 +157,7 @@ def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: 
     )
     assert one["digest"] == other["digest"] and list(one["lost"]) == ["worker 1"]
     if locked == "yes":
-        last = events(one, "regroup")[-1]
+        last = events(one, "cohort")[-1]
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
 
 

@@ -168,14 +168,13 @@ class AdPsgdWorker(DecentralizedWorker):
 
     def join(self) -> None:
         """Takes in the average that was requested: x_i <- x_i - d. A neighbor that died keeps its part."""
-        fetched, self.fetched = self.fetched, None
-        if fetched is None or fetched.wait() is None:
-            return
-        with self.node.lock():
-            for mine, d in blocks(self.replica.parameters, self.x):
-                mine.sub_(d)
-        self.taken += 1
-        fetched.acknowledge()
+        if self.fetched is not None and self.fetched.wait() is not None:
+            with self.node.lock():
+                for mine, d in blocks(self.replica.parameters, self.x):
+                    mine.sub_(d)
+            self.taken += 1
+            self.fetched.acknowledge()
+        self.fetched = None
 
     def neighbor(self) -> Peer | None:
         """A random neighbor for this step; None for workers that only answer."""

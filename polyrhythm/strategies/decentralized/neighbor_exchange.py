@@ -86,8 +86,11 @@ class NeighborExchange:
         self.shown, self.round = tensors, self.round + 1
 
     def copy(self, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A copy to publish: the next step changes the vectors, and a slow neighbor may still read them."""
-        return copied(vectors, self.published.room(vectors)) if self.neighbors() else ()
+        """A copy to publish: the next step changes the vectors, and a slow neighbor may still read them.
+
+        Empty if there is nobody to mix with, not even one that has answered and died.
+        """
+        return copied(vectors, self.published.room(vectors)) if self.neighbors() or self._fetches else ()
 
     def request(self, into: Callable[[int, Peer], Sequence[Tensor]] = lambda number, peer: ()) -> None:
         """Requests what the neighbors publish in the next round, unless that was done before."""
