@@ -150,9 +150,7 @@ def waits(fetch: Fetch) -> bool:
 
 
 @pytest.mark.parametrize("first", ["the request", "the publication"])
-def test_a_publication_reaches_its_reader_whichever_comes_first(
-    a: Loopback, b: Loopback, first: str
-) -> None:
+def test_a_publication_reaches_its_reader_whichever_comes_first(a: Loopback, b: Loopback, first: str) -> None:
     place = vectors(0)
     if first == "the request":
         fetch = b.published.fetch(A, R0, into=place)
@@ -312,7 +310,7 @@ def test_a_held_request_of_a_dead_worker_is_never_answered(nodes: dict[Peer, Loo
 
 
 def test_an_answer_on_its_way_to_a_dead_worker_is_waited_for(a: Loopback, b: Loopback) -> None:
-    """When the death has been processed nothing writes to its memory; what it may have got is not returned."""
+    """Afterwards nothing writes to its memory. What it may have received is not returned."""
     a.published.publish(R0, [B], vectors(5, LARGE))
     b.published.fetch(A, R0)
     a.deliver()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.programs import MOMENTUM, Examples, mlp
 from tests.support.runs import run_in
 
@@ -109,7 +109,7 @@ def test_an_asynchronous_run_resumes_from_any_step(strategy: str, at: int, tmp_p
 
 @dataclass
 class Averaging:
-    """Each worker starts at its rank and takes steps of length 0: only averages move it. Saves `at` a step."""
+    """Each worker starts at its rank, and only averages move it. It saves before the step `at`."""
 
     folder: Path
     at: int
@@ -154,7 +154,7 @@ def test_adpsgd_snapshots_on_real_processes_contain_each_average_on_both_sides(t
 
 
 def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_path: Path) -> None:
-    """It skips the places where the others saved before it came; a run cannot resume from what it has there."""
+    """It skips the places where the others saved before it joined; no run resumes from those states."""
 
     def script() -> None:
         here = pr.init()
@@ -189,7 +189,7 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
 
 # --- what is refused --------------------------------------------------------------------------------
 
-ONE_OF_EACH = ["gossip", "gossip:order=step-then-mix", "choco", "push", "push:1", "noloco:4", "adpsgd"]
+ONE_OF_EACH = ["adpsgd", "gossip", "push:1", "gossip:order=step-then-mix", "choco", "push", "noloco:4"]
 
 
 @pytest.mark.parametrize("strategy", ONE_OF_EACH)
@@ -200,7 +200,7 @@ def test_a_worker_that_does_not_load_its_state_is_refused(strategy: str, tmp_pat
         digest(Saving(tmp_path, 6, resumed=True, forgets=1), strategy, 3)
 
 
-@pytest.mark.parametrize("strategy", ONE_OF_EACH)
+@few("strategy", ONE_OF_EACH, quick=3)
 def test_states_of_different_steps_are_refused(strategy: str, tmp_path: Path) -> None:
     """One worker loads what it saved earlier, or in an earlier snapshot."""
     early, late = tmp_path / "early", tmp_path / "late"
@@ -216,14 +216,14 @@ def test_states_of_different_steps_are_refused(strategy: str, tmp_path: Path) ->
         digest(Saving(late, 6, resumed=True), strategy, 3)
 
 
-@pytest.mark.parametrize("strategy", ONE_OF_EACH)
+@few("strategy", ONE_OF_EACH, quick=2)
 def test_resuming_with_another_number_of_workers_is_refused(strategy: str, tmp_path: Path) -> None:
     digest(Saving(tmp_path, 6), strategy, 3)
     with pytest.raises(UsageError, match="at place 0 of 3, and this one is at place 0 of 2: a run resumes"):
         digest(Saving(tmp_path, 6, resumed=True), strategy, 2)
 
 
-@pytest.mark.parametrize("strategy", ONE_OF_EACH)
+@few("strategy", ONE_OF_EACH, quick=2)
 def test_loading_after_the_first_step_is_refused(strategy: str, tmp_path: Path) -> None:
     class Late(Saving):
         def take(self, here: Any, model: Any, optimizer: Any, step: int) -> None:

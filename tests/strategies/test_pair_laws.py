@@ -17,9 +17,8 @@ from polyrhythm.core.plan import Plan
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.data import mix
 from polyrhythm.strategies.decentralized.adpsgd import AdPsgdWorker, requests
-from polyrhythm.strategies.decentralized.noloco import partners
 from polyrhythm.strategies.decentralized.push import ONE, PushWorker
-from polyrhythm.strategies.decentralized.topology import parse_topology, regraph
+from polyrhythm.strategies.decentralized.topology import parse_topology, partners, regraph
 from polyrhythm.worlds.simulated.fibers import Loop
 from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
 from tests.support.combine import each_value

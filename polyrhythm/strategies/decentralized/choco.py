@@ -99,7 +99,6 @@ class ChocoWorker(NeighborWorker):
         if not self.node.incarnation:  # all are equal, and know it
             for h in (self.estimate, *map(self.estimate_of, self.exchange.neighbors())):
                 copied(self.replica.parameters, h)
-            self.request()
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
@@ -145,11 +144,9 @@ class ChocoWorker(NeighborWorker):
         for place, new in zip(h, q, strict=True):
             place.add_(new)
 
-    def request(self) -> None:
-        """Requests the next round. The length of a code is not known in advance, so it gets no memory."""
-        if self.sender is not None:
-            return self.exchange.request()
-        self.exchange.request(self.into)
+    def into(self, number: int, peer: Peer) -> Sequence[Tensor]:
+        # The length of a code is not known in advance.
+        return super().into(number, peer) if self.sender is None else ()
 
     def estimate_of(self, neighbor: Peer) -> Sequence[Tensor]:
         if neighbor not in self.estimates:
@@ -172,14 +169,13 @@ class ChocoWorker(NeighborWorker):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self.resume(state["round"])
         copied(state["estimate"], self.estimate)
         places = {rank: place for place, rank in enumerate(self.ranks)}
         for peer in self.exchange.neighbors():
             copied(state["estimates"][places[peer.rank]], self.estimate_of(peer))
         if self.sender is not None:
             self.sender.load_state_dict(state["sender"])
-        self.request()
+        self.resume(state["round"])
 
 
 def energy_kept(codec: Codec, layout: Layout) -> float:

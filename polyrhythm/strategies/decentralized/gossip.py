@@ -52,27 +52,14 @@ class GossipWorker(NeighborWorker):
 
     strategy: Gossip
 
-    def __init__(self, strategy: Gossip, node: Node, replica: Replica, group: Group) -> None:
-        super().__init__(strategy, node, replica, group)
-        self.mixes_first = strategy.order == "mix-while-computing"
-
-    def begin(self) -> None:
-        super().begin()
-        self.exchange.request(self.into)
-
-    def on_membership(self, ranks: Sequence[int], number: int) -> None:
-        super().on_membership(ranks, number)
-        self.exchange.request(self.into)
-        if self.mixes_first:
-            self.publish(self.replica.parameters)
-
     def step(self) -> None:
-        if self.mixes_first and self.exchange.shown is not None:  # before the first step all are equal
+        mixes_first = self.strategy.order == "mix-while-computing"
+        if mixes_first and self.exchange.shown is not None:  # before the first step all are equal
             self.mix()
         with self.node.lock():
             self.replica.apply()
         self.publish(self.replica.parameters)
-        if not self.mixes_first:
+        if not mixes_first:
             self.mix()
 
     def publish(self, x: Sequence[Tensor]) -> None:
@@ -83,16 +70,22 @@ class GossipWorker(NeighborWorker):
         with self.node.lock():
             # Relative to what the neighbors saw, so that changes that the script made since are kept.
             mix(self.replica.parameters, self.exchange.shown or (), given)
-        self.exchange.request(self.into)
+        self.request()
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        super().on_membership(ranks, number)
+        self.request()
+        if self.strategy.order == "mix-while-computing":
+            self.publish(self.replica.parameters)
 
     def state_dict(self) -> State:
-        shown = self.exchange.shown if self.mixes_first else None
+        # Published, and not mixed yet.
+        shown = self.exchange.shown if self.strategy.order == "mix-while-computing" else None
         return {**super().state_dict(), "published": None if shown is None else cloned(shown)}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        published = state["published"]  # and not mixed yet
-        self.resume(state["round"] if published is None else state["round"] - 1)
-        self.exchange.request(self.into)
+        published = state["published"]
+        self.resume(state["round"] - (published is not None))
         if published is not None:
             self.publish(published)

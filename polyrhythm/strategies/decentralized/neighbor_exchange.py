@@ -92,7 +92,7 @@ class NeighborExchange:
         """
         return copied(vectors, self.published.room(vectors)) if self.neighbors() or self._fetches else ()
 
-    def request(self, into: Callable[[int, Peer], Sequence[Tensor]] = lambda number, peer: ()) -> None:
+    def request(self, into: Callable[[int, Peer], Sequence[Tensor]]) -> None:
         """Requests what the neighbors publish in the next round, unless that was done before."""
         if not self._fetches:
             key = self.cohort.key(self.round)
@@ -143,6 +143,11 @@ class NeighborWorker(CohortWorker):
     def begin(self) -> None:
         super().begin()
         self.exchange = NeighborExchange(self.published, parse_topology(self.strategy.topology), self.cohort)
+        self.request()
+
+    def request(self) -> None:
+        """Requests what the neighbors publish in the next round."""
+        self.exchange.request(self.into)
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
@@ -161,3 +166,4 @@ class NeighborWorker(CohortWorker):
         """Continues with a round of the run that was saved."""
         self.published.begin(self.cohort.key(round_), f"round {round_}")
         self.exchange.begin(self.cohort, round_)
+        self.request()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import blocks, cloned, copied
 from polyrhythm.strategies.decentralized.base import Decentralized
-from polyrhythm.strategies.decentralized.topology import pairs
+from polyrhythm.strategies.decentralized.topology import partners
 from polyrhythm.strategies.decentralized.transfer import TransferWorker
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
@@ -70,11 +67,7 @@ class NoLoCoWorker(TransferWorker):
         super().__init__(strategy, node, replica, group)
         self.round = self.local_steps = 0
         self.phi, self.m = replica.buffer(), replica.buffer()
-
-    @cached_property
-    def theirs(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Memory for the theta and phi of the partner."""
-        return self.replica.buffer(), self.replica.buffer()
+        self.theirs = replica.buffer(), replica.buffer()  # theta and phi of the partner
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
@@ -88,26 +81,15 @@ class NoLoCoWorker(TransferWorker):
             self.replica.apply()
         self.local_steps += 1
         if self.local_steps == self.strategy.period:
-            self.outer_step(self.meet())
+            self.outer_step()
             self.local_steps, self.round = 0, self.round + 1
 
-    def meet(self) -> bool:
-        """Swaps theta and phi with the partner of this round; False if there is none."""
+    def outer_step(self) -> None:
+        own, lr, mu = (self.replica.parameters, self.phi), self.strategy.lr, self.strategy.mu
         partner = partners(len(self.ranks), self.node.seed, self.round).get(self.place[0])
-        if partner is None or not self.transfer(self.round, [partner], (*self.replica.parameters, *self.phi)):
-            return False
-        fetch = self.fetch(self.round, partner, [*self.theirs[0], *self.theirs[1]])
-        if fetch is None or fetch.wait() is None:
-            return False
-        fetch.acknowledge()
-        return True
-
-    def outer_step(self, met: bool) -> None:
-        lr, mu = self.strategy.lr, self.strategy.mu
+        met = partner is not None and self.swap(self.round, partner, own, self.theirs)
         with self.node.lock():
-            for theta, phi, m, their_theta, their_phi in blocks(
-                self.replica.parameters, self.phi, self.m, *self.theirs
-            ):
+            for theta, phi, m, their_theta, their_phi in blocks(*own, self.m, *self.theirs):
                 displacement = theta - phi
                 m.mul_(mu)
                 if met:
@@ -118,21 +100,12 @@ class NoLoCoWorker(TransferWorker):
                 theta.copy_(phi).add_(m)
 
     def state_dict(self) -> State:
-        phi = cloned(self.phi) if self.local_steps else []
         position = {"round": self.round, "local_steps": self.local_steps}
-        return {**super().state_dict(), **position, "phi": phi, "m": cloned(self.m)}
+        return {**super().state_dict(), **position, "phi": cloned(self.phi), "m": cloned(self.m)}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self.round, self.local_steps = state["round"], state["local_steps"]
+        copied(state["phi"], self.phi)
         copied(state["m"], self.m)
-        if self.local_steps:
-            copied(state["phi"], self.phi)
         self.resume(self.round, f"step {self.round * self.strategy.period + self.local_steps}")
-
-
-@lru_cache(maxsize=64)
-def partners(places: int, seed: int, round_: int) -> Mapping[int, int]:
-    """The partner of each place in a round."""
-    met = pairs(places, seed, round_)
-    return {one: other for pair in met for one, other in (pair, pair[::-1])}

@@ -19,8 +19,9 @@ import difflib
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, pairwise
 
 from polyrhythm.core.errors import UsageError
@@ -168,6 +169,13 @@ def pairs(places: int, seed: int, turn: int) -> tuple[Edge, ...]:
         # By turns, in an order that is drawn once: none is left out twice before all have been.
         order.remove(_drawn(places, seed, "out")[turn % places])
     return tuple(sorted((min(pair), max(pair)) for pair in zip(order[::2], order[1::2], strict=True)))
+
+
+@lru_cache(maxsize=64)
+def partners(places: int, seed: int, turn: int) -> Mapping[int, int]:
+    """The partner of each place in a round of random pairs."""
+    met = pairs(places, seed, turn)
+    return {one: other for pair in met for one, other in (pair, pair[::-1])}
 
 
 # --- how graphs are made ----------------------------------------------------------------------------

@@ -45,6 +45,18 @@ class TransferWorker(CohortWorker):
             return None
         return self.published.fetch(self.peer(place), self.cohort.key(round_), into=into, have=have)
 
+    def swap(
+        self, round_: int, place: int, mine: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]
+    ) -> bool:
+        """Swaps several groups of vectors with the worker at this place; False if that died."""
+        if not self.transfer(round_, [place], [part for group in mine for part in group]):
+            return False
+        fetch = self.fetch(round_, place, [part for group in theirs for part in group])
+        if fetch is None or fetch.wait() is None:
+            return False
+        fetch.acknowledge()
+        return True
+
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
         # A worker that this one does not know has just joined, or has died since the cohort was formed.
