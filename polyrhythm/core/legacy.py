@@ -76,8 +76,6 @@ class Legacy(Strategy):
     def step(self, node: Node, replica: Replica) -> None:
         raise NotImplementedError
 
-    def regroup(self, node: Node, replica: Replica, ranks: Sequence[int], number: int) -> None: ...
-
     def finish(self, node: Node, replica: Replica) -> None: ...
 
     def serve(self, node: Node, shard: Shard) -> None:
@@ -118,9 +116,6 @@ class LegacyWorker(Worker):
 
     def step(self) -> None:
         self.strategy.step(self.node, self.replica)
-
-    def on_membership(self, ranks: Sequence[int], number: int) -> None:
-        self.strategy.regroup(self.node, self.replica, ranks, number)
 
     def finish(self) -> None:
         self.strategy.finish(self.node, self.replica)
