@@ -28,21 +28,28 @@ class Task(ABC):
 
 
 class Coding(Protocol):
-    """What a collective needs from a compressor (see `compress.compressor`)."""
+    """What a collective needs of a compressor (see `compress.compressor`). Segments are parts of vectors."""
 
     codec: Codec
+    states: list[CodecState]  # of the coded segments
 
-    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The codes of the coded segments."""
 
-    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+        """Overwrites the coded segments with the mean of what all workers sent."""
 
-    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, CodecState]]: ...
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The coded segments."""
 
-    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+    def values(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The coded segments in at least 32 bits."""
 
-    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
+    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+        """Overwrites the coded segments with the mean whose sum came in chunks, one per worker."""
 
-    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Copies the coded segments of other vectors."""
 
 
 class Group(ABC):

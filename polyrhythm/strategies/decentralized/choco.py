@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import UsageError
 from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.decentralized.neighbor_exchange import Mixing, board_of, pull, spare
@@ -105,7 +106,7 @@ class Choco(Mixing):
             return spare(replica, news, exact=True)
         check_way(node, replica, self.codec)
         sender = self._sender(node, replica)
-        given = sender.everything(news)
+        given = sender.encode_all(news)
         sender.add(given, own)
         return [
             code if segment.coded else code.clone()  # what travels as it is lies in `news`
@@ -120,13 +121,13 @@ class Choco(Mixing):
 
     def _sender(self, node: Node, replica: Replica) -> Compressor:
         assert self.codec is not None
-        return sender_of(node, replica, self.codec.for_replies(), feedback=False)
+        return sender_of(node, replica, reply_codec(self.codec), feedback=False)
 
     def _gamma(self, layout: Layout) -> float:
         if self.gamma != "auto":
             return self.gamma
         # Rounded, for all must have the same, whatever their processors make of the last bits.
-        return 1.0 if self.codec is None else float(f"{kept(self.codec.for_replies(), layout) / 2:.3g}")
+        return 1.0 if self.codec is None else float(f"{kept(reply_codec(self.codec), layout) / 2:.3g}")
 
 
 def told(replica: Replica, rank: int | None = None) -> tuple[Tensor, ...]:
@@ -138,7 +139,8 @@ def kept(codec: Codec, layout: Layout) -> float:
     """The share of the squares that a codec keeps of random numbers, flat or normal, where it keeps least."""
     import torch
 
-    from polyrhythm.compress.compressor import Decompressor, wide
+    from polyrhythm.compress.compressor import Decompressor
+    from polyrhythm.compress.segments import wide
     from polyrhythm.compress.state import CodecState
 
     least = 1.0
@@ -147,9 +149,9 @@ def kept(codec: Codec, layout: Layout) -> float:
         flat = torch.arange(1, count + 1, dtype=torch.float64).sin().mul(43758.5453).frac()
         for drawn in (flat, flat.clamp(-1 + 1e-9, 1 - 1e-9).erfinv()):
             values = drawn.to(dtype)
-            memory = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
+            state = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
             got = torch.zeros_like(values)
-            codec.decode(codec.send(values, memory), got)
+            codec.decode(codec.encode(values, state), got)
             missing = float((values - got).square().sum() / values.square().sum())
             least = min(least, 1 - missing)
     return max(least, 1e-3)
