@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyrhythm.compress import feedback
 from polyrhythm.compress.kernels import dense
 from polyrhythm.compress.kernels.dense import plain
 from polyrhythm.core.codec import Codec
@@ -42,13 +43,13 @@ def test_compiled_and_plain_quantizers_give_the_same_bits(
         ways = []
         for module in (compiled, plain):
             monkeypatch.setattr(dense, "road", partial(same, module))
-            memory, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
+            state, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
             codes = []
             for seed in range(2):
-                codes.append(codec.send(drawn(count, dtype, seed, scale), memory))
-                memory.sent()
+                codes.append(feedback.encode(codec, drawn(count, dtype, seed, scale), state))
+                state.sent()
                 codec.decode(codes[-1], into, 0.7)
-            ways.append([*codes, into, *([] if memory.residual is None else [memory.residual])])
+            ways.append([*codes, into, *([] if state.residual is None else [state.residual])])
         for one, two in zip(*ways, strict=True):
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
@@ -79,10 +80,10 @@ def test_stochastic_quantizers_are_unbiased(text: str) -> None:
     codec = parse_codec(text)
     values = drawn(24)
     values[0], values[1] = 1e-3, -0.02
-    memory, draws = alone(codec, values, feedback=False), 10_000
+    state, draws = alone(codec, values, feedback=False), 10_000
     total = torch.zeros(24).double()
     for _ in range(draws):
-        total += sent(codec, values, memory)
+        total += sent(codec, values, state)
     assert_fair(codec, values, total / draws, draws)
 
     if codec.name != "terngrad":
