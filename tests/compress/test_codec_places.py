@@ -1,4 +1,4 @@
-"""The laws of what codecs are given: which layers, by which road, how many bytes; and only numbers."""
+"""The laws of what codecs are given: which layers, by which collective, how many bytes; and only numbers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_per_layer_sparsification_sends_an_entry_of_every_layer(simulate: Any, c
     assert all(sum(each) == 1 for each in moves["vector"])
 
 
-# --- roads ------------------------------------------------------------------------------------------
+# --- collectives ------------------------------------------------------------------------------------
 
 
 def marks(path: Path, strategy: str | None = None) -> None:

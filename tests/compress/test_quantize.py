@@ -33,9 +33,9 @@ def every(texts: list[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(params=["compiled", "plain"], autouse=True)
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every law holds on both roads."""
+    """Every law holds for both backends."""
     if request.param == "plain":
-        monkeypatch.setattr(dense, "road", lambda _: plain)
+        monkeypatch.setattr(dense, "backend", lambda _: plain)
     else:
         pytest.importorskip("numba")
     return request.param

@@ -143,9 +143,9 @@ def test_tensor_operations_give_the_same_bits(codec, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.01, pick="exact"), TopK(0.5, values="fp32")])
-@pytest.mark.parametrize("road", ["compiled", "tensor operations"])
-def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, road, monkeypatch):
-    if road != "compiled":
+@pytest.mark.parametrize("backend", ["compiled", "tensor operations"])
+def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, backend, monkeypatch):
+    if backend != "compiled":
         monkeypatch.setattr(selection, "compiled", lambda tensor: False)
     for share in (0.001, 0.5, 1.0):
         values = torch.empty(50_000).normal_(generator=torch.Generator().manual_seed(8))

@@ -124,7 +124,7 @@ class Float8(Quantizer):
         blocks = blocks_of(len(values), self.block)
         code = self.new_code(values, 2 * blocks + len(values))
         powers, body = code[HEADER : HEADER + 2 * blocks].view(torch.int16), code[HEADER + 2 * blocks :]
-        dense.road(values).floats(values, residual, self.block, powers, body)
+        dense.backend(values).floats(values, residual, self.block, powers, body)
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -138,9 +138,9 @@ class Float8(Quantizer):
         least, most = limits(into.dtype)
         if not bool(((powers >= least) & (powers <= most)).all()):
             raise WireError("fp8: a power of two that is beyond the floats")
-        if dense.road(body).largest_float(body) == 0x7F:
+        if dense.backend(body).largest_float(body) == 0x7F:
             raise WireError("fp8: a code that holds NaN")
-        dense.road(into).add_floats(powers, body, into, scale, self.block)
+        dense.backend(into).add_floats(powers, body, into, scale, self.block)
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,14 @@ class Integers(Quantizer):
         return self._encode(values, residual, state)
 
     def _size(self, count: int) -> int:
-        return count if self.top > 7 else dense.size(count, self.block, 2)
+        return count if self.top > 7 else dense.packed_size(count, self.block, 2)
 
     def _encode(self, values: Tensor, residual: Tensor | None, state: CodecState) -> Tensor:
         wide = values.element_size() * blocks_of(len(values), self.block)
         code = self.new_code(values, wide + self._size(len(values)))
         units, body = code[HEADER : HEADER + wide].view(values.dtype), code[HEADER + wide :]
         seed = None if self.rounding == "nearest" else state.stream()
-        dense.road(values).integers(values, residual, self.block, self.top, seed, units, body)
+        dense.backend(values).integers(values, residual, self.block, self.top, seed, units, body)
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -182,7 +182,7 @@ class Integers(Quantizer):
         wide = into.element_size() * blocks
         body = self.body(code, into, wide + self._size(len(into)))
         units = self.units(body, blocks, into.dtype, self.top)
-        dense.road(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
+        dense.backend(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
 
 
 @dataclass(frozen=True)

@@ -64,22 +64,22 @@ class Sign(Quantizer):
         if (transform := self.transform()) is not None:
             values = transform.apply(values, state)
         wide = 0 if self.vote else values.element_size()
-        code = self.new_code(values, wide + dense.size(len(values), dense.BITS, 8))
+        code = self.new_code(values, wide + dense.packed_size(len(values), dense.BITS, 8))
         body = code[HEADER + wide :]
-        mean = dense.road(values).signs(values, residual, self.vote and state.count % 2 == 1, body)
+        mean = dense.backend(values).signs(values, residual, self.vote and state.count % 2 == 1, body)
         if self.vote:
             return code
         unit = torch.tensor([mean], dtype=values.dtype).clamp_(max=units_between(values.dtype, 1)[1])
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)
         if residual is not None:
-            dense.road(residual).add_signs(body, residual, -unit.item())
+            dense.backend(residual).add_signs(body, residual, -unit.item())
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         wide = 0 if self.vote else into.element_size()
-        body = self.body(code, into, wide + dense.size(len(into), dense.BITS, 8))
+        body = self.body(code, into, wide + dense.packed_size(len(into), dense.BITS, 8))
         unit = scale if self.vote else (self.units(body, 1, into.dtype, 1) * scale).item()
-        dense.road(into).add_signs(body[wide:], into, unit)
+        dense.backend(into).add_signs(body[wide:], into, unit)
 
     def transform(self) -> RunningMean | None:
         return RunningMean(self.momentum) if self.momentum else None

@@ -53,7 +53,7 @@ class QSGD(Quantizer):
         import torch
 
         units = torch.empty(blocks_of(len(values), self.block), dtype=values.dtype)
-        whole = dense.road(values).levels(values, self.block, self.levels, state.stream(), units)
+        whole = dense.backend(values).levels(values, self.block, self.levels, state.stream(), units)
         body = torch.cat([_number(0, 1), self._packed(whole)])
         if 3 * int(whole.count_nonzero()) < len(whole):
             gaps, sizes = _listed(whole)
@@ -82,13 +82,13 @@ class QSGD(Quantizer):
             raise WireError(f"qsgd: a code of {len(code)} bytes in mode {mode}")
         if len(into) and max(-int(whole.min()), int(whole.max())) > self.levels:
             raise WireError(f"qsgd: a level beyond {self.levels}")
-        dense.road(into).add_levels(units, whole, into, scale, self.block)
+        dense.backend(into).add_levels(units, whole, into, scale, self.block)
 
     def _packed(self, whole: Tensor) -> Tensor:
         """Rice codes of 16-bit integers."""
         import torch
 
-        return torch.cat(dense.road(whole).rice(whole, self.block))
+        return torch.cat(dense.backend(whole).rice(whole, self.block))
 
     def _unpacked(self, body: Tensor, count: int) -> Tensor:
         """The numbers of a body, whose length is checked before anything is read."""
@@ -98,7 +98,7 @@ class QSGD(Quantizer):
         low = int(shifts.long().sum()) * width - (width - last) * int(shifts[-1:].long().sum())
         if len(shifts) < blocks or len(body) < low or bool((shifts > 16).any()):
             raise WireError(f"qsgd: {len(body)} bytes for the levels of {count} numbers")
-        whole: Tensor = dense.road(body).unrice(shifts, body, count, self.block, 32767)
+        whole: Tensor = dense.backend(body).unrice(shifts, body, count, self.block, 32767)
         return whole
 
 
@@ -187,24 +187,24 @@ class TernGrad(Quantizer):
 
         from polyrhythm.compress.kernels.dense.plain import units_between
 
-        most, squares = dense.road(values).sizes(values)
+        most, squares = dense.backend(values).sizes(values)
         sigma = math.sqrt(squares / max(1, len(values)))
         if self.clip and math.isfinite(sigma):
             most = min(most, self.clip * sigma)
         unit = torch.tensor([most], dtype=values.dtype).clamp_(*units_between(values.dtype, 1))
         wide = values.element_size()
-        code = self.new_code(values, wide + dense.size(len(values), dense.TRITS, 5))
+        code = self.new_code(values, wide + dense.packed_size(len(values), dense.TRITS, 5))
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)
-        dense.road(values).trits(values, unit.item(), state.stream(), code[HEADER + wide :])
+        dense.backend(values).trits(values, unit.item(), state.stream(), code[HEADER + wide :])
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         wide = into.element_size()
-        body = self.body(code, into, wide + dense.size(len(into), dense.TRITS, 5))
+        body = self.body(code, into, wide + dense.packed_size(len(into), dense.TRITS, 5))
         unit, body = self.units(body, 1, into.dtype, 1), body[wide:]
         if len(body) and int(body.max()) > 242:
             raise WireError("terngrad: a byte that is no five digits of three")
-        dense.road(into).add_trits(body, into, (unit * scale).item())
+        dense.backend(into).add_trits(body, into, (unit * scale).item())
 
 
 def _nearest(codec: Codec) -> Codec:

@@ -1,7 +1,7 @@
-"""Loops compiled by numba, for tensors on the CPU: one pass where tensor operations would need five.
+"""Loops compiled by numba, for tensors on the CPU: one pass where tensor operations need five.
 
-Modules in here import numba, which takes half a second, so nothing imports them before a codec is used:
-`load()` does. It needs `pip install 'polyrhythm[codecs]'`; everything else works without.
+Modules in here import numba, which takes half a second, so `load()` imports them when a codec is first used.
+That needs `pip install 'polyrhythm[codecs]'`; everything else works without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
 
 @cache
 def load() -> Kernels:
-    """The compiled modules; UsageError if what they need is not there."""
+    """The compiled modules; UsageError if what they need is not installed."""
     if why := missing():
         raise UsageError(f"sparse codecs need {why}")
     from polyrhythm.compress.kernels import rice, scan
@@ -31,7 +31,7 @@ def load() -> Kernels:
 
 
 def missing(checksums: bool = True) -> str:
-    """What of numba, and of what checksums need, cannot be imported, with the reason; empty if all can."""
+    """Which of numba and the checksum library cannot be imported, and why; empty if both can."""
     name = "numba"
     try:
         import numba  # noqa: F401
@@ -43,7 +43,7 @@ def missing(checksums: bool = True) -> str:
         if error.name == name:
             return f"{name}, which is not installed: pip install 'polyrhythm[codecs]'"
         return _broken(name, error)
-    except Exception as error:  # numba refuses a NumPy that is too new for it; a library is not there
+    except Exception as error:  # numba refuses a NumPy that is too new, or a library is missing
         return _broken(name, error)
     return ""
 

@@ -1,4 +1,4 @@
-"""Two roads, one result: compiled loops and tensor operations. And lots, of which it takes many to judge."""
+"""Both backends of quantizers give the same bits. And random draws, of which many are needed to judge."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_compiled_and_plain_quantizers_give_the_same_bits(
     for count in LENGTHS:
         ways = []
         for module in (compiled, plain):
-            monkeypatch.setattr(dense, "road", partial(same, module))
+            monkeypatch.setattr(dense, "backend", partial(same, module))
             state, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
             codes = []
             for seed in range(2):
@@ -66,10 +66,10 @@ def test_quantizers_warn_once_and_use_tensor_operations_without_numba(
         with pytest.warns(
             UserWarning, match="five times slower on a CPU without numba, which is not installed"
         ):
-            assert dense.road(torch.zeros(1)) is plain
+            assert dense.backend(torch.zeros(1)) is plain
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
-            assert dense.road(torch.zeros(1)) is plain
+            assert dense.backend(torch.zeros(1)) is plain
     finally:
         dense._compiled.cache_clear()
 
