@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.collectives.ring import arrival, bounds
-from polyrhythm.compress import feedback
+from polyrhythm.collectives.ring import arrival
 from polyrhythm.core.errors import PeerLost, WireError
 
 if TYPE_CHECKING:
@@ -29,17 +28,8 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
     """Replaces the coded segments of the vectors by their mean over these workers."""
     n, p = len(workers), workers.index(node.me)
     left, right = workers[p - 1], workers[(p + 1) % n]
-    codec, name = coding.codec, f"hops {number}"
+    name = f"hops {number}"
     totals = [values.clone() for values in coding.values(vectors)]
-
-    def encoded(chunk: int) -> list[Tensor]:
-        codes = []
-        for total, state in zip(totals, coding.states, strict=True):
-            low, high = bounds(total.numel(), n, chunk)
-            part = state.part(low, high)
-            codes.append(feedback.encode(codec, total[low:high], part))
-            part.sent()
-        return codes
 
     def swap(turn: int, codes: Sequence[Tensor]) -> list[Tensor]:
         """Sends codes to the right, and receives as many from the left."""
@@ -51,17 +41,19 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
                 node.send(right, f"{name} lost", why=str(error))
             raise
         if len(message.tensors) != len(totals):
-            raise WireError(f"{left} sent {len(message.tensors)} codes where {codec} makes {len(totals)}")
+            raise WireError(
+                f"{left} sent {len(message.tensors)} codes where {coding.codec} makes {len(totals)}"
+            )
         given = [code.clone() for code in message.tensors]
         node.reply(message)
         reply.wait()
         return given
 
     for turn in range(n - 1):
-        for code, total in zip(swap(turn, encoded((p - turn) % n)), totals, strict=True):
-            low, high = bounds(total.numel(), n, (p - turn - 1) % n)
-            codec.decode(code, total[low:high])
-    codes = {(p + 1) % n: encoded((p + 1) % n)}
+        codes = swap(turn, coding.encode_chunk(totals, (p - turn) % n, n))
+        coding.add_chunk(codes, totals, (p - turn - 1) % n, n)
+    mine = (p + 1) % n
+    chunks = {mine: coding.encode_chunk(totals, mine, n)}
     for turn in range(n - 1):
-        codes[(p - turn) % n] = swap(n - 1 + turn, codes[(p + 1 - turn) % n])
-    coding.combine_chunks([codes[chunk] for chunk in range(n)], vectors)
+        chunks[(p - turn) % n] = swap(n - 1 + turn, chunks[(p + 1 - turn) % n])
+    coding.combine_chunks([chunks[chunk] for chunk in range(n)], vectors)

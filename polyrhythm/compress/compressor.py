@@ -65,6 +65,12 @@ class Decompressor:
             if total is not target:
                 target.copy_(total)
 
+    def add_chunk(self, codes: Sequence[Tensor], into: Sequence[Tensor], number: int, count: int) -> None:
+        """Adds what the codes of chunk `number` of `count` stand for to these segments."""
+        for code, segment in zip(codes, into, strict=True):
+            low, high = bounds(segment.numel(), count, number)
+            self.codec.decode(code, segment[low:high])
+
     def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
         """Overwrites the coded segments with the mean whose sum came in chunks, one per worker."""
         for each in chunks:
@@ -73,8 +79,7 @@ class Decompressor:
             target = segment.of(into)
             total = torch.zeros_like(target, dtype=wide(target.dtype))
             for number, given in enumerate(chunks):
-                low, high = bounds(total.numel(), len(chunks), number)
-                self.codec.decode(given[place], total[low:high])
+                self.add_chunk([given[place]], [total], number, len(chunks))
             target.copy_(total.div_(len(chunks)))
 
     def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -132,6 +137,16 @@ class Compressor(Decompressor):
             codes.append(error_feedback.encode(self.codec, values, state))
             error_feedback.check_residual(self.codec, state.residual, self.worker)
             state.sent()
+        return codes
+
+    def encode_chunk(self, values: Sequence[Tensor], number: int, count: int) -> list[Tensor]:
+        """The codes of chunk `number` of `count` of each of these segments. Each chunk has its own state."""
+        codes = []
+        for segment, state in zip(values, self.states, strict=True):
+            low, high = bounds(segment.numel(), count, number)
+            part = state.part(low, high)
+            codes.append(error_feedback.encode(self.codec, segment[low:high], part))
+            part.sent()
         return codes
 
     def encode_all(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.kernels.algebra import orthonormal
-from polyrhythm.compress.kernels.low_rank import Matrices, Place, add_products, rests, split
+from polyrhythm.compress.kernels.low_rank import Matrices, MatrixPlace, add_products, rests, split
 from polyrhythm.compress.reducers.powersgd import PowerSGDReducer
 from polyrhythm.core.codec import Codec, Reduction
 from polyrhythm.core.errors import UsageError, WireError
@@ -85,7 +85,7 @@ class PowerSGD(Codec):
         add_products(places, thin[: len(places)], thin[len(places) :], parts[len(sizes) :], into, scale)
 
 
-def _read(code: Tensor, count: int) -> tuple[int, list[Place], Tensor]:
+def _read(code: Tensor, count: int) -> tuple[int, list[MatrixPlace], Tensor]:
     """Rank, places and numbers of a code for so many numbers; WireError if it is not one."""
     import torch
 
@@ -101,7 +101,7 @@ def _read(code: Tensor, count: int) -> tuple[int, list[Place], Tensor]:
             f"powersgd: {matrices} matrices of rank {rank} in {values} numbers of {width} bytes came, in "
             f"{data.numel()} bytes, for {count} numbers"
         )
-    places = [Place(*each) for each in PLACE.iter_unpack(bytes(data[HEADER.size : body].numpy()))]
+    places = [MatrixPlace(*each) for each in PLACE.iter_unpack(bytes(data[HEADER.size : body].numpy()))]
     thin, reached = 0, 0
     for place in places:
         if place.start < reached or place.stop > count or rank > min(place.rows, place.columns):

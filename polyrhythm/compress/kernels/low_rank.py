@@ -26,7 +26,7 @@ class WarmStart:
     q: Tensor | None = None
 
 
-class Place(NamedTuple):
+class MatrixPlace(NamedTuple):
     """Where in a segment a matrix is."""
 
     start: int
@@ -95,11 +95,11 @@ class Matrices:
             rest.zero_()
 
 
-def places(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Place]:
+def places(shapes: Sequence[tuple[int, ...]], rank: int) -> list[MatrixPlace]:
     """The matrices in a segment of tensors of these shapes, except those that P and Q would not shorten.
 
     >>> places([(8, 2, 3), (5,), (70,)], rank=1)
-    [Place(start=0, rows=8, columns=6), Place(start=53, rows=8, columns=8)]
+    [MatrixPlace(start=0, rows=8, columns=6), MatrixPlace(start=53, rows=8, columns=8)]
     """
     found, start = [], 0
     for shape in shapes:
@@ -107,12 +107,12 @@ def places(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Place]:
         rows = shape[0] if len(shape) > 1 else math.isqrt(size)
         columns = size // max(rows, 1)
         if rank * (rows + columns) < rows * columns:
-            found.append(Place(start, rows, columns))
+            found.append(MatrixPlace(start, rows, columns))
         start += size
     return found
 
 
-def rests(segment: Tensor, matrices: Sequence[Place]) -> list[Tensor]:
+def rests(segment: Tensor, matrices: Sequence[MatrixPlace]) -> list[Tensor]:
     """The parts of a segment before, between and after its matrices."""
     starts = [0, *(place.stop for place in matrices)]
     stops = [*(place.start for place in matrices), segment.numel()]
@@ -126,7 +126,7 @@ def split(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def add_products(
-    matrices: Sequence[Place],
+    matrices: Sequence[MatrixPlace],
     ps: Sequence[Tensor],
     qs: Sequence[Tensor],
     dense: Sequence[Tensor],

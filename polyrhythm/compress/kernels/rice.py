@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled, trailing_zeros
+from polyrhythm.core.compiling import compiled, trailing_zeros
 
 Array = np.ndarray[Any, Any]
 

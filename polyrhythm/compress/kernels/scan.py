@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled
+from polyrhythm.core.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 

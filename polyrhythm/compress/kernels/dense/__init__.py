@@ -22,7 +22,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from polyrhythm.compress.kernels import missing
+from polyrhythm.core.extras import missing
 
 if TYPE_CHECKING:
     from torch import Tensor

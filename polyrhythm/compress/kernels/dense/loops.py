@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled
 from polyrhythm.compress.kernels.dense import BITS, SUMS, TRITS
+from polyrhythm.core.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 

@@ -1,4 +1,7 @@
-"""How every loop is compiled: those in this folder, those in `dense`, and `optim.sparse_sgd_loops`."""
+"""How loops are compiled by numba: those of codecs and those of `optim.sparse_sgd_loops`.
+
+Importing numba takes half a second, so only modules with loops import this one.
+"""
 
 from __future__ import annotations
 
