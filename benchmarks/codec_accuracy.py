@@ -1,9 +1,9 @@
 """Accuracy through every codec: the same training, dense and compressed, and the bytes that each step takes.
 
 Four simulated workers train a small network (105,194 parameters) on 12,000 images of Fashion-MNIST for three
-epochs, with a rate that falls to 0, through every codec there is, and are held against dense float32 under
-the same strategy. Simulated lockstep workers give the bits of real ones. Whoever is more than half a point
-below dense says so, and why.
+epochs, with a learning rate that falls to 0, through every codec, and are compared to dense float32 under the
+same strategy. Simulated lockstep workers give the bits of real ones. A row that is more than half a point
+below dense says why.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.report import Row
 WORKERS, BATCH = 4, 25
 TRAINING, EPOCHS = 12_000, 3
 RATE, MOMENTUM = 0.05, 0.9
-SEEDS = (4, 5, 6)  # others than the one on which rates and fields were chosen
-POINTS = 0.5  # below dense, from which on a row has something to explain
+SEEDS = (4, 5, 6)  # not the one on which rates and fields were chosen
+POINTS = 0.5  # a row that is further below dense says why
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line: what is trained how, and why it may be worse than dense."""
+    """One row: the strategy, the settings of SGD, and why it may be worse than dense."""
 
     strategy: str
     rate: float = RATE
@@ -44,7 +44,7 @@ class Case:
         return self.strategy.partition("+")[0]
 
 
-# Each is what a run beside it shows: the same but for what the note names.
+# Each was found by a run that differs only in what the note names.
 LATE = "what is not sent waits, and comes late: a higher density loses less"
 PULSE = "an entry moves by one tau a step at most, and the rest waits: `pulses=many` loses little"
 LOTS = "entries wait for their lot whatever their size; with momentum it diverges, with and without feedback"
@@ -53,7 +53,7 @@ RANK = "what is not in the rank waits: a higher rank loses less"
 VOTE = "every entry takes steps of one size"
 BELOW = "what is below tau waits; half the tau was no better on one seed"
 
-# In place of a codec's defaults, where those are not meant for this.
+# For codecs whose defaults do not suit this model.
 SPECIAL = {
     "dgc": Case("allreduce+dgc:0.01,warmup=60", rate=0.2, momentum=0.0),  # keeps the momentum itself
     "powersgd": Case("allreduce+powersgd", why=RANK),

@@ -1,16 +1,16 @@
-"""Codecs on one core: their speed beside a copy of the vector, their bits beside what theory allows.
+"""Codecs on one core: their speed relative to a copy of the vector, their bits relative to theory.
 
-Speeds are those of `send` with feedback (adding to the residual, selecting, coding, subtracting what was
-sent) and of `decode` (reading, checking, adding), for 10 million float32 numbers; in each round a copy of the
+Speeds are those of sending with feedback (adding to the residual, selecting, encoding, subtracting what was
+sent) and of decoding (reading, checking, adding), for 10 million float32 numbers. In each round a copy of the
 vector (`x.clone()`) is timed too, and the ratio is to that one. Bits are those of whole messages, headers
-included: on random indexes beside the expected length of Rice codes, and on gradients of the Fashion-MNIST
-network beside two entropies:
+included. For random indexes they are compared to the expected length of Rice codes, and for gradients of the
+Fashion-MNIST network to two entropies:
 
-- given how many indexes there are in each block of 2^16 parameters. Of indexes that are drawn evenly, as many
-  in each block as a real gradient has there, no code takes fewer bits: that is the bound that has to be held
-  within 3 %. Real ones lie in clusters (inputs that are always dark have no gradient), so they must take less
-- of the gaps between real indexes, were it known how often each comes in blocks so dense. Nothing that codes
-  gap by gap takes fewer bits; no bar, for what is known has to be sent too
+- given how many indexes there are in each block of 2^16 parameters. For evenly drawn indexes, as many in each
+  block as a real gradient has there, no code takes fewer bits: the bar is 3 % above that bound. Real indexes
+  are clustered (inputs that are always dark have no gradient), so they must take less
+- of the gaps between real indexes, given how often each occurs in blocks of that density. No code that works
+  gap by gap takes fewer bits. There is no bar, because the frequencies would have to be sent too
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 COUNT = 10_000_000
 SEND, DECODE = "send", "decode"
 
-# What is timed: a codec, the share of the entries that a threshold lets through, and the most that `send` and
-# `decode` may take, in copies. A new codec joins by a line.
+# What is timed: a codec, the share of the entries that reach a threshold, and the bars for sending and for
+# decoding, in copies. A new codec needs a line here.
 SPEEDS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     ("threshold:1", 0.001, 1.5, 0.5),
     ("threshold:1", 0.01, 1.5, 0.5),
@@ -56,17 +56,17 @@ SPEEDS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     ("sign", None, 0.5, 0.5),
     ("sign:vote=yes", None, 0.5, 0.5),
 )
-# Those that pick the largest, beside `torch.topk(x.abs(), k)`.
+# Those that pick the largest entries, relative to `torch.topk(x.abs(), k)`.
 PICKS = ("topk:0.01", "topk:0.01,pick=exact", "topk:0.001")
 
-# Expected bits of a Rice code with the best parameter, and one for the sign.
+# Expected bits of a Rice code with the best parameter, plus one for the sign.
 TABLE = {0.1: 5.756, 1 / 16: 6.480, 0.03: 7.592, 0.01: 9.108, 1e-3: 12.495, 1e-4: 15.788}
 
-# Of 1,100 entries in 17 blocks, the header and how many there are in each block are 5 % by themselves.
+# With 1,100 entries in 17 blocks, the header and the counts of the blocks alone are 5 %.
 FEW = "topk:0.001"
 EVENLY = "evenly, as dense as real gradients: bits per index / entropy"
 
-Times = dict[str, list[float]]  # seconds by what was done, one per round
+Times = dict[str, list[float]]  # seconds of each round, by what was done
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
@@ -77,7 +77,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
         rows.append(_row(f"{text}: send / torch.topk", mine, theirs, ratio(theirs, mine), 8.0, "at least"))
     for count in (1 << 20, COUNT):
         for density, wanted in TABLE.items():
-            if density * count >= 1000:  # below that the header of 19 bytes alone is more than 1 %
+            if density * count >= 1000:  # below that the header of 19 bytes is more than 1 %
                 bits = apart(_bits, count, density)
                 what = f"signs: {density:.2%} of {count:,}, bits per entry / theory"
                 rows.append(Row(what, bits, "bits", wanted, bits / wanted, 1.02, "below"))
@@ -92,7 +92,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rows.append(Row("loading compiled kernels, in the second process", again, "s", bar=1.0, wanted="below"))
     notes = [
         f"ms for {COUNT:,} numbers, medians of rounds in which all take turns",
-        f"kernels of float32 took {first:.1f} s in the first process, which compiles what is not on the disk",
+        f"kernels of float32 took {first:.1f} s in the first process, which compiles what is not cached",
     ]
     return rows, notes
 
@@ -116,15 +116,16 @@ def _speed_rows(
 def _speeds(rounds: int) -> Times:
     import torch
 
+    from polyrhythm.compress import feedback
     from polyrhythm.compress.state import CodecState
     from polyrhythm.core.registry import parse_codec
 
     torch.set_num_threads(1)
     values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
     magnitudes = values.abs().sort(descending=True).values
-    # For a threshold of 1, numbers such that the wanted share of them reach it.
+    # Numbers of which the wanted share reaches a threshold of 1.
     scaled = {share: values / magnitudes[round(share * COUNT)] for _, share, _, _ in SPEEDS if share}
-    into, memory = torch.zeros(COUNT), CodecState.alone(count=COUNT)
+    into, kept = torch.zeros(COUNT), CodecState.alone(count=COUNT)
     times: Times = {}
 
     def timed(what: str, call: Callable[[], Any]) -> Any:
@@ -143,10 +144,10 @@ def _speeds(rounds: int) -> Times:
         for text, share, codec in codecs:
             given = values if share is None else scaled[share]
             label = text if share is None else f"{text} at {share:.1%}"
-            if memory.residual is not None:
-                memory.residual.zero_()
-            mine = memory if codec.feedback else CodecState.alone(0, feedback=False)
-            code = timed(f"{SEND} {label}", lambda: codec.send(given, mine))  # noqa: B023
+            if kept.residual is not None:
+                kept.residual.zero_()
+            state = kept if codec.feedback else CodecState.alone(0, feedback=False)
+            code = timed(f"{SEND} {label}", lambda: feedback.encode(codec, given, state))  # noqa: B023
             timed(f"{DECODE} {label}", lambda: codec.decode(code, into))  # noqa: B023
             if text in PICKS:
                 timed(f"topk {text}", lambda: torch.topk(values.abs(), round(COUNT * codec.density)))  # type: ignore[attr-defined]  # noqa: B023
@@ -154,7 +155,7 @@ def _speeds(rounds: int) -> Times:
 
 
 def _bits(count: int, density: float) -> float:
-    """Of an entry, when each is there with this probability."""
+    """The bits per entry, if each is present with this probability."""
     import numpy as np
 
     from polyrhythm.compress.kernels import entropy
@@ -166,11 +167,12 @@ def _bits(count: int, density: float) -> float:
 
 
 def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
-    """For some codecs, while the network learns: bits per index, drawn evenly and as they are; bounds."""
+    """For some codecs, while the network trains: bits per index, drawn evenly and real; and their bounds."""
     import numpy as np
     import torch
     from torch.nn import functional as F
 
+    from polyrhythm.compress import feedback
     from polyrhythm.compress.kernels import entropy
     from polyrhythm.compress.state import CodecState
     from polyrhythm.core.registry import parse_codec
@@ -184,9 +186,7 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
     size = sum(parameter.numel() for parameter in net.parameters())
     texts = ("topk:0.05", "topk:0.01", "topk:0.001", "threshold:0.01", "threshold:adaptive=yes")
     codecs = [(text, parse_codec(text), CodecState.alone(count=size)) for text in texts]
-    totals = {
-        text: np.zeros(4) for text in texts
-    }  # bits of even ones, of real ones, their entropy, and count
+    totals = {text: np.zeros(4) for text in texts}  # bits of even and of real ones, entropy, and count
     gaps: dict[str, Gaps] = {text: {} for text in texts}
     draws = np.random.default_rng(0)
     for _ in range(steps):
@@ -195,9 +195,9 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
         F.cross_entropy(net(images[chosen]), labels[chosen]).backward()
         optimizer.step()
         gradient = _flat([parameter.grad for parameter in net.parameters()])
-        for text, codec, memory in codecs:
-            code = codec.send(gradient, memory).numpy()
-            memory.sent()
+        for text, codec, state in codecs:
+            code = feedback.encode(codec, gradient, state).numpy()
+            state.sent()
             indexes, values = entropy.unpack(code, size, "float32")
             plane = 2 * len(values) if text.startswith("topk") else math.ceil(len(values) / 8)
             even = _evenly(indexes, size, draws)
@@ -218,7 +218,7 @@ def _real(steps: int) -> list[tuple[str, float, float, float, float]]:
 
 
 def _evenly(indexes: Array, size: int, draws: np.random.Generator) -> Array:
-    """As many indexes in each block, but drawn evenly."""
+    """Evenly drawn indexes, as many in each block as these."""
     import numpy as np
 
     counts = np.bincount(indexes >> 16)
@@ -230,7 +230,7 @@ def _evenly(indexes: Array, size: int, draws: np.random.Generator) -> Array:
 
 
 def _count_gaps(indexes: Array, size: int, gaps: Gaps) -> None:
-    """Adds the gaps of each block to those of blocks that are nearly as dense."""
+    """Adds the gaps of each block to those of blocks of about the same density."""
     import numpy as np
 
     for block in np.unique(indexes >> 16):
@@ -247,7 +247,7 @@ def _flat(gradients: list[Tensor | None]) -> Tensor:
 
 
 def _entropy(indexes: Array, size: int) -> float:
-    """Bits of so many indexes in each block, whichever they are."""
+    """The entropy of indexes, given how many there are in each block."""
     import numpy as np
 
     total = 0.0

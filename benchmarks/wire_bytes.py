@@ -1,9 +1,9 @@
 """Bytes per step that gradients take on the wire: sparse codecs against dense 32-bit floats, at the socket.
 
 Two real processes train the Fashion-MNIST network (1,111,946 parameters) over TCP, encrypted, without shared
-memory. Counted is all that the two workers give to the socket between them, per worker and step, after the
-warm-up: codes, headers of messages, their answers, and what encryption adds. What goes between a worker and
-the launcher (the event log, above all) is counted apart. TCP's own headers are counted by `slow_network`.
+memory. All bytes that the two workers write to the socket between them are counted, per worker and step,
+after the warm-up: codes, headers of messages, replies, and the overhead of encryption. Bytes between a worker
+and the launcher, mostly the event log, are counted separately. `slow_network` counts TCP's own headers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USUAL = "allreduce"
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy with a codec, and how many times fewer bytes than dense it must take."""
+    """A strategy with a codec, and by which factor it must take fewer bytes than dense."""
 
     strategy: str
     bar: float | None = None
@@ -57,7 +57,7 @@ class Outcome:
     payload: float  # of them codes
     apart: float  # to the launcher
     density: float  # the share of the entries that are in a code
-    loss: float  # at the end, to see that it trains
+    loss: float  # at the end, to show that it trains
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
@@ -115,7 +115,7 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     combine = Decompressor.combine
 
     def counted(self: Decompressor, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
-        """Counts what is in the codes of all, on the way."""
+        """Counts the entries in the codes of all workers."""
         entries.append(0)
         for given in codes:
             for code, segment in zip(given, self.coded, strict=True):

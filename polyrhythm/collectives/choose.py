@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,27 +37,19 @@ def check(way: str) -> None:
 
 
 def check_codec(way: str, strategy: Strategy) -> None:
-    """Refuses to have what cannot be added up added up on its way."""
+    """Raises UsageError if this way sums what the strategy's codec sends, and that cannot be summed."""
     if len(strategy.parts) > 1:
         return _check_levels(way, *strategy.parts)
-    codec = strategy.codec
-    if codec is None or strategy.traits.uses_servers or codec.summable or codec.shared:
-        return
-    if way in ("hierarchical", "shared") or (way == "ring" and not codec.hops):
-        where = "in shared memory" if way == "shared" else "on its way round a ring"
-        raise UsageError(
-            f"{strategy}: what {codec.name} sends cannot be added up {where}; leave out "
-            f"--collective {way}, and every worker gathers what all send, or use a strategy with a server, "
-            f"such as async+{codec} or sync+{codec}"
-        )
+    if strategy.codec is not None and (why := refusal(strategy, strategy.codec, way)):
+        raise UsageError(f"{strategy}: {why}")
 
 
 def _check_levels(way: str, inside: Strategy, between: Strategy) -> None:
     for each in (inside, between):
         check_codec(way, each)
     codec = between.codec
-    if way == "ring" and codec is not None and not codec.summable and not codec.shared:
-        # What each hop leaves out only the first worker of a site would know, and its site must know it too.
+    if way == "ring" and codec is not None and codec.reduction.gathered:
+        # Only the first worker of a site would know what each hop leaves out, and all of its site must.
         raise UsageError(
             f"{inside} / {between}: between sites what {codec.name} sends is gathered; leave out "
             "--collective ring"

@@ -1,11 +1,11 @@
-"""The mean of codes that cannot be added up, round a ring: decoded, added to and coded again at each hop.
+"""The mean of codes that cannot be summed, around a ring: decoded, added to and encoded again at each hop.
 
-As in `ring`, worker p sends chunk p-t in turn t. What it gets it decodes and adds to its own, and codes the
-sum to send it on; so each link carries 2(n-1)/n of what is coded, however many workers there are. A complete
-chunk is coded once, by one worker, and then handed on as it is: all workers decode the same codes.
+As in `ring`, worker p sends chunk p-t in turn t. It decodes what it receives, adds it to its own chunk, and
+encodes the sum to send it on, so each link carries 2(n-1)/n of the codes, however many workers there are. A
+complete chunk is encoded once, by one worker, and then passed on unchanged, so all workers decode the same.
 
-Each hop rounds, so the more workers, the more is lost; with feedback it is not lost, for whoever codes a
-partial sum keeps what its code left out, and adds it to its own next time.
+Each hop rounds, so more workers lose more. With feedback nothing is lost: the worker that encodes a partial
+sum keeps what its code left out, and adds it to its own values in the next step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.collectives.ring import arrival, bounds
+from polyrhythm.collectives.ring import arrival
 from polyrhythm.core.errors import PeerLost, WireError
 
 if TYPE_CHECKING:
@@ -25,23 +25,14 @@ if TYPE_CHECKING:
 
 
 def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[Tensor], number: int) -> None:
-    """Replaces what is coded of the vectors by its mean over these workers."""
+    """Replaces the coded segments of the vectors by their mean over these workers."""
     n, p = len(workers), workers.index(node.me)
     left, right = workers[p - 1], workers[(p + 1) % n]
-    pairs, codec, name = coding.pairs(vectors), coding.codec, f"hops {number}"
-    totals = [values.clone() for values, _ in pairs]
-
-    def coded(chunk: int) -> list[Tensor]:
-        codes = []
-        for total, (_, memory) in zip(totals, pairs, strict=True):
-            low, high = bounds(total.numel(), n, chunk)
-            kept = memory.part(low, high)
-            codes.append(codec.send(total[low:high], kept))
-            kept.sent()
-        return codes
+    name = f"hops {number}"
+    totals = [values.clone() for values in coding.values(vectors)]
 
     def swap(turn: int, codes: Sequence[Tensor]) -> list[Tensor]:
-        """Gives codes to the right, and takes as many from the left."""
+        """Sends codes to the right, and receives as many from the left."""
         reply = node.request(right, f"{name} {turn}", *codes)
         try:
             message = arrival(node, left, f"{name} {turn}", f"{name} lost")
@@ -49,18 +40,20 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
             if right in node.members.workers:
                 node.send(right, f"{name} lost", why=str(error))
             raise
-        if len(message.tensors) != len(pairs):
-            raise WireError(f"{left} sent {len(message.tensors)} codes where {codec} makes {len(pairs)}")
+        if len(message.tensors) != len(totals):
+            raise WireError(
+                f"{left} sent {len(message.tensors)} codes where {coding.codec} makes {len(totals)}"
+            )
         given = [code.clone() for code in message.tensors]
         node.reply(message)
         reply.wait()
         return given
 
     for turn in range(n - 1):
-        for code, total in zip(swap(turn, coded((p - turn) % n)), totals, strict=True):
-            low, high = bounds(total.numel(), n, (p - turn - 1) % n)
-            codec.decode(code, total[low:high])
-    codes = {(p + 1) % n: coded((p + 1) % n)}
+        codes = swap(turn, coding.encode_chunk(totals, (p - turn) % n, n))
+        coding.add_chunk(codes, totals, (p - turn - 1) % n, n)
+    mine = (p + 1) % n
+    chunks = {mine: coding.encode_chunk(totals, mine, n)}
     for turn in range(n - 1):
-        codes[(p - turn) % n] = swap(n - 1 + turn, codes[(p + 1 - turn) % n])
-    coding.combine_chunks([codes[chunk] for chunk in range(n)], vectors)
+        chunks[(p - turn) % n] = swap(n - 1 + turn, chunks[(p + 1 - turn) % n])
+    coding.combine_chunks([chunks[chunk] for chunk in range(n)], vectors)

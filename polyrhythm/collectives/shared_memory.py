@@ -83,13 +83,13 @@ class SharedMemory:
         self._words: dict[tuple[tuple[int, int, torch.dtype], ...], list[int]] = {}
         self._free: dict[int, list[Tensor]] = {}  # staging memory that is not in use, by size
 
-    def begin(self, tensors: Sequence[Tensor], way: str) -> Reduction:
+    def begin(self, tensors: Sequence[Tensor], way: str) -> PendingReduction:
         """Lends these tensors, flat and in the same order as those of the others, to the next collective."""
         lent, staged = self.stage(tensors)
         for first in range(0, len(lent) or 1, _TENSORS):
             self._tell(lent[first : first + _TENSORS], WAYS.index(way))
         self.advance()
-        return Reduction(self, self._begun, staged)
+        return PendingReduction(self, self._begun, staged)
 
     def advance(self) -> None:
         """Does this member's part of all that everybody has begun by now."""
@@ -235,7 +235,7 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
 
 
-class Reduction(Task):
+class PendingReduction(Task):
     """A collective that was begun."""
 
     def __init__(self, all_: SharedMemory, number: int, staged: Sequence[Staged]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from polyrhythm.collectives import choose as choice
 from polyrhythm.coordination.leases import Deals, Leases
+from polyrhythm.core.codec import Reduction
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
@@ -524,7 +525,7 @@ class Coordinator:
         strategy.check(Plan(strategy, self.workers, self.servers, self._sites))
         choice.check_codec(self._collective, strategy)
         for codec in () if strategy.traits.uses_servers else (each.codec for each in strategy.parts):
-            if self._collective != "ring" or codec is None or not codec.hops:
+            if self._collective != "ring" or codec is None or codec.reduction is not Reduction.HOPS:
                 continue
             self._say(
                 f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"

@@ -1,11 +1,15 @@
-"""Codec: numbers to fewer bytes and back."""
+"""Codec: numbers to fewer bytes and back.
+
+A codec encodes and decodes one flat segment at a time. What else a few codecs can do is a protocol of one
+method, which the rest of the program looks for with isinstance. Defining a class with a `name` registers it.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from polyrhythm.core.grammar import Configured
 
@@ -13,15 +17,34 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from polyrhythm.compress.reducers.base import Reducer
     from polyrhythm.compress.state import CodecState
-    from polyrhythm.core.group import Group
+    from polyrhythm.compress.transforms.base import GradientTransform
+
+
+class Reduction(Enum):
+    """How the codes of several workers become the mean of what they stand for."""
+
+    ELEMENTWISE = "elementwise"  # summed: a code is one float per number, so parts can be summed separately
+    SUM = "sum"  # summed: codes are floats, and their mean is the code of the mean
+    HOPS = "hops"  # gathered; around a ring, decoded, added to and encoded again at each hop
+    GATHER = "gather"  # gathered: each worker decodes the codes of all and averages them
+    JOINT = "joint"  # not from codes: all workers compute the mean together (see `HasReducer`)
+
+    @property
+    def summed(self) -> bool:
+        return self in (Reduction.ELEMENTWISE, Reduction.SUM)
+
+    @property
+    def gathered(self) -> bool:
+        return self in (Reduction.HOPS, Reduction.GATHER)
 
 
 @dataclass(frozen=True)
 class Codec(Configured):
     """How numbers travel: fewer bytes out, nearly the same numbers back.
 
-    It sees one flat stretch of 32 or 64-bit floats at a time, and with it the memory of whoever sends. Every
+    It sees one flat segment of 32 or 64-bit floats at a time, and the sender's state for that segment. Every
     codec has these fields:
 
     - `feedback`: is what was not sent kept, and sent later? Yes, as a rule, where a codec is biased
@@ -32,10 +55,7 @@ class Codec(Configured):
 
     kind = "codec"
     registry: ClassVar[dict[str, type[Codec]]] = {}
-    summable: ClassVar[bool] = False  # codes are floats, and their mean is the code of the mean
-    hops: ClassVar[bool] = False  # it bears to be decoded, added to and coded again, hop by hop
-    stateless: ClassVar[bool] = False  # each number is coded by itself, and nothing is remembered
-    shared: ClassVar[bool] = False  # the mean is taken by all workers together, in `mean`
+    reduction: ClassVar[Reduction] = Reduction.GATHER
 
     feedback: bool = field(default=False, kw_only=True)
     per: Literal["vector", "layer"] = field(default="vector", kw_only=True)
@@ -43,45 +63,47 @@ class Codec(Configured):
     pull: Literal["coded", "dense"] = field(default="coded", kw_only=True)
 
     @abstractmethod
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
-        """The flat tensor to send in place of these values, which may not be changed."""
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
+        """The flat tensor to send in place of these values. Must not change the values."""
 
     @abstractmethod
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        """Adds what a code stands for, times `scale`. The code may be anybody's: WireError if it is none."""
-
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        """The code of the values and of what was not sent before: with `feedback` the rest is kept."""
-        if memory.residual is None:
-            return self.encode(values, memory)
-        memory.residual.add_(values)
-        code = self.encode(memory.residual, memory)
-        self.decode(code, memory.residual, -1.0)  # what the others get, not what was meant
-        return code
-
-    @property
-    def needs_norm(self) -> bool:
-        """Whether it has to know how long all is that is sent at once: `memory.norm`."""
-        return False
-
-    @property
-    def gradients_only(self) -> bool:
-        """Whether what it makes of a vector means nothing unless that is a gradient."""
-        return False
-
-    def agree(self, mean: Tensor) -> None:
-        """Makes of the mean of what all have sent, in place, what all go on with."""
-
-    def mean(self, group: Group, segments: Sequence[tuple[Tensor, CodecState]]) -> None:
-        """Replaces each stretch by its mean over a group; for those that are `shared`."""
-        raise NotImplementedError
-
-    def for_replies(self) -> Codec:
-        """The codec for a server's answers: changes of parameters, of which what was not sent is known."""
-        return self
-
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises UsageError if it cannot work with the optimizer's parameter groups."""
+        """Adds the values that a code stands for, times `scale`. Raises WireError if the code is invalid."""
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Whatever takes long, before the first step: compiling, for numbers of this kind."""
+        """Does what takes long before the first step, such as compiling, for numbers of this dtype."""
+
+
+@runtime_checkable
+class FusedFeedback(Protocol):
+    """Encodes and updates the residual in one pass. For other codecs `compress.feedback` takes three."""
+
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        """Adds the values to the residual, encodes it, and subtracts what the code stands for."""
+
+
+@runtime_checkable
+class HasReducer(Protocol):
+    """Averages over a group by more than decoding the codes of all."""
+
+    def reducer(self) -> Reducer | None:
+        """The reducer to use, or None for the one that `reduction` asks for."""
+
+
+@runtime_checkable
+class HasTransform(Protocol):
+    """Transforms gradients before they are encoded."""
+
+    def transform(self) -> GradientTransform | None:
+        """The transform of this configuration, if it has one."""
+
+
+@runtime_checkable
+class ForReplies(Protocol):
+    """Is replaced by another codec where differences of parameters are sent."""
+
+    def for_replies(self) -> Codec:
+        """The codec for a server's replies: it may not lengthen a difference on average.
+
+        What it leaves out of one difference is part of the next, so it needs no feedback.
+        """

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.compress.state import CodecState
     from polyrhythm.core.codec import Codec
     from polyrhythm.core.peer import Peer
 
@@ -28,21 +27,33 @@ class Task(ABC):
 
 
 class Coding(Protocol):
-    """What a collective needs from a compressor (see `compress.compressor`)."""
+    """What a collective needs of a compressor (see `compress.compressor`). Segments are parts of vectors."""
 
     codec: Codec
 
-    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    def send(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The codes of the coded segments."""
 
-    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+    def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+        """Overwrites the coded segments with the mean of what all workers sent."""
 
-    def pairs(self, vectors: Sequence[Tensor]) -> list[tuple[Tensor, CodecState]]: ...
+    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The coded segments."""
 
-    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None: ...
+    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Copies the coded segments of other vectors."""
 
-    def adopt(self, theirs: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
+    def values(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The coded segments in at least 32 bits."""
 
-    def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+    def encode_chunk(self, values: Sequence[Tensor], number: int, count: int) -> list[Tensor]:
+        """The codes of chunk `number` of `count` of each of these segments."""
+
+    def add_chunk(self, codes: Sequence[Tensor], into: Sequence[Tensor], number: int, count: int) -> None:
+        """Adds what the codes of a chunk stand for to these segments."""
+
+    def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+        """Overwrites the coded segments with the mean whose sum came in chunks, one per worker."""
 
 
 class Group(ABC):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from polyrhythm.core.codec import Codec
+from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.grammar import Configured
 
@@ -69,10 +70,8 @@ class Strategy(Configured):
             raise UsageError(
                 f"{cls.name}: codec takes a codec, as parse_codec('topk:0.01') is, not {codec!r}"
             )
-        if codec is not None and not cls.codecs:
-            raise UsageError(f"{cls.name} takes no codec")
-        if codec is not None and codec.gradients_only and cls.exchanges != "gradients":
-            raise UsageError(f"{codec} is for gradients, and {cls.name} sends how far each worker has come")
+        if codec is not None and (why := refusal(cls, codec)):
+            raise UsageError(why)
         return super().__new__(cls, *values, **named)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What goes through a process group of torch.distributed: sums, codes of any length, and rounds."""
+"""Collectives on a process group of torch.distributed: means, codes of any length, and joint means."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OPS = {
 }
 
 
-class Mean:
-    """The means of a few tensors of one kind over all ranks, under way; they themselves stay as they are.
+class PendingMean:
+    """The means of a few tensors of one dtype over all ranks, under way. The tensors are not changed.
 
-    Each rank divides first, as DDP does, for sums of 16-bit floats soon overflow.
+    Each rank divides before the sum, as DDP does: sums of 16-bit floats soon overflow.
     """
 
     def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
@@ -35,15 +35,16 @@ class Mean:
         self._work.wait()
         return list(torch.split(self._flat, self._sizes))
 
-    def into(self, places: Sequence[Tensor]) -> None:
-        for mean, place in zip(self.wait(), places, strict=True):
-            place.copy_(mean)
+    def wait_into(self, tensors: Sequence[Tensor]) -> None:
+        for mean, tensor in zip(self.wait(), tensors, strict=True):
+            tensor.copy_(mean)
 
 
-class Gather:
-    """The codes of all ranks, under way in two rounds: how long they are, then they themselves.
+class PendingGather:
+    """The codes of all ranks, under way in two rounds: first their lengths, then the codes.
 
-    A rank that has none to give, for its gradient is not finite, says so first, and there is no second round.
+    A rank whose gradient is not finite has no codes to send. It says so in the first round, and there is no
+    second.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class Gather:
         self._sizes: list[list[int]] = []
 
     def exchange(self) -> None:
-        """The second round."""
+        """Starts the second round."""
         self._work.wait()
         told = [sizes.tolist() for sizes in self._every]
         if self._codes is None or any(wrong for wrong, *_ in told):
             return
         self._sizes = [sizes for _, *sizes in told]
-        # All must give equally much; the longest decides.
+        # All ranks must send equally much, so all are as long as the longest.
         mine = torch.zeros(max(map(sum, self._sizes)), dtype=torch.uint8, device=self._device)
         if self._codes:
             code = torch.cat([code.to(self._device) for code in self._codes])
@@ -74,19 +75,19 @@ class Gather:
         self._work = dist.all_gather(self._every, mine, group=self._group, async_op=True)
 
     def wait(self) -> list[list[Tensor]] | None:
-        """The codes of each rank, or None if one had none to give."""
+        """The codes of each rank, or None if one had none."""
         if not self._sizes:
             return None
         self._work.wait()
         given = []
         for message, sizes in zip(self._every, self._sizes, strict=True):
             parts = torch.split(message.cpu()[: sum(sizes)], sizes) if sizes else ()
-            given.append([part.clone() for part in parts])  # a number must begin at a multiple of its size
+            given.append([part.clone() for part in parts])  # copies are aligned to the size of a number
         return given
 
 
-class Rounds:
-    """As much of a `polyrhythm.core.group.Group` as a codec needs that takes the mean in rounds of all."""
+class TorchGroup:
+    """The all-reduces that a `JointReducer` needs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -99,7 +100,7 @@ class Rounds:
                 tensor.div_(self._group.size())
 
     def all(self, mine: bool, device: torch.device) -> bool:
-        """Whether it is so on all ranks."""
+        """True if it is true on all ranks."""
         flag = torch.tensor(float(mine), device=device)
         self.all_reduce(flag, op="min")
         return bool(flag > 0)

@@ -152,7 +152,7 @@ class Replica:
             "layout": self.layout.hash,
             "buffers": {name: [part.clone() for part in self.buffers[name]] for name in kept},
             "notes": {name: self.notes[name] for name in names if name in self.notes},
-            "codecs": copy.deepcopy(self.notes.get("codecs", {})),
+            "codecs": self.notes["codecs"].segments_dict() if "codecs" in self.notes else {},
             "rates": list(self.notes.get("rates of residuals", ())),
         }
 

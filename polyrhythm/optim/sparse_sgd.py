@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyrhythm.compress.kernels import missing
 from polyrhythm.core.errors import NotFinite, UsageError, WaitError
+from polyrhythm.core.extras import missing
 
 if TYPE_CHECKING:
     from polyrhythm.core.node import Lock

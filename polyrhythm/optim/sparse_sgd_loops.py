@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from polyrhythm.compress.kernels.compiled import compiled, part, prefetch
+from polyrhythm.core.compiling import compiled, part, prefetch
 
 Array = np.ndarray[Any, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyrhythm.compress.transforms.base import check_optimizer
 from polyrhythm.model.vectors import cut
 
 if TYPE_CHECKING:
@@ -33,12 +34,15 @@ def sender_of(
 ) -> Compressor:
     """What this worker sends a range of the layout with."""
     from polyrhythm.compress.compressor import Compressor
+    from polyrhythm.compress.legacy_state import ReplicaState
 
     if (start, stop) not in replica.senders:
-        replica.senders[start, stop] = Compressor(
-            codec, replica.layout, replica, "sent", start=start, stop=stop, feedback=feedback, seed=node.seed,
-            worker=node.rank, workers=len(node.members.workers),
-        )  # fmt: skip
+        if not isinstance(state := replica.notes.get("codecs"), ReplicaState):
+            check_optimizer(codec, replica.optimizer.param_groups)
+            saved, state = state or {}, ReplicaState(node, replica)
+            state.load_segments(saved)
+            replica.notes["codecs"] = state
+        replica.senders[start, stop] = Compressor(codec, state, start=start, stop=stop, feedback=feedback)
     return replica.senders[start, stop]
 
 

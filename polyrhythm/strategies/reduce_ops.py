@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.compress.sender import CompressedSender
+from polyrhythm.core.codec import Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.compress.sender import CompressedSender
     from polyrhythm.core.codec import Codec
-    from polyrhythm.core.group import Group, Task
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.core.worker import State
     from polyrhythm.model.replica import Replica
 
 
-FEW = 1 << 12  # bytes that may travel with every code
-
-
 class MeanReducer:
-    """Replaces vectors by their mean over a group."""
+    """Replaces vectors by their mean over a group, through a codec if there is one."""
 
     def __init__(self, codec: Codec | None, node: Node, replica: Replica, group: Group) -> None:
         self.codec, self.node, self.replica, self.group = codec, node, replica, group
-        self.sender = None
+        self.sender: CompressedSender | None = None
         if codec is not None:
+            from polyrhythm.compress.reducers import reducer_for
+            from polyrhythm.compress.sender import CompressedSender
+
             self.sender = CompressedSender(codec, node, replica, group.rank, group.size)
+            self._reducer = reducer_for(codec)
         self._buckets: list[Callable[[], None]] = []
 
     def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
@@ -49,34 +51,7 @@ class MeanReducer:
         if self.sender is None:
             filled = [vector for vector in vectors if vector.numel()]
             return self.group.begin_all_reduce(*filled, *flags, op="mean").join
-        codec, compressor = self.sender.codec, self.sender.compressor(start, stop)
-        plain = compressor.plain(vectors)
-        if codec.summable:
-            codes = compressor.send(vectors)
-            task = self.group.begin_all_reduce(*codes, *plain, *flags, op="mean")
-
-            def summed() -> None:
-                task.join()
-                compressor.combine([codes], vectors)
-
-            return summed
-        rest: Task | None = None
-        if plain or codec.shared or sum(flag.nbytes for flag in flags) > FEW:
-            plain, flags = [*plain, *flags], ()
-            rest = self.group.begin_all_reduce(*plain, op="mean") if plain else None
-        coded = None if codec.shared else self.group.begin_coded_mean(compressor, vectors, *flags)
-
-        def join() -> None:
-            if coded is not None:
-                coded.join()
-            else:
-                pairs = compressor.pairs(vectors)
-                codec.mean(self.group, pairs)
-                compressor.sent(pairs, vectors)
-            if rest is not None:
-                rest.join()
-
-        return join
+        return self._reducer.begin(self.group, vectors, self.sender.compressor(start, stop), *flags)
 
     def mean_gradient(self, *flags: Tensor) -> None:
         """Replaces the whole gradient by its mean over the group."""
@@ -129,9 +104,11 @@ class MeanReducer:
 def in_buckets(codec: Codec | None) -> bool:
     """True if parts of a gradient can be sent by themselves.
 
-    A codec with a memory sees the gradient whole: its codes are short, and one message is better than many.
+    Other codecs get the whole gradient: their codes are short, and one message is cheaper than many.
     """
-    return codec is None or (codec.stateless and not codec.feedback and not codec.dense)
+    if codec is None:
+        return True
+    return codec.reduction is Reduction.ELEMENTWISE and not codec.feedback and not codec.dense
 
 
 def numbers(*values: float) -> Tensor:

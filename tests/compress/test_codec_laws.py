@@ -89,7 +89,7 @@ def test_allreduce_with_a_codec_works_with_one_worker(simulate: Any, codec: str)
 
 def dense(simulate: Any, plane: Plane, strategy: str, workers: int = WORKERS) -> dict[str, Tensor]:
     """Where the same steps lead if all is sent."""
-    return trained(simulate(replace(plane, x={}, shown={}, replicas={}), strategy, workers))
+    return trained(simulate(replace(plane, x={}, shown={}, replicas={}, workers={}), strategy, workers))
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)

@@ -1,4 +1,4 @@
-"""The laws of what codecs are given: which layers, by which road, how many bytes; and only numbers."""
+"""The laws of what codecs are given: which layers, by which collective, how many bytes; and only numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
+from polyrhythm.compress import feedback
 from polyrhythm.compress.compressor import Decompressor
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.core.registry import parse_codec
+from polyrhythm.core.worker import Worker
 from polyrhythm.launch.screen import Screen
-from polyrhythm.model.replica import Replica
 from tests.support.combine import each_value
-from tests.support.planes import CODECS, FEEDBACK, HOPS, MODELS, Plane, equal, layers, ways
+from tests.support.planes import CODECS, FEEDBACK, HOPS, MODELS, Plane, equal, layers, residual_of, ways
 from tests.support.programs import Script, trained
 
 WORKERS = 3
@@ -85,7 +86,7 @@ def test_per_layer_sparsification_sends_an_entry_of_every_layer(simulate: Any, c
     assert all(sum(each) == 1 for each in moves["vector"])
 
 
-# --- roads ------------------------------------------------------------------------------------------
+# --- collectives ------------------------------------------------------------------------------------
 
 
 def marks(path: Path, strategy: str | None = None) -> None:
@@ -98,7 +99,7 @@ def marks(path: Path, strategy: str | None = None) -> None:
     optimizer.step()
 
 
-APART = [codec for codec in CODECS if not (parse_codec(codec).summable or parse_codec(codec).shared)]
+APART = [codec for codec in CODECS if parse_codec(codec).reduction.gathered]
 
 
 @each_value(
@@ -199,7 +200,9 @@ def test_every_code_goes_to_all_others(simulate: Any, codec: str, workers: int) 
     sizes = [segment.high - segment.low for segment in coder.coded]
     assert sum(sizes) == total
     codes = sum(
-        chosen.send(torch.ones(size, dtype=torch.float64), CodecState.alone(size, dtype=torch.float64)).nbytes
+        feedback.encode(
+            chosen, torch.ones(size, dtype=torch.float64), CodecState.alone(size, dtype=torch.float64)
+        ).nbytes
         for size in sizes
     )
     start = (workers - 1) * 8 * total
@@ -238,7 +241,7 @@ def test_codecs_keep_replicas_equal_for_models_of_mixed_dtypes(
     simulate(plane, f"{strategy}+{codec}", WORKERS)
     assert all(equal(plane.x[rank][-1], plane.x[0][-1]) for rank in range(WORKERS))
     assert not equal(plane.x[0][0], plane.x[0][-1])
-    kept = [replica.buffers.get("sent: residual", ()) for replica in plane.replicas.values()]
+    kept = [residual_of(worker) for worker in plane.workers.values()]
     assert all(part.element_size() >= 4 for parts in kept for part in parts)
     assert any(kept) == parse_codec(codec).feedback
 
@@ -282,10 +285,10 @@ class Broken(Plane):
         here = pr.init()
         model = layers()
         model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        replica = here._replica
+        worker = here._worker
         for step in range(1, 6):
             optimizer.zero_grad()
-            before = waiting(replica)
+            before = waiting(worker)
             loss = sum(parameter.sum() * (1 + here.rank + step) for parameter in model.parameters())
             if (here.rank, step) == (1, 3):
                 loss = loss + model[1].weight[0, 0] * self.bad
@@ -293,12 +296,12 @@ class Broken(Plane):
                 loss.backward()
                 optimizer.step()
             except NotFinite:
-                self.kept.append((before, waiting(replica)))
+                self.kept.append((before, waiting(worker)))
                 raise
 
 
-def waiting(replica: Replica) -> list[Tensor]:
-    return [part.clone() for part in replica.buffers.get("sent: residual", ())]
+def waiting(worker: Worker) -> list[Tensor]:
+    return [part.clone() for part in residual_of(worker)]
 
 
 @each_value(

@@ -15,17 +15,20 @@ pytest.importorskip("numba")
 ROOT = Path(__file__).parents[2]
 WORK = """
 import torch
+from polyrhythm.compress import feedback
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.registry import parse_codec
 for text in ("int8", "topk:0.5"):
     codec, into = parse_codec(text), torch.zeros(4)
-    codec.decode(codec.send(torch.tensor([0.0, 0.0, 127.0, -1.0]), CodecState.alone(4)), into)
+    codec.decode(feedback.encode(codec, torch.tensor([0.0, 0.0, 127.0, -1.0]), CodecState.alone(4)), into)
     print(text, into.tolist())
 """
 PREPARE = """
 import sys, torch
 from numba.core.dispatcher import Dispatcher
+from polyrhythm.compress import feedback
 from polyrhythm.compress.state import CodecState
+from polyrhythm.core.codec import Reduction
 from polyrhythm.core.registry import describe, parse_codec
 
 def compiled():
@@ -39,9 +42,10 @@ for dtype in (torch.float32, torch.float64):
         codec.prepare(dtype)
     before = compiled()
     for codec in codecs:
-        if not codec.shared:
+        if codec.reduction is not Reduction.JOINT:
             values = torch.randn(2000, dtype=dtype)
-            code = codec.send(values, CodecState.alone(2000, feedback=codec.feedback, dtype=dtype))
+            state = CodecState.alone(2000, feedback=codec.feedback, dtype=dtype)
+            code = feedback.encode(codec, values, state)
             codec.decode(code, torch.zeros_like(values))
     print(len(before) > 0, sorted(compiled() - before))
 """

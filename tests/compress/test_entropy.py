@@ -15,6 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.compress.kernels import entropy
+from polyrhythm.compress.kernels.entropy.format import JOINS
+from polyrhythm.compress.kernels.entropy.reader import open_message
 from polyrhythm.core.errors import WireError
 
 FINE = 1 << 16
@@ -108,7 +110,7 @@ def test_pack_pulses_uses_the_shortest_encoding(place):
     length, indexes = place
     assume(0 < len(indexes) <= 3000)
     ways = []
-    for join in entropy.JOINS:
+    for join in JOINS:
         size = FINE << join
         total = 1
         for begin in range(0, length, size):
@@ -172,7 +174,7 @@ def test_bytes_of_a_packed_block_do_not_depend_on_other_blocks():
     def blocks(marked):
         indexes = np.flatnonzero(marked)
         code = entropy.pack_pulses(length, indexes, np.ones(len(indexes), np.int32), 1.0)
-        message = entropy._open(code, length)
+        message = open_message(code, length).coded_blocks
         assert message.shift == 16
         ends = np.cumsum(message.sizes)
         data = message.words.view(np.uint8)

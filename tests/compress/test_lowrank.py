@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import polyrhythm as pr
+from polyrhythm.compress import feedback
 from polyrhythm.compress.codecs.powersgd import HEADER, PowerSGD
 from polyrhythm.compress.kernels.algebra import add_product, orthonormal
+from polyrhythm.compress.kernels.low_rank import WarmStart
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.registry import parse_codec
@@ -43,7 +45,7 @@ class Rounds:
     shapes: Shapes = field(default_factory=lambda: SHAPES)
     means: dict[int, list[Tensor]] = field(default_factory=dict)
     residuals: dict[int, list[Tensor]] = field(default_factory=dict)
-    memories: dict[int, list[CodecState]] = field(default_factory=dict)
+    states: dict[int, list[CodecState]] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -52,18 +54,18 @@ class Rounds:
         mine = self.gradients[here.rank]
         groups = [[shape] for shape in self.shapes] if self.codec.per == "layer" else [list(self.shapes)]
         about = {"feedback": self.codec.feedback, "dtype": mine[0].dtype, "worker": here.rank}
-        memories = [CodecState.alone(size(group), shapes=group, **about) for group in groups]
-        self.memories[here.rank] = memories
+        states = [CodecState.alone(size(group), shapes=group, **about) for group in groups]
+        self.states[here.rank] = states
         for name in ("means", "residuals"):
             getattr(self, name)[here.rank] = []
         for one in mine:
             parts = [part.clone() for part in one.split([size(group) for group in groups])]
-            self.codec.mean(here._node.group(), list(zip(parts, memories, strict=True)))
-            for memory in memories:
-                memory.sent()
+            self.codec.reducer().mean(here._node.group(), parts, states)
+            for state in states:
+                state.sent()
             self.means[here.rank].append(torch.cat(parts))
             if self.codec.feedback:
-                self.residuals[here.rank].append(torch.cat([memory.residual.clone() for memory in memories]))
+                self.residuals[here.rank].append(torch.cat([state.residual.clone() for state in states]))
 
 
 def played(
@@ -97,7 +99,7 @@ def test_powersgd_workers_agree_and_mean_residual_is_the_missing_part(
     if not rounds.codec.warm:
         return
     qs = [
-        torch.cat([m.tensors["q"] for m in rounds.memories[rank] if "q" in m.tensors])
+        torch.cat([q for state in rounds.states[rank] if (q := state.own(WarmStart).q) is not None])
         for rank in range(workers)
     ]
     assert all(torch.equal(q, qs[0]) for q in qs)
@@ -291,18 +293,18 @@ def test_powersgd_sent_values_plus_residual_equal_the_input(
 ) -> None:
     """What the code stands for, with what is kept, is all that was given: near enough for floats."""
     dtype = torch.float64 if double else torch.float32
-    codec, memory = PowerSGD(rank, warm), CodecState.alone(size(shapes), shapes=shapes, dtype=dtype)
+    codec, state = PowerSGD(rank, warm), CodecState.alone(size(shapes), shapes=shapes, dtype=dtype)
     given = torch.zeros(size(shapes), dtype=dtype)
     received = torch.zeros(size(shapes), dtype=dtype)
     for step in range(3):
         one = gradient(5, step, shapes, dtype)
         before = one.clone()
-        code = codec.send(one, memory)
-        memory.sent()
+        code = feedback.encode(codec, one, state)
+        state.sent()
         assert torch.equal(one, before)
         codec.decode(code, received)
         given += one
-    torch.testing.assert_close(received + memory.residual, given, rtol=0, atol=1e-4 if not double else 1e-11)
+    torch.testing.assert_close(received + state.residual, given, rtol=0, atol=1e-4 if not double else 1e-11)
 
 
 def test_a_code_is_as_long_as_its_factors() -> None:

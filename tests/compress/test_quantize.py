@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
+from polyrhythm.compress import feedback
 from polyrhythm.compress.codecs.quantize import HEADER
+from polyrhythm.compress.compressor import Decompressor
 from polyrhythm.compress.kernels import dense
 from polyrhythm.compress.kernels.dense import plain
+from polyrhythm.compress.reducers import reducer_for
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.registry import parse_codec
+from polyrhythm.integrations.bucket_state import BucketLayout
 from tests.support.quantizers import ALL, FAIR, LENGTHS, NEAREST, WIDTHS, alone, decoded, drawn, sent, units
 
 widths = pytest.mark.parametrize("dtype", WIDTHS, ids=["32", "64"])
@@ -29,9 +33,9 @@ def every(texts: list[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(params=["compiled", "plain"], autouse=True)
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every law holds on both roads."""
+    """Every law holds for both backends."""
     if request.param == "plain":
-        monkeypatch.setattr(dense, "road", lambda _: plain)
+        monkeypatch.setattr(dense, "backend", lambda _: plain)
     else:
         pytest.importorskip("numba")
     return request.param
@@ -50,10 +54,10 @@ def test_nearest_quantizers_sent_plus_residual_equal_the_input_exactly(
     codec = parse_codec(text)
     numbers = some.floats(width=8 * dtype.itemsize, allow_nan=False, allow_infinity=False)  # type: ignore[arg-type]
     values = torch.tensor(data.draw(some.lists(numbers, max_size=40)), dtype=dtype)
-    memory = alone(codec, values)
-    got = sent(codec, values, memory)
-    assert memory.residual is not None
-    assert torch.equal(got + memory.residual, values)
+    state = alone(codec, values)
+    got = sent(codec, values, state)
+    assert state.residual is not None
+    assert torch.equal(got + state.residual, values)
     assert bool(got.isfinite().all())
 
 
@@ -64,42 +68,49 @@ def test_nearest_quantizers_sent_plus_residual_is_exact_over_many_steps(
 ) -> None:
     """Each step exactly; all of them together as far as sums of floats go."""
     codec, count = parse_codec(text), 3001
-    memory, total, told = (
+    state, total, told = (
         alone(codec, torch.zeros(count, dtype=dtype)),
         torch.zeros(count),
         torch.zeros(count),
     )
     total, told = total.double(), told.double()
-    assert memory.residual is not None
+    assert state.residual is not None
     for step in range(30):
         values = drawn(count, dtype, step, scale=10.0 ** (step % 5))
-        meant = memory.residual + values
-        got = sent(codec, values, memory)
-        assert torch.equal(got + memory.residual, meant)
+        meant = state.residual + values
+        got = sent(codec, values, state)
+        assert torch.equal(got + state.residual, meant)
         total, told = total + values, told + got
     rounding = 30 * torch.finfo(dtype).eps * 1e5
-    assert (told + memory.residual - total).abs().max() < rounding
+    assert (told + state.residual - total).abs().max() < rounding
 
 
 @every([*FAIR, "sign", "terngrad"])
 @widths
 def test_stochastic_and_sign_quantizers_keep_the_residual_to_rounding(text: str, dtype: torch.dtype) -> None:
     codec, values = parse_codec(text), drawn(3001, dtype)
-    memory = alone(codec, values, feedback=True)
-    got = sent(codec, values, memory)
-    assert memory.residual is not None
+    state = alone(codec, values, feedback=True)
+    got = sent(codec, values, state)
+    assert state.residual is not None
     larger = torch.maximum(got.abs(), values.abs())
-    assert bool(((got + memory.residual - values).abs() <= torch.finfo(dtype).eps * larger).all())
+    assert bool(((got + state.residual - values).abs() <= torch.finfo(dtype).eps * larger).all())
 
 
 @every(ALL)
 def test_without_feedback_sending_is_encoding(text: str) -> None:
     codec, values = parse_codec(text), drawn(1000)
     before = values.clone()
-    first = codec.send(values, alone(codec, values, feedback=False))
+    first = feedback.encode(codec, values, alone(codec, values, feedback=False))
     assert torch.equal(first, codec.encode(values, alone(codec, values, feedback=False)))
-    codec.send(values, alone(codec, values))
+    feedback.encode(codec, values, alone(codec, values))
     assert torch.equal(values, before)
+
+
+def in_steps(codec: Codec, values: Tensor, state: CodecState) -> Tensor:
+    """Encodes with feedback one operation after the other."""
+    if state.residual is None:
+        return codec.encode(values, state)
+    return feedback.encode_in_three_passes(codec, values, state.residual, state)
 
 
 @every(ALL)
@@ -109,7 +120,7 @@ def test_a_fused_send_is_the_plain_one(text: str) -> None:
     fused, steps = (alone(codec, values, feedback=not getattr(codec, "vote", False)) for _ in range(2))
     for seed in range(3):
         values = drawn(3001, seed=seed)
-        assert torch.equal(codec.send(values, fused), Codec.send(codec, values, steps))
+        assert torch.equal(feedback.encode(codec, values, fused), in_steps(codec, values, steps))
         if fused.residual is not None and steps.residual is not None:
             assert torch.equal(fused.residual, steps.residual)
         fused.sent(), steps.sent()
@@ -182,10 +193,10 @@ def test_quantizers_do_not_overflow_at_extreme_magnitudes(text: str, size: float
     """Nothing overflows, and what is sent is never larger than the norm of what was given."""
     values = torch.tensor([size, -size, size / 2, 0.0, -size / 3] * 60, dtype=torch.float64).to(dtype)
     codec = parse_codec(text)
-    memory = alone(codec, values, feedback=True)
+    state = alone(codec, values, feedback=True)
     for _ in range(2):
-        code = codec.send(values, memory)
-        memory.sent()
+        code = feedback.encode(codec, values, state)
+        state.sent()
     got = decoded(codec, codec.encode(values, alone(codec, values)), values)
     assert len(code) > 8
     assert bool(got.isfinite().all())
@@ -212,8 +223,8 @@ def test_stochastic_rounding_is_independent_across_elements_and_streams() -> Non
     values = torch.full((200_000,), 0.5)
     values[0] = 1.0
     first, again, other, later = (
-        decoded(codec, codec.encode(values, memory), values)[1:] - 0.5
-        for memory in (
+        decoded(codec, codec.encode(values, state), values)[1:] - 0.5
+        for state in (
             *(alone(codec, values, seed=7), alone(codec, values, seed=7)),
             *(alone(codec, values, seed=7, worker=1), stepped(alone(codec, values, seed=7))),
         )
@@ -224,9 +235,9 @@ def test_stochastic_rounding_is_independent_across_elements_and_streams() -> Non
         assert abs(float((4 * one * two).mean())) < bound
 
 
-def stepped(memory: CodecState) -> CodecState:
-    memory.sent()
-    return memory
+def stepped(state: CodecState) -> CodecState:
+    state.sent()
+    return state
 
 
 @every([*FAIR, "terngrad"])
@@ -301,13 +312,18 @@ def test_a_sign_has_the_mean_magnitude_and_is_a_contraction() -> None:
     assert torch.allclose((values - got).square().sum(), (1 - share) * values.square().sum(), rtol=1e-5)
 
 
+def decide(codec: Codec, mean: Tensor) -> None:
+    """Turns the mean of votes into their outcome."""
+    reducer_for(codec).decide([mean], Decompressor(codec, BucketLayout({"votes": mean.shape}, mean)))
+
+
 @pytest.mark.parametrize("count", LENGTHS)
 def test_a_vote_is_one_bit_a_number(count: int) -> None:
     codec, values = parse_codec("sign:vote=yes"), drawn(count)
     code = codec.encode(values, alone(codec, values))
     assert len(code) == 8 + -(-count // 8)
     got = decoded(codec, code, values)
-    codec.agree(got)
+    decide(codec, got)
     assert torch.equal(got, values.sign())  # with one worker it is signSGD
 
 
@@ -320,7 +336,7 @@ def test_sign_majority_vote_gives_zero_on_a_tie() -> None:
         for values in votes:
             codec.decode(codec.encode(values, alone(codec, values)), mean)
         mean /= len(votes)
-        codec.agree(mean)
+        decide(codec, mean)
         return mean.tolist()
 
     assert outcome(votes) == [1, 0, -1, 0]
@@ -329,15 +345,15 @@ def test_sign_majority_vote_gives_zero_on_a_tie() -> None:
 
 def test_a_zero_votes_up_and_down_in_turn() -> None:
     codec, values = parse_codec("sign:vote=yes"), torch.tensor([0.0, -0.0, 1e-45, -1e-45])
-    memory = alone(codec, values)
-    votes = [sent(codec, values, memory).tolist() for _ in range(4)]
+    state = alone(codec, values)
+    votes = [sent(codec, values, state).tolist() for _ in range(4)]
     assert votes == [[1, 1, 1, -1], [-1, -1, 1, -1]] * 2
 
 
 def test_signum_votes_by_its_momentum() -> None:
     codec = parse_codec("sign:vote=yes,momentum=0.9")
-    memory = alone(codec, torch.zeros(1))
-    assert [sent(codec, torch.tensor([g]), memory).item() for g in (10.0, -1.0, -1.0, -100.0)] == [
+    state = alone(codec, torch.zeros(1))
+    assert [sent(codec, torch.tensor([g]), state).item() for g in (10.0, -1.0, -1.0, -100.0)] == [
         1,
         1,
         1,
@@ -356,13 +372,13 @@ def test_without_feedback_signs_go_the_wrong_way() -> None:
     codec, count, steps = parse_codec("sign"), 2000, 400
     generator = torch.Generator().manual_seed(0)
     went = {}
-    for feedback in (True, False):
-        memory = alone(codec, torch.zeros(count), feedback=feedback)
+    for kept in (True, False):
+        state = alone(codec, torch.zeros(count), feedback=kept)
         total = torch.zeros(count)
         for _ in range(steps):
             lots = torch.rand(count, generator=generator) < 0.25
-            total += sent(codec, torch.where(lots, 4.0, -1.0), memory)
-        went[feedback] = float(total.mean()) / steps
+            total += sent(codec, torch.where(lots, 4.0, -1.0), state)
+        went[kept] = float(total.mean()) / steps
     assert went[False] < -0.5
     assert 0.2 < went[True] < 0.3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from polyrhythm.compress.replies import reply_codec
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.registry import describe, parse_codec
 from tests.support.combine import each_value
@@ -25,10 +26,10 @@ MORE = [
 @each_value(("scale", [1e-4, 1.0, 1e4]), ("text", [*(row.name for row in describe("codec")), *MORE]))
 def test_coded_replies_converge_to_the_parameters_of_the_server(text: str, scale: float) -> None:
     """known <- known + what the code of (x - known) stands for; x stays, and known comes to it."""
-    codec = parse_codec(text).for_replies()
+    codec = reply_codec(parse_codec(text))
     x = scale * torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
-    known, memory = torch.zeros(COUNT), CodecState.alone(COUNT, feedback=False, shapes=[(20, 20)])
+    known, state = torch.zeros(COUNT), CodecState.alone(COUNT, feedback=False, shapes=[(20, 20)])
     for _ in range(ROUNDS[text.partition(":")[0]]):
-        codec.decode(codec.send(x - known, memory), known)
-        memory.sent()
+        codec.decode(codec.encode(x - known, state), known)
+        state.sent()
     assert float((x - known).norm()) <= 0.01 * float(x.norm())

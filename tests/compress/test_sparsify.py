@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.compress import feedback
 from polyrhythm.compress.codecs.sparsify import RandomK, TopK
 from polyrhythm.compress.kernels import selection
 from polyrhythm.compress.state import CodecState
@@ -43,15 +44,15 @@ def vectors(draw):
     return made * draw(st.sampled_from((1e-30, 1e-6, 1.0, 1e6)))
 
 
-def sent(codec, values: torch.Tensor, memory: CodecState) -> torch.Tensor:
+def sent(codec, values: torch.Tensor, state: CodecState) -> torch.Tensor:
     """What a receiver gets."""
     got = torch.zeros_like(values)
-    codec.decode(codec.send(values, memory), got)
-    memory.sent()
+    codec.decode(feedback.encode(codec, values, state), got)
+    state.sent()
     return got
 
 
-def memory_for(values: torch.Tensor, **more) -> CodecState:
+def state_for(values: torch.Tensor, **more) -> CodecState:
     return CodecState.alone(count=len(values), dtype=values.dtype, **more)
 
 
@@ -59,15 +60,15 @@ def memory_for(values: torch.Tensor, **more) -> CodecState:
 @PATIENT
 def test_topk_sent_values_plus_residual_equal_the_input_exactly(first, second, values, density):
     """Bit for bit: zeroing, or subtracting a value with fewer bits, rounds nothing."""
-    codec, memory = TopK(density, values=values), memory_for(first)
+    codec, state = TopK(density, values=values), state_for(first)
     second = torch.resize_as_(second.to(first.dtype), first) if len(second) >= len(first) else first.flip(0)
     for update in (first, second):
-        before, asked = memory.residual + update, update.clone()
-        got = sent(codec, update, memory)
-        assert torch.equal(got + memory.residual, before)
+        before, asked = state.residual + update, update.clone()
+        got = sent(codec, update, state)
+        assert torch.equal(got + state.residual, before)
         assert torch.equal(update, asked)
         if values == "fp32":
-            assert ((got == 0) | (memory.residual == 0)).all()
+            assert ((got == 0) | (state.residual == 0)).all()
 
 
 @given(vectors(), st.sampled_from((1, 3, 50, 1000, 10**5)))
@@ -127,55 +128,57 @@ def test_tensor_operations_give_the_same_bits(codec, dtype, monkeypatch):
             if not compiled:
                 patch.setattr(selection, "compiled", lambda tensor: False)
             generator = torch.Generator().manual_seed(7)
-            memory, into = CodecState.alone(count=50_000, dtype=dtype), torch.ones(50_000, dtype=dtype)
+            state, into = CodecState.alone(count=50_000, dtype=dtype), torch.ones(50_000, dtype=dtype)
             codes = []
             for _ in range(4):
-                codes.append(codec.send(torch.empty_like(into).normal_(generator=generator), memory))
+                codes.append(
+                    feedback.encode(codec, torch.empty_like(into).normal_(generator=generator), state)
+                )
                 codec.decode(codes[-1], into, -0.3)
-                memory.sent()
-            runs.append((codes, memory.residual, into))
+                state.sent()
+            runs.append((codes, state.residual, into))
     for codes, residual, into in runs[1:]:
         assert all(torch.equal(*pair) for pair in zip(codes, runs[0][0], strict=True))
         assert torch.equal(residual, runs[0][1]) and torch.equal(into, runs[0][2])
 
 
 @pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.01, pick="exact"), TopK(0.5, values="fp32")])
-@pytest.mark.parametrize("road", ["compiled", "tensor operations"])
-def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, road, monkeypatch):
-    if road != "compiled":
+@pytest.mark.parametrize("backend", ["compiled", "tensor operations"])
+def test_topk_of_nan_values_terminates_and_sends_finite_values(codec, backend, monkeypatch):
+    if backend != "compiled":
         monkeypatch.setattr(selection, "compiled", lambda tensor: False)
     for share in (0.001, 0.5, 1.0):
         values = torch.empty(50_000).normal_(generator=torch.Generator().manual_seed(8))
         values[: int(share * len(values))] = math.nan
-        got = sent(codec, values, memory_for(values))
+        got = sent(codec, values, state_for(values))
         assert got.isfinite().all()
 
 
 def test_topk_sent_plus_residual_equals_the_gradient_sum_over_many_steps():
     """Over many steps only the sums of residuals and gradients round."""
     generator = torch.Generator().manual_seed(9)
-    codec, memory = TopK(0.05), CodecState.alone(count=2000)
+    codec, state = TopK(0.05), CodecState.alone(count=2000)
     given_, got = torch.zeros(2000, dtype=torch.float64), torch.zeros(2000, dtype=torch.float64)
     for _ in range(200):
         gradient = torch.empty(2000).normal_(generator=generator)
         given_ += gradient
-        got += sent(codec, gradient, memory)
-    assert torch.allclose(got + memory.residual, given_, rtol=0, atol=1e-4)
+        got += sent(codec, gradient, state)
+    assert torch.allclose(got + state.residual, given_, rtol=0, atol=1e-4)
 
 
 @given(vectors())
 @PATIENT
 def test_a_density_of_one_sends_all_as_it_is(values):
-    memory = memory_for(values)
-    assert torch.equal(sent(TopK(1.0, values="fp32"), values, memory), values)
-    assert not memory.residual.any()
+    state = state_for(values)
+    assert torch.equal(sent(TopK(1.0, values="fp32"), values, state), values)
+    assert not state.residual.any()
 
 
 def test_without_feedback_nothing_is_kept():
     values = torch.arange(1.0, 11.0)
-    memory = CodecState.alone(count=10, feedback=False)
-    assert sent(TopK(0.1, feedback=False), values, memory).tolist() == [0.0] * 9 + [10.0]
-    assert memory.residual is None
+    state = CodecState.alone(count=10, feedback=False)
+    assert sent(TopK(0.1, feedback=False), values, state).tolist() == [0.0] * 9 + [10.0]
+    assert state.residual is None
 
 
 @pytest.mark.parametrize("codec", [TopK(0.001, warmup=4), RandomK(0.001, warmup=4)])
@@ -187,7 +190,7 @@ def test_warm_up_comes_down_to_the_density_by_equal_factors(codec):
 
 def test_a_quota_is_one_at_least():
     assert TopK(0.001).quota(10, 0) == 1 and TopK(1.0).quota(10, 0) == 10 and TopK(0.5).quota(0, 0) == 0
-    assert TopK(0.5).send(torch.zeros(0), CodecState.alone(count=0)).dtype == torch.uint8
+    assert feedback.encode(TopK(0.5), torch.zeros(0), CodecState.alone(count=0)).dtype == torch.uint8
 
 
 @pytest.mark.parametrize(
@@ -211,11 +214,11 @@ def test_sparse_codecs_refuse_malformed_codes(codec):
 @given(vectors(), st.sampled_from((1e-4, 0.01, 0.3, 1.0)))
 @PATIENT
 def test_randomk_sent_values_plus_residual_equal_the_input_exactly(values, density):
-    memory = memory_for(values)
+    state = state_for(values)
     for _ in range(2):
-        before = memory.residual + values
-        got = sent(RandomK(density), values, memory)
-        assert torch.equal(got + memory.residual, before)
+        before = state.residual + values
+        got = sent(RandomK(density), values, state)
+        assert torch.equal(got + state.residual, before)
         assert (got != 0).sum() <= RandomK(density).quota(len(values), 0)
 
 
@@ -224,28 +227,28 @@ def test_randomk_workers_pick_the_same_entries_and_new_ones_each_step():
     codec, size = RandomK(0.1, feedback=False), 1000
     generator = torch.Generator().manual_seed(10)
     vectors_ = [torch.empty(size).normal_(generator=generator) for _ in range(3)]
-    memories = [CodecState.alone(count=size, feedback=False, seed=5, worker=rank) for rank in range(3)]
+    states = [CodecState.alone(count=size, feedback=False, seed=5, worker=rank) for rank in range(3)]
     drawn = []
     for _ in range(3):
-        codes = [codec.send(v, m) for v, m in zip(vectors_, memories, strict=True)]
+        codes = [feedback.encode(codec, v, m) for v, m in zip(vectors_, states, strict=True)]
         mean, each = torch.zeros(size), torch.zeros(size)
         codec.decode(torch.stack(codes).mean(0), mean)
         for code in codes:
             codec.decode(code, each, 1 / 3)
         assert torch.allclose(mean, each, atol=1e-4)
         drawn.append(frozenset(mean.nonzero().view(-1).tolist()))
-        for memory in memories:
-            memory.sent()
+        for state in states:
+            state.sent()
     assert len(set(drawn)) == 3
 
 
 def test_randomk_without_feedback_is_unbiased():
     """Each entry within five deviations of itself, over 4,000 draws; sizes that do not divide evenly too."""
     codec, values = RandomK(0.3, feedback=False), torch.arange(1.0, 11.0, dtype=torch.float64)
-    memory = CodecState.alone(count=10, feedback=False, dtype=torch.float64)
+    state = CodecState.alone(count=10, feedback=False, dtype=torch.float64)
     total, draws = torch.zeros(10, dtype=torch.float64), 4000
     for _ in range(draws):
-        total += sent(codec, values, memory)
+        total += sent(codec, values, state)
     deviation = values * math.sqrt(3.0 / draws)  # a cell of at most 4: variance 3 times the square
     assert ((total / draws - values).abs() < 5 * deviation).all()
 
@@ -262,8 +265,8 @@ def test_answers_of_servers_are_not_scaled():
 def test_randomk_seed_survives_averaging_of_the_codes(dtype, workers):
     """However it rounds."""
     for seed in range(20):
-        code = RandomK(0.1).send(
-            torch.ones(50, dtype=dtype), CodecState.alone(count=50, dtype=dtype, seed=seed)
+        code = feedback.encode(
+            RandomK(0.1), torch.ones(50, dtype=dtype), CodecState.alone(count=50, dtype=dtype, seed=seed)
         )
         for mean in (
             code * workers / workers,
@@ -276,7 +279,10 @@ def test_randomk_seed_survives_averaging_of_the_codes(dtype, workers):
 
 
 def test_randomk_refuses_a_mean_of_codes_with_different_seeds():
-    codes = [RandomK(0.1).send(torch.ones(50), CodecState.alone(count=50, seed=seed)) for seed in range(2)]
+    codes = [
+        feedback.encode(RandomK(0.1), torch.ones(50), CodecState.alone(count=50, seed=seed))
+        for seed in range(2)
+    ]
     with pytest.raises(WireError, match="out of step"):
         RandomK(0.1).decode((codes[0] + codes[1]) / 2, torch.zeros(50))
     for code in (torch.full((10,), math.nan), torch.zeros(3), torch.zeros(99), torch.full((10,), 1e9),

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.compress.codecs.threshold import Threshold
+from polyrhythm.compress import feedback
+from polyrhythm.compress.codecs.threshold import AdaptedTau, Threshold
 from polyrhythm.compress.kernels import selection
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import UsageError
@@ -20,11 +21,11 @@ PATIENT = settings(deadline=None)  # the first call compiles
 KINDS = [torch.float32, torch.float64]
 
 
-def sent(codec: Threshold, values: torch.Tensor, memory: CodecState) -> torch.Tensor:
+def sent(codec: Threshold, values: torch.Tensor, state: CodecState) -> torch.Tensor:
     """What a receiver gets."""
     got = torch.zeros_like(values)
-    codec.decode(codec.send(values, memory), got)
-    memory.sent()
+    codec.decode(feedback.encode(codec, values, state), got)
+    state.sent()
     return got
 
 
@@ -44,26 +45,26 @@ def noise(size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 def test_threshold_pulses_plus_residual_equal_the_input_exactly(size, seed, dtype, power, spread, pulses):
     """Bit for bit if tau is a power of two: then no difference rounds while |r| < 2^24 tau."""
     tau = 2.0**power
-    codec, memory = Threshold(tau, pulses=pulses), CodecState.alone(count=size, dtype=dtype)
+    codec, state = Threshold(tau, pulses=pulses), CodecState.alone(count=size, dtype=dtype)
     for step in range(3):
         gradient = noise(size, seed + step, dtype) * (tau * spread)
-        before = memory.residual + gradient
-        got = sent(codec, gradient, memory)
-        assert torch.equal(got + memory.residual, before)
-        assert (got.abs() <= tau).all() if pulses == "one" else (memory.residual.abs() < tau).all()
+        before = state.residual + gradient
+        got = sent(codec, gradient, state)
+        assert torch.equal(got + state.residual, before)
+        assert (got.abs() <= tau).all() if pulses == "one" else (state.residual.abs() < tau).all()
         assert torch.equal(got != 0, before.abs() >= tau)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_threshold_sent_plus_residual_equals_the_sum_for_any_tau(dtype):
-    codec, memory = Threshold(1e-3, exact=False, pulses="many"), CodecState.alone(count=1000, dtype=dtype)
+    codec, state = Threshold(1e-3, exact=False, pulses="many"), CodecState.alone(count=1000, dtype=dtype)
     given_, got = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
     for step in range(100):
         gradient = noise(1000, step, dtype) * 2e-3
         given_ += gradient
-        got += sent(codec, gradient, memory)
-    assert codec.tau_for(memory) == selection.single(1e-3) != 1e-3
-    assert torch.allclose(got + memory.residual, given_, rtol=0, atol=1e-7)
+        got += sent(codec, gradient, state)
+    assert codec.tau_for(state) == selection.single(1e-3) != 1e-3
+    assert torch.allclose(got + state.residual, given_, rtol=0, atol=1e-7)
 
 
 def test_one_pulse_keeps_up_with_updates_of_tau_at_most():
@@ -78,17 +79,17 @@ def test_one_pulse_keeps_up_with_updates_of_tau_at_most():
 
 
 def test_many_pulses_keep_up_with_anything():
-    codec, memory = Threshold(0.25, pulses="many"), CodecState.alone(count=1000)
+    codec, state = Threshold(0.25, pulses="many"), CodecState.alone(count=1000)
     for step in range(30):
-        sent(codec, noise(1000, step) * 10 ** (step % 5), memory)
-        assert memory.residual.abs().max() < 0.25
+        sent(codec, noise(1000, step) * 10 ** (step % 5), state)
+        assert state.residual.abs().max() < 0.25
 
 
 def test_threshold_limits_pulses_to_24_bits_and_ignores_nan():
     """What is beyond 2^24 of them waits; what is not a number is not taken."""
     for pulses in ("one", "many"):
-        memory = CodecState.alone(count=4)
-        got = sent(Threshold(1.0, pulses=pulses), torch.tensor([1e30, math.nan, -3.0, 0.5]), memory)
+        state = CodecState.alone(count=4)
+        got = sent(Threshold(1.0, pulses=pulses), torch.tensor([1e30, math.nan, -3.0, 0.5]), state)
         assert got[0] == (1.0 if pulses == "one" else (1 << 24) - 1)
         assert got[1:].tolist() == [0.0, -1.0 if pulses == "one" else -3.0, 0.0]
 
@@ -104,13 +105,13 @@ def test_the_power_of_two_next_to_tau_is_used(tau):
 
 
 def steps(codec: Threshold, gradients) -> list[float]:
-    memory = None
+    state = None
     taus = [codec.tau]
     for gradient in gradients:
-        memory = memory or CodecState.alone(count=len(gradient))
-        memory.residual.zero_()  # so that the share that is sent is that of the gradient
-        sent(codec, gradient, memory)
-        taus.append(memory.numbers["tau"])
+        state = state or CodecState.alone(count=len(gradient))
+        state.residual.zero_()  # so that the share that is sent is that of the gradient
+        sent(codec, gradient, state)
+        taus.append(state.own(AdaptedTau).tau)
     return taus
 
 
@@ -140,35 +141,35 @@ def test_tau_stays_within_the_band():
 def test_tau_finds_the_band(start, exact):
     """From far above and far below, on gradients that stay as they are; and then it rests."""
     codec = Threshold(start, adaptive=True, low=1e-3, exact=exact)
-    memory, shares, used = CodecState.alone(count=10_000), [], set()
+    state, shares, used = CodecState.alone(count=10_000), [], set()
     for step in range(800):
         if step >= 700:
-            used.add(codec.tau_for(memory))
-        shares.append(float((sent(codec, noise(10_000, step), memory) != 0).float().mean()))
+            used.add(codec.tau_for(state))
+        shares.append(float((sent(codec, noise(10_000, step), state) != 0).float().mean()))
     assert 1e-3 <= sum(shares[-100:]) / 100 <= 1e-2
     assert len(used) == 1 or not exact
 
 
 def test_tau_stays_in_range_however_long_nothing_comes():
-    codec, memory = Threshold(1e-3, adaptive=True), CodecState.alone(count=10)
-    memory.numbers["tau"] = 2.0**-100
-    sent(codec, torch.zeros(10), memory)
-    assert memory.numbers["tau"] == 2.0**-100
+    codec, state = Threshold(1e-3, adaptive=True), CodecState.alone(count=10)
+    state.own(AdaptedTau).tau = 2.0**-100
+    sent(codec, torch.zeros(10), state)
+    assert state.own(AdaptedTau).tau == 2.0**-100
 
 
 def test_threshold_with_a_fixed_tau_stores_no_tau():
-    memory = CodecState.alone(count=10)
-    sent(Threshold(), torch.ones(10), memory)
-    assert "tau" not in memory.numbers
+    state = CodecState.alone(count=10)
+    sent(Threshold(), torch.ones(10), state)
+    assert not state.own(AdaptedTau).tau
 
 
 def test_warm_up_begins_at_a_64th_of_tau():
-    codec, memory = Threshold(0.5, warmup=6, adaptive=True), CodecState.alone(count=10)
+    codec, state = Threshold(0.5, warmup=6, adaptive=True), CodecState.alone(count=10)
     taus = []
     for _ in range(8):
-        taus.append(codec.tau_for(memory))
-        assert ("tau" in memory.numbers) == (memory.count > 6)  # it adapts when it is warm
-        sent(codec, torch.ones(10), memory)
+        taus.append(codec.tau_for(state))
+        assert bool(state.own(AdaptedTau).tau) == (state.count > 6)  # it adapts when it is warm
+        sent(codec, torch.ones(10), state)
     assert taus[:7] == [0.5 / 2**left for left in range(6, -1, -1)]
 
 
@@ -177,7 +178,7 @@ def test_threshold_reply_codec_chooses_its_own_tau(size: float):
     """Parameters have another size than gradients: the largest changes go, in multiples, whatever tau is."""
     codec = Threshold(0.25, high=0.05, warmup=5).for_replies()
     theirs, mine = torch.zeros(1000), noise(1000, 0) * size
-    codec.decode(codec.send(mine - theirs, CodecState.alone(count=1000, feedback=False)), theirs)
+    codec.decode(feedback.encode(codec, mine - theirs, CodecState.alone(count=1000, feedback=False)), theirs)
     sent = theirs != 0
     assert 50 <= sent.sum() <= 350  # the power of two below lets more through
     assert (mine - theirs)[sent].abs().max() < mine[sent].abs().min()

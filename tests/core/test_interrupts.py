@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from polyrhythm.compress.kernels.compiled import compiled
+from polyrhythm.core.compiling import compiled
 from polyrhythm.core.interrupts import SIGNALS, held
 
 ROOT = Path(__file__).parents[2]

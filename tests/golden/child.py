@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import polyrhythm as pr
-from polyrhythm.compress.kernels import missing
+from polyrhythm.core.extras import missing
 from polyrhythm.core.registry import parse
 from tests.golden import arithmetic
 from tests.golden.cases import Case, cases

@@ -68,11 +68,10 @@ def made(module: nn.Module, codec: str, **more: Any) -> tuple[DistributedDataPar
 def residual(state: Any) -> Tensor:
     """What is not sent yet, in the model's order; its parameters were given with their names."""
     found = {}
-    for home in state.state_dict()["homes"]:
-        for name, (start, stop) in home["places"].items():
-            for what, vector in home["vectors"].items():
-                if what.endswith("residual"):
-                    found[name] = vector[start:stop]
+    for bucket in state.state_dict()["buckets"]:
+        sizes = [torch.Size(shape).numel() for shape in bucket["shapes"].values()]
+        for vector in bucket["vectors"].get("residual", ()):
+            found |= dict(zip(bucket["shapes"], vector.split(sizes), strict=True))
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
     return torch.cat([found.get(f"tensors.{n}", torch.zeros(size)).double() for n, size in enumerate(sizes)])
 
@@ -100,7 +99,7 @@ def owe(rank: int, codec: str, spoilt: int = -1) -> dict[str, Any]:
     """Known gradients: what each rank gave, what it got, what it owes after each step, and the buckets."""
     module = Known()
     model, state = made(module, codec, model=module)
-    got, residual, buckets = [], [], []
+    got, kept, buckets = [], [], []
     for step in range(6):
         model.zero_grad()
         gradient = given(rank, step)
@@ -108,9 +107,9 @@ def owe(rank: int, codec: str, spoilt: int = -1) -> dict[str, Any]:
             gradient[17] = torch.inf
         model(gradient).backward()
         got.append(flat(p.grad for p in module.tensors))
-        residual.append(residual(state))
-        buckets.append([list(names) for names in state._senders])
-    return {"got": got, "owed": residual, "buckets": buckets}
+        kept.append(residual(state))
+        buckets.append([list(names) for names in state._compressors])
+    return {"got": got, "owed": kept, "buckets": buckets}
 
 
 def resume(rank: int, codec: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,8 +166,13 @@ def scaled(codec: str) -> dict[str, Any]:
             scaler.update()
             step += scaler.get_scale() >= before  # one that is skipped is tried again
             skipped += scaler.get_scale() < before
-        residual = [v for home in state.state_dict()["homes"] for _, v in sorted(home["vectors"].items())]
-        ends.append(flat([*module.parameters(), *residual]))
+        kept = [
+            vector
+            for bucket in state.state_dict()["buckets"]
+            for _, parts in sorted(bucket["vectors"].items())
+            for vector in parts
+        ]
+        ends.append(flat([*module.parameters(), *kept]))
     return {"ends": ends, "skipped": skipped}
 
 

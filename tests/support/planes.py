@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
+from polyrhythm.compress.sender import CompressedSender
+from polyrhythm.core.codec import Reduction
+from polyrhythm.core.compose import gradients_only
 from polyrhythm.core.registry import describe, parse_codec
+from polyrhythm.core.worker import Worker
 from polyrhythm.model.replica import Replica
 from tests.support.programs import Half, Mixed
 
@@ -26,14 +30,14 @@ CODECS = [SMALL.get(row.name, row.name) for row in describe("codec")]
 # What momentum makes of what waits is another law: here without.
 LINEAR = [{"dgc:0.1": "dgc:0.1,momentum=0"}.get(codec, codec) for codec in CODECS]
 FEEDBACK = [codec for codec in LINEAR if parse_codec(codec).feedback]
-HOPS = [codec for codec in CODECS if parse_codec(codec).hops]
+HOPS = [codec for codec in CODECS if parse_codec(codec).reduction is Reduction.HOPS]
 
 SGD = partial(torch.optim.SGD, lr=0.5)
 
 
 def ways(codecs: Sequence[str]) -> list[str]:
     """Those that can send more than gradients."""
-    return [codec for codec in codecs if not parse_codec(codec).gradients_only]
+    return [codec for codec in codecs if not gradients_only(parse_codec(codec))]
 
 
 def layers() -> nn.Module:
@@ -107,7 +111,7 @@ class Plane:
 
     def residuals(self) -> list[Tensor]:
         """What all workers have not sent, in the mean, as flat vectors."""
-        kept = [replica.buffers.get("sent: residual") for _, replica in sorted(self.replicas.items())]
+        kept = [residual_of(worker) for _, worker in sorted(self.workers.items())]
         parts = [each or self.replicas[0].layout.vectors(_zeros, exact=True) for each in kept]
         return [torch.stack(each).mean(0) for each in zip(*parts, strict=True)]
 
@@ -116,6 +120,15 @@ class Plane:
         layout = self.replicas[0].layout
         flat = self.residuals()
         return {piece.name: layout.view(flat, piece) * rates[piece.group] for piece in layout.pieces}
+
+
+def residual_of(worker: Worker) -> tuple[Tensor, ...]:
+    """What a worker has not sent yet through its codec; empty if it keeps nothing."""
+    senders = [found for each in vars(worker).values() for found in (each, getattr(each, "sender", None))]
+    for sender in senders:
+        if isinstance(sender, CompressedSender):
+            return sender.state.vectors.get("residual", ())
+    return worker.replica.buffers.get("sent: residual", ())
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyrhythm.compress import feedback
 from polyrhythm.compress.kernels.dense import plain
 from polyrhythm.compress.state import CodecState
 from polyrhythm.core.codec import Codec
@@ -41,9 +42,9 @@ def decoded(codec: Codec, code: Tensor, like: Tensor) -> Tensor:
     return into
 
 
-def sent(codec: Codec, values: Tensor, memory: CodecState) -> Tensor:
-    got = decoded(codec, codec.send(values, memory), values)
-    memory.sent()
+def sent(codec: Codec, values: Tensor, state: CodecState) -> Tensor:
+    got = decoded(codec, feedback.encode(codec, values, state), values)
+    state.sent()
     return got
 
 

@@ -1,11 +1,11 @@
-"""Codecs that only shorten each number: half the bytes, and sums that still make sense."""
+"""Codecs that only shorten each number: half the bytes, and codes that can be summed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from polyrhythm.core.codec import Codec
+from polyrhythm.core.codec import Codec, Reduction
 from polyrhythm.core.errors import WireError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from polyrhythm.compress.state import CodecState
 
-PIECE = 1 << 18
+PIECE = 1 << 18  # numbers that are widened at a time
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,9 @@ class Half(Codec):
 
     name: ClassVar[str] = "fp16"
     paper: ClassVar[str] = "Micikevicius et al. 2018, Mixed Precision Training"
-    summable: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.ELEMENTWISE
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         return _shortened(values, values.half())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -48,10 +47,9 @@ class BFloat(Codec):
 
     name: ClassVar[str] = "bf16"
     paper: ClassVar[str] = "Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training"
-    summable: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.ELEMENTWISE
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         return _shortened(values, values.bfloat16())
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -59,7 +57,7 @@ class BFloat(Codec):
 
 
 def _shortened(values: Tensor, code: Tensor) -> Tensor:
-    """What is beyond the range becomes the largest; what is infinite stays so, or nobody would notice."""
+    """Finite numbers beyond the range become the largest; infinity stays, or nobody would notice it."""
     import torch
 
     beyond = code.isinf()
@@ -72,6 +70,6 @@ def _shortened(values: Tensor, code: Tensor) -> Tensor:
 def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
     if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
         raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
-    # In pieces, for the whole in full width would be a new copy of the vector.
+    # In pieces: widening all of it at once would allocate a copy of the vector.
     for low in range(0, len(into), PIECE):
         into[low : low + PIECE].add_(code[low : low + PIECE].to(into.device), alpha=scale)

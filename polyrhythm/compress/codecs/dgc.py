@@ -1,14 +1,13 @@
-"""Deep Gradient Compression: so few entries that the momentum must be kept before them, not after."""
+"""Deep Gradient Compression: top-k of so few entries that momentum must be applied before it, not after."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.compress.codecs.sparsify import TopK
-from polyrhythm.compress.kernels import selection
+from polyrhythm.compress.transforms.momentum import MomentumCorrection
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError
 
@@ -58,46 +57,14 @@ class DGC(TopK):
         if not self.feedback:
             raise UsageError("dgc gathers what it has not sent; without feedback use topk")
 
-    @property
-    def gradients_only(self) -> bool:
-        return True
+    def transform(self) -> MomentumCorrection:
+        return MomentumCorrection(self.momentum, self.nesterov, self.masking, self.clip)
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        for group in groups:
-            own = group.get("momentum") or group.get("betas", (0.0,))[0]
-            if self.momentum and own:
-                raise UsageError(
-                    f"{self.name} keeps the momentum itself, and the optimizer has one too ({float(own):g}): "
-                    f"leave it out there (SGD with momentum=0), or use topk:{self.density:g} in place of dgc"
-                )
-
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        if memory.residual is None:
-            return self.encode(values, memory)
-        u, v = memory.buffer("u"), memory.residual
-        g = self._clipped(values, memory)
-        u.mul_(self.momentum).add_(g)
-        # In the paper u has another factor mu, for Nesterov; this way round the bits are those of PyTorch.
-        gathered = g.add(u, alpha=self.momentum) if self.nesterov else u
-        quota = self.quota(len(v), memory.count)
-        indexes = selection.largest(v, quota, plus=gathered, exact=self.pick == "exact")
-        code, got = selection.pack(v, indexes, half=self.values == "fp16")
-        selection.take(v, indexes, got)  # with 16-bit values their rounding stays
-        if self.masking:
-            u[indexes] = 0.0
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        correction = self.transform()
+        code, indexes = self.take_largest(correction.apply(values, state), residual, state)
+        correction.mask(indexes, state)
         return code
-
-    @property
-    def needs_norm(self) -> bool:
-        return not math.isinf(self.clip)
-
-    def _clipped(self, gradient: Tensor, memory: CodecState) -> Tensor:
-        """N gradients of this norm, at random angles, make one of norm `clip`."""
-        if math.isinf(self.clip):
-            return gradient
-        most = self.clip / math.sqrt(memory.workers)
-        norm = float(gradient.norm()) if memory.norm is None else memory.norm
-        return gradient * (most / norm) if norm > most else gradient
 
     def for_replies(self) -> Codec:
         return TopK(

@@ -1,13 +1,12 @@
-"""Codecs that give every number a few bits: here 8-bit floats, and whole numbers of 8 or 4 bits.
+"""Quantizers: codecs that give every number a few bits. Here 8-bit floats, and 8 or 4-bit integers.
 
-A code is bytes: 8 of header (which codec and width, and how many numbers), the units of the blocks, and the
-digits. How long it has to be follows from the vector it is for, so nothing is made by what a message says.
+A code is bytes: a header of 8 (codec, width of a number, how many numbers), the units of the blocks, and the
+digits. Its length follows from the vector that it is for, so a message never decides how much is allocated.
 
-Units are as wide as the values. Rounding to the nearest multiple of a unit is exact to undo: what is sent and
-what is left make up the value to the last bit, for a number and the multiple next to it are within a factor
-of two of each other, and the difference of such floats is exact. That does not hold for what is rounded by
-lot, nor for signs, where a small number may be sent as a large one: there it holds to half a bit of the
-larger.
+Units are as wide as the values. With rounding to the nearest, the sent value plus the residual is the value
+to the last bit: a number and the nearest multiple of the unit are within a factor of two of each other, and
+the difference of two such floats is exact. With stochastic rounding, and with signs, a small number may be
+sent as a large one; then it holds to half a bit of the larger.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.kernels import dense
-from polyrhythm.core.codec import Codec
+from polyrhythm.core.codec import Codec, Reduction
 from polyrhythm.core.errors import UsageError, WireError
 
 if TYPE_CHECKING:
@@ -30,23 +29,23 @@ HEADER = 8
 
 @dataclass(frozen=True)
 class Quantizer(Codec):
-    """What all of them share: the header, and how a code is checked before it is believed."""
+    """What quantizers share: the header, and how a code is checked before it is decoded."""
 
-    form: ClassVar[int]  # the first byte of its codes; another one when the format changes
+    form: ClassVar[int]  # the first byte of a code; changes with the format
 
     def header(self, like: Tensor) -> bytes:
         return bytes([self.form, like.element_size()]) + len(like).to_bytes(6, "little")
 
-    def made(self, like: Tensor, length: int) -> Tensor:
-        """An empty code for such a vector, with its header."""
+    def new_code(self, like: Tensor, length: int) -> Tensor:
+        """A code for such a vector with its header; `length` more bytes are to be filled in."""
         import torch
 
         code = torch.empty(HEADER + length, dtype=torch.uint8)
         code[:HEADER] = torch.frombuffer(bytearray(self.header(like)), dtype=torch.uint8)
         return code
 
-    def opened(self, code: Tensor, into: Tensor, length: int, more: bool = False) -> Tensor:
-        """What follows the header; WireError if this is no code for such a vector."""
+    def body(self, code: Tensor, into: Tensor, length: int, more: bool = False) -> Tensor:
+        """The bytes after the header; WireError if this is not a code for such a vector."""
         import torch
 
         if code.dtype != torch.uint8 or code.dim() != 1:
@@ -61,10 +60,10 @@ class Quantizer(Codec):
         return code[HEADER:]
 
     def units(self, body: Tensor, count: int, dtype: torch.dtype, most: float) -> Tensor:
-        """The units at the head of a body, each of which may be taken `most` times."""
+        """The units that a body starts with; WireError if one overflows when taken `most` times."""
         from polyrhythm.compress.kernels.dense.plain import units_between
 
-        units = body[: count * dtype.itemsize].clone().view(dtype)  # a copy: a message lies where it will
+        units = body[: count * dtype.itemsize].clone().view(dtype)  # a copy: a message may not be aligned
         if not bool(((units >= 0) & (units <= units_between(dtype, most)[1])).all()):
             raise WireError(f"{self.name}: a unit that is negative, not finite or too large")
         return units
@@ -72,11 +71,12 @@ class Quantizer(Codec):
     def prepare(self, dtype: torch.dtype) -> None:
         import torch
 
+        from polyrhythm.compress import feedback
         from polyrhythm.compress.state import CodecState
 
-        memory = CodecState.alone(3, feedback=self.feedback, dtype=dtype)
+        state = CodecState.alone(3, feedback=self.feedback, dtype=dtype)
         values = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
-        self.decode(self.send(values, memory), values)
+        self.decode(feedback.encode(self, values, state), values)
 
 
 def blocks_of(count: int, block: int) -> int:
@@ -103,7 +103,7 @@ class Float8(Quantizer):
     name: ClassVar[str] = "fp8"
     main: ClassVar[str] = "block"
     paper: ClassVar[str] = "Micikevicius et al. 2022, FP8 Formats for Deep Learning"
-    hops: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.HOPS
     form: ClassVar[int] = 1
 
     block: int = 256
@@ -112,19 +112,19 @@ class Float8(Quantizer):
     def __post_init__(self) -> None:
         check_block(self.block)
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         return self._encode(values, None)
 
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        return self._encode(values, memory.residual)
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        return self._encode(values, residual)
 
     def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
         import torch
 
         blocks = blocks_of(len(values), self.block)
-        code = self.made(values, 2 * blocks + len(values))
+        code = self.new_code(values, 2 * blocks + len(values))
         powers, body = code[HEADER : HEADER + 2 * blocks].view(torch.int16), code[HEADER + 2 * blocks :]
-        dense.road(values).floats(values, residual, self.block, powers, body)
+        dense.backend(values).floats(values, residual, self.block, powers, body)
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -133,14 +133,14 @@ class Float8(Quantizer):
         from polyrhythm.compress.kernels.dense.plain import limits
 
         blocks = blocks_of(len(into), self.block)
-        body = self.opened(code, into, 2 * blocks + len(into))
+        body = self.body(code, into, 2 * blocks + len(into))
         powers, body = body[: 2 * blocks].clone().view(torch.int16), body[2 * blocks :]
         least, most = limits(into.dtype)
         if not bool(((powers >= least) & (powers <= most)).all()):
             raise WireError("fp8: a power of two that is beyond the floats")
-        if dense.road(body).largest_float(body) == 0x7F:
+        if dense.backend(body).largest_float(body) == 0x7F:
             raise WireError("fp8: a code that holds NaN")
-        dense.road(into).add_floats(powers, body, into, scale, self.block)
+        dense.backend(into).add_floats(powers, body, into, scale, self.block)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Integers(Quantizer):
     """Whole multiples of a unit; the largest magnitude of a block is `top` units."""
 
     top: ClassVar[int]
-    hops: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.HOPS
 
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -158,31 +158,31 @@ class Integers(Quantizer):
         check_block(self.block)
 
     def for_replies(self) -> Codec:
-        return replace(self, rounding="nearest")  # see `stochastic`: lots are for sums, not for differences
+        return replace(self, rounding="nearest")  # stochastic rounding lengthens differences
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
-        return self._encode(values, None, memory)
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
+        return self._encode(values, None, state)
 
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        return self._encode(values, memory.residual, memory)
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        return self._encode(values, residual, state)
 
     def _size(self, count: int) -> int:
-        return count if self.top > 7 else dense.size(count, self.block, 2)
+        return count if self.top > 7 else dense.packed_size(count, self.block, 2)
 
-    def _encode(self, values: Tensor, residual: Tensor | None, memory: CodecState) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None, state: CodecState) -> Tensor:
         wide = values.element_size() * blocks_of(len(values), self.block)
-        code = self.made(values, wide + self._size(len(values)))
+        code = self.new_code(values, wide + self._size(len(values)))
         units, body = code[HEADER : HEADER + wide].view(values.dtype), code[HEADER + wide :]
-        seed = None if self.rounding == "nearest" else memory.stream()
-        dense.road(values).integers(values, residual, self.block, self.top, seed, units, body)
+        seed = None if self.rounding == "nearest" else state.stream()
+        dense.backend(values).integers(values, residual, self.block, self.top, seed, units, body)
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         blocks = blocks_of(len(into), self.block)
         wide = into.element_size() * blocks
-        body = self.opened(code, into, wide + self._size(len(into)))
+        body = self.body(code, into, wide + self._size(len(into)))
         units = self.units(body, blocks, into.dtype, self.top)
-        dense.road(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
+        dense.backend(into).add_integers(units, body[wide:], into, scale, self.block, self.top)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.codecs.quantize import HEADER, Quantizer
 from polyrhythm.compress.kernels import dense
+from polyrhythm.compress.reducers.majority_vote import MajorityVote
+from polyrhythm.compress.transforms.momentum import RunningMean
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError
 
@@ -45,48 +47,46 @@ class Sign(Quantizer):
             raise UsageError("momentum must be from 0 to below 1")
         if self.momentum and not self.vote:
             raise UsageError("momentum is for vote=yes; otherwise give it to the optimizer")
-        if self.vote:  # there is nothing to keep: a vote has no size
+        if self.vote:  # a vote has no size, so no residual can be computed
             object.__setattr__(self, "feedback", False)
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
-        return self._encode(values, None, memory)
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
+        return self._encode(values, None, state)
 
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        return self._encode(values, memory.residual, memory)
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        return self._encode(values, residual, state)
 
-    def _encode(self, values: Tensor, residual: Tensor | None, memory: CodecState) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None, state: CodecState) -> Tensor:
         import torch
 
         from polyrhythm.compress.kernels.dense.plain import units_between
 
-        if self.momentum:
-            values = memory.buffer("momentum").lerp_(values, 1 - self.momentum)
+        if (transform := self.transform()) is not None:
+            values = transform.apply(values, state)
         wide = 0 if self.vote else values.element_size()
-        code = self.made(values, wide + dense.size(len(values), dense.BITS, 8))
+        code = self.new_code(values, wide + dense.packed_size(len(values), dense.BITS, 8))
         body = code[HEADER + wide :]
-        mean = dense.road(values).signs(values, residual, self.vote and memory.count % 2 == 1, body)
+        mean = dense.backend(values).signs(values, residual, self.vote and state.count % 2 == 1, body)
         if self.vote:
             return code
         unit = torch.tensor([mean], dtype=values.dtype).clamp_(max=units_between(values.dtype, 1)[1])
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)
         if residual is not None:
-            dense.road(residual).add_signs(body, residual, -unit.item())
+            dense.backend(residual).add_signs(body, residual, -unit.item())
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         wide = 0 if self.vote else into.element_size()
-        body = self.opened(code, into, wide + dense.size(len(into), dense.BITS, 8))
+        body = self.body(code, into, wide + dense.packed_size(len(into), dense.BITS, 8))
         unit = scale if self.vote else (self.units(body, 1, into.dtype, 1) * scale).item()
-        dense.road(into).add_signs(body[wide:], into, unit)
+        dense.backend(into).add_signs(body[wide:], into, unit)
 
-    @property
-    def gradients_only(self) -> bool:
-        return self.vote
+    def transform(self) -> RunningMean | None:
+        return RunningMean(self.momentum) if self.momentum else None
 
-    def agree(self, mean: Tensor) -> None:
-        if self.vote:
-            mean.sign_()
+    def reducer(self) -> MajorityVote | None:
+        return MajorityVote() if self.vote else None
 
     def for_replies(self) -> Codec:
-        # What a server has to say has a size, and it knows what a worker still lacks.
+        # A difference has a size, which votes would lose.
         return replace(self, vote=False, momentum=0.0)

@@ -1,4 +1,4 @@
-"""Codecs that send a few entries of a vector: the largest, or some drawn by lot. The rest waits."""
+"""Sparse codecs: they send a few entries of a vector, the largest or random ones. The rest waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from polyrhythm.compress.codecs.warmup import density_now
 from polyrhythm.compress.kernels import selection
-from polyrhythm.core.codec import Codec
+from polyrhythm.core.codec import Codec, Reduction
 from polyrhythm.core.errors import UsageError, WireError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sparse(Codec):
-    """Codecs that send a share of a vector's entries, in the format of `kernels.entropy`."""
+    """Codecs that send a share of a vector's entries, in the format of `kernels.sparse_format`."""
 
     density: float = 0.01
     warmup: int = 0
@@ -33,7 +33,7 @@ class Sparse(Codec):
             raise UsageError("warmup must be 0 or more")
 
     def quota(self, length: int, count: int) -> int:
-        """How many entries of a vector may go the count-th time: one at least."""
+        """How many entries of a vector message `count` may have: at least one."""
         return min(length, max(1, round(length * density_now(self.density, self.warmup, count))))
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
@@ -52,11 +52,12 @@ class TopK(Sparse):
     `pick=exact` always k. For `warmup` times more is sent: from 25 % geometrically down to `density`.
 
     >>> import torch
+    >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
-    >>> memory, got = CodecState.alone(count=4), torch.zeros(4)
+    >>> state, got = CodecState.alone(count=4), torch.zeros(4)
     >>> codec = TopK(0.25)
-    >>> codec.decode(codec.send(torch.tensor([0.5, -3.0, 1.0, 2.5]), memory), got)
-    >>> got, memory.residual
+    >>> codec.decode(feedback.encode(codec, torch.tensor([0.5, -3.0, 1.0, 2.5]), state), got)
+    >>> got, state.residual
     (tensor([ 0., -3.,  0.,  0.]), tensor([0.5000, 0.0000, 1.0000, 2.5000]))
     """
 
@@ -67,21 +68,23 @@ class TopK(Sparse):
     values: Literal["fp16", "fp32"] = "fp16"
     pick: Literal["sampled", "exact"] = "sampled"
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
-        indexes = selection.largest(values, self.quota(len(values), memory.count), exact=self.pick == "exact")
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
+        indexes = selection.largest(values, self.quota(len(values), state.count), exact=self.pick == "exact")
         return selection.pack(values, indexes, half=self.values == "fp16")[0]
 
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        if memory.residual is None:
-            return self.encode(values, memory)
-        quota = self.quota(len(values), memory.count)
-        indexes = selection.largest(memory.residual, quota, plus=values, exact=self.pick == "exact")
-        code, got = selection.pack(memory.residual, indexes, half=self.values == "fp16")
-        selection.take(memory.residual, indexes, got)
-        return code
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        return self.take_largest(values, residual, state)[0]
+
+    def take_largest(self, values: Tensor, residual: Tensor, state: CodecState) -> tuple[Tensor, Tensor]:
+        """Adds the values to the residual and takes its largest entries out: their code and indexes."""
+        quota = self.quota(len(values), state.count)
+        indexes = selection.largest(residual, quota, plus=values, exact=self.pick == "exact")
+        code, got = selection.pack(residual, indexes, half=self.values == "fp16")
+        selection.take(residual, indexes, got)  # 16-bit values leave their rounding error
+        return code, indexes
 
 
-FRONT = 10  # places before the values: eight bytes of the seed, and two to check them by
+SEED_SIZE = 10  # numbers before the values: eight bytes of the seed and two of its checksum
 
 
 @dataclass(frozen=True)
@@ -93,47 +96,48 @@ class RandomK(Sparse):
     the code right on average; with feedback what was not drawn waits, and nothing is scaled.
 
     >>> import torch
+    >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
-    >>> memory, got = CodecState.alone(count=6), torch.zeros(6)
+    >>> state, got = CodecState.alone(count=6), torch.zeros(6)
     >>> codec = RandomK(0.5)
-    >>> codec.decode(codec.send(torch.arange(1.0, 7.0), memory), got)
-    >>> got + memory.residual
+    >>> codec.decode(feedback.encode(codec, torch.arange(1.0, 7.0), state), got)
+    >>> got + state.residual
     tensor([1., 2., 3., 4., 5., 6.])
     """
 
     name: ClassVar[str] = "randomk"
     main: ClassVar[str | None] = "density"
     paper: ClassVar[str] = "Wangni et al. 2018, Gradient Sparsification for Communication-Efficient Learning"
-    summable: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.SUM
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         import torch
 
-        seed = memory.shared_stream()
-        indexes, cells = _lots(seed, len(values), self.quota(len(values), memory.count))
+        seed = state.shared_stream()
+        indexes, cells = _drawn(seed, len(values), self.quota(len(values), state.count))
         drawn = values[indexes.to(values.device)]
         if not self.feedback:
             drawn *= cells.to(values)
-        return torch.cat([_front(seed).to(values), drawn])
+        return torch.cat([_seed_code(seed).to(values), drawn])
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        count = len(code) - FRONT
+        count = len(code) - SEED_SIZE
         if not code.dtype.is_floating_point or not 0 <= count <= len(into):
             raise WireError(f"{len(code)} numbers of {code.dtype} are no draw from {len(into)}")
-        seed = _seed(code[:FRONT].double().cpu())
-        indexes = _lots(seed, len(into), count)[0].to(into.device)
-        into.index_add_(0, indexes, code[FRONT:].to(into), alpha=scale)
+        seed = _seed(code[:SEED_SIZE].double().cpu())
+        indexes = _drawn(seed, len(into), count)[0].to(into.device)
+        into.index_add_(0, indexes, code[SEED_SIZE:].to(into), alpha=scale)
 
     def for_replies(self) -> Codec:
-        # A server's answer is no estimate of the difference: what it leaves out is in the next difference.
+        # Without scaling by the size of the cells, which would lengthen differences.
         return replace(self, feedback=True)
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Nothing to compile: drawing is a handful of tensor operations."""
+        """Nothing to compile: drawing takes a few tensor operations."""
 
 
-def _front(seed: int) -> Tensor:
-    """A seed as numbers that stand being summed and divided by the thousand: bytes."""
+def _seed_code(seed: int) -> Tensor:
+    """A seed and its checksum as bytes: numbers that survive being summed and divided in 16-bit floats."""
     import torch
 
     data = seed.to_bytes(8, "little")
@@ -141,20 +145,20 @@ def _front(seed: int) -> Tensor:
     return torch.tensor([*data, check >> 8, check & 255]).double()
 
 
-def _seed(front: Tensor) -> int:
-    """The seed that a front is of, though it may have been rounded; WireError if it is of none."""
+def _seed(given: Tensor) -> int:
+    """The seed in these numbers, which may have been rounded; WireError if it is damaged."""
     import torch
 
-    whole = front.round()
-    if bool(((whole >= 0) & (whole < 256) & ((front - whole).abs() < 0.25)).all()):
+    whole = given.round()
+    if bool(((whole >= 0) & (whole < 256) & ((given - whole).abs() < 0.25)).all()):
         seed = int.from_bytes(bytes(int(each) for each in whole[:8]), "little")
-        if torch.equal(whole, _front(seed)):
+        if torch.equal(whole, _seed_code(seed)):
             return seed
     raise WireError("the seed of a random draw is damaged, or those who drew together were out of step")
 
 
-def _lots(seed: int, length: int, count: int) -> tuple[Tensor, Tensor]:
-    """One index out of each of `count` cells of nearly equal size, ascending; and the sizes."""
+def _drawn(seed: int, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """A random index in each of `count` cells of nearly equal size, ascending; and the sizes."""
     import numpy as np
     import torch
 

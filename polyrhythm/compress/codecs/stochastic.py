@@ -1,4 +1,4 @@
-"""Codecs that round by lot: what arrives is, in expectation, what was meant, and nothing need be kept."""
+"""Stochastic quantizers: what arrives is unbiased, so nothing has to be kept."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.codecs.quantize import HEADER, Int4, Quantizer, blocks_of, check_block
 from polyrhythm.compress.kernels import dense
+from polyrhythm.core.codec import Codec, Reduction
 from polyrhythm.core.errors import UsageError, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.compress.state import CodecState
-    from polyrhythm.core.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class QSGD(Quantizer):
     name: ClassVar[str] = "qsgd"
     main: ClassVar[str] = "levels"
     paper: ClassVar[str] = "Alistarh et al. 2017, QSGD"
-    hops: ClassVar[bool] = True
+    reduction: ClassVar[Reduction] = Reduction.HOPS
     form: ClassVar[int] = 4
 
     levels: int = 64
@@ -49,11 +49,11 @@ class QSGD(Quantizer):
     def for_replies(self) -> Codec:
         return _nearest(self)
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         import torch
 
         units = torch.empty(blocks_of(len(values), self.block), dtype=values.dtype)
-        whole = dense.road(values).levels(values, self.block, self.levels, memory.stream(), units)
+        whole = dense.backend(values).levels(values, self.block, self.levels, state.stream(), units)
         body = torch.cat([_number(0, 1), self._packed(whole)])
         if 3 * int(whole.count_nonzero()) < len(whole):
             gaps, sizes = _listed(whole)
@@ -62,12 +62,12 @@ class QSGD(Quantizer):
                 [_number(1, 1), _number(len(gaps)), _number(len(first)), first, self._packed(sizes)]
             )
             body = min(body, few, key=len)
-        return torch.cat([self.made(values, 0), units.view(torch.uint8), body])
+        return torch.cat([self.new_code(values, 0), units.view(torch.uint8), body])
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         blocks = blocks_of(len(into), self.block)
         wide = into.element_size() * blocks
-        body = self.opened(code, into, wide + 1, more=True)
+        body = self.body(code, into, wide + 1, more=True)
         units = self.units(body, blocks, into.dtype, self.levels)
         mode, body = int(body[wide]), body[wide + 1 :]
         if mode == 0:
@@ -82,29 +82,29 @@ class QSGD(Quantizer):
             raise WireError(f"qsgd: a code of {len(code)} bytes in mode {mode}")
         if len(into) and max(-int(whole.min()), int(whole.max())) > self.levels:
             raise WireError(f"qsgd: a level beyond {self.levels}")
-        dense.road(into).add_levels(units, whole, into, scale, self.block)
+        dense.backend(into).add_levels(units, whole, into, scale, self.block)
 
     def _packed(self, whole: Tensor) -> Tensor:
-        """Rice codes of 16-bit whole numbers."""
+        """Rice codes of 16-bit integers."""
         import torch
 
-        return torch.cat(dense.road(whole).rice(whole, self.block))
+        return torch.cat(dense.backend(whole).rice(whole, self.block))
 
     def _unpacked(self, body: Tensor, count: int) -> Tensor:
-        """The numbers again; nothing is read before it is known to be there."""
+        """The numbers of a body, whose length is checked before anything is read."""
         blocks = blocks_of(count, self.block)
         shifts, body = body[:blocks], body[blocks:]
         width, last = -(-self.block // 8), -(-(count - (blocks - 1) * self.block) // 8)
         low = int(shifts.long().sum()) * width - (width - last) * int(shifts[-1:].long().sum())
         if len(shifts) < blocks or len(body) < low or bool((shifts > 16).any()):
             raise WireError(f"qsgd: {len(body)} bytes for the levels of {count} numbers")
-        whole: Tensor = dense.road(body).unrice(shifts, body, count, self.block, 32767)
+        whole: Tensor = dense.backend(body).unrice(shifts, body, count, self.block, 32767)
         return whole
 
 
-# Where most levels are zero, those that are not are listed: how many zeros come before each, and what it is.
+# Where most levels are zero, the others are listed: how many zeros come before each, and its level.
 
-SPAN = 1 << 15  # the last of so many numbers is listed in any case, so that gaps have 16 bits
+SPAN = 1 << 15  # the last of so many numbers is always listed, so that gaps fit into 16 bits
 
 
 def _listed(whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def _listed(whole: Tensor) -> tuple[Tensor, Tensor]:
     at = there.nonzero().view(-1)
     levels = whole[at].long()
     gaps = at.diff(prepend=torch.tensor([-1])) - 1
-    # Signs in the lowest bit; 0 does not occur, but for those that are listed in any case.
+    # The sign is the lowest bit. 0 only occurs among those that are always listed.
     sizes = ((levels << 1) ^ (levels >> 63)) - (at % SPAN != SPAN - 1).long()
     return _signed(gaps), _signed(sizes)
 
@@ -133,7 +133,7 @@ def _unlisted(gaps: Tensor, sizes: Tensor, count: int) -> Tensor:
 
 
 def _signed(numbers: Tensor) -> Tensor:
-    """From 0, 1, 2, 3 to 0, -1, 1, -2, as Rice codes have them."""
+    """From 0, 1, 2, 3 to 0, -1, 1, -2, as Rice codes take them."""
     import torch
 
     return ((numbers >> 1) ^ -(numbers & 1)).to(torch.int16)
@@ -182,35 +182,35 @@ class TernGrad(Quantizer):
     def for_replies(self) -> Codec:
         return _nearest(self)
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         import torch
 
         from polyrhythm.compress.kernels.dense.plain import units_between
 
-        most, squares = dense.road(values).sizes(values)
+        most, squares = dense.backend(values).sizes(values)
         sigma = math.sqrt(squares / max(1, len(values)))
         if self.clip and math.isfinite(sigma):
             most = min(most, self.clip * sigma)
         unit = torch.tensor([most], dtype=values.dtype).clamp_(*units_between(values.dtype, 1))
         wide = values.element_size()
-        code = self.made(values, wide + dense.size(len(values), dense.TRITS, 5))
+        code = self.new_code(values, wide + dense.packed_size(len(values), dense.TRITS, 5))
         code[HEADER : HEADER + wide] = unit.view(torch.uint8)
-        dense.road(values).trits(values, unit.item(), memory.stream(), code[HEADER + wide :])
+        dense.backend(values).trits(values, unit.item(), state.stream(), code[HEADER + wide :])
         return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         wide = into.element_size()
-        body = self.opened(code, into, wide + dense.size(len(into), dense.TRITS, 5))
+        body = self.body(code, into, wide + dense.packed_size(len(into), dense.TRITS, 5))
         unit, body = self.units(body, 1, into.dtype, 1), body[wide:]
         if len(body) and int(body.max()) > 242:
             raise WireError("terngrad: a byte that is no five digits of three")
-        dense.road(into).add_trits(body, into, (unit * scale).item())
+        dense.backend(into).add_trits(body, into, (unit * scale).item())
 
 
 def _nearest(codec: Codec) -> Codec:
-    """For a server's answers: the nearest of as many bits, not one by lot.
+    """For differences: rounded to the nearest, in as many bits.
 
-    What a code leaves out of a difference is in the next one. If lots made it longer than it was, on average,
-    the two would part for good.
+    What a code leaves out of a difference is in the next one. Stochastic rounding lengthens it on average, so
+    that sender and receiver would diverge.
     """
     return Int4(per=codec.per, dense=codec.dense, pull=codec.pull)

@@ -1,4 +1,4 @@
-"""Pulses of one size: an entry is sent when it has grown to tau, as one bit that says which way."""
+"""Threshold compression: an entry is sent when it reaches tau, as a pulse of that size and one sign bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from polyrhythm.compress.state import CodecState
 
 SMALLEST, LARGEST = 1 / LARGEST_TAU, LARGEST_TAU
-DECAY = 0.5 ** (1 / 20)  # so that tau moves by a factor of two in twenty steps at most
+DECAY = 0.5 ** (1 / 20)  # tau changes by at most a factor of two in twenty steps
+
+
+@dataclass
+class AdaptedTau:
+    """What `adaptive` keeps."""
+
+    tau: float = 0.0  # 0: as configured
+    used: float = 0.0  # in the last message
 
 
 @dataclass(frozen=True)
@@ -33,12 +41,13 @@ class Threshold(Codec):
     nothing. For `warmup` times tau is smaller: from a 64th geometrically up.
 
     >>> import torch
+    >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
-    >>> memory, got = CodecState.alone(count=3), torch.zeros(3)
+    >>> state, got = CodecState.alone(count=3), torch.zeros(3)
     >>> codec = Threshold(0.5)
     >>> for _ in range(2):
-    ...     codec.decode(codec.send(torch.tensor([0.25, -0.75, 0.1]), memory), got)
-    >>> got, memory.residual
+    ...     codec.decode(feedback.encode(codec, torch.tensor([0.25, -0.75, 0.1]), state), got)
+    >>> got, state.residual
     (tensor([ 0.5000, -1.0000,  0.0000]), tensor([ 0.0000, -0.5000,  0.2000]))
     """
 
@@ -65,65 +74,61 @@ class Threshold(Codec):
         if not self.feedback:
             raise UsageError("without feedback all that is below tau would be lost: leave feedback=no away")
 
-    def encode(self, values: Tensor, memory: CodecState) -> Tensor:
+    def encode(self, values: Tensor, state: CodecState) -> Tensor:
         import torch
 
-        return self._code(torch.zeros_like(values), values, memory)
+        return self.encode_with_feedback(values, torch.zeros_like(values), state)
 
-    def send(self, values: Tensor, memory: CodecState) -> Tensor:
-        if memory.residual is None:
-            return self.encode(values, memory)
-        return self._code(memory.residual, values, memory)
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
+        tau = self.tau_for(state, values)
+        code, count = selection.pulses(residual, values, tau, many=self.pulses == "many")
+        if self.adaptive and state.count >= self.warmup and len(values):
+            adapted = state.own(AdaptedTau)
+            wanted = (adapted.tau or self.tau) * self._factor(count / len(values))
+            adapted.tau, adapted.used = min(max(wanted, SMALLEST), LARGEST), tau
+        return code
 
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         selection.add(code, into, scale)
 
     def for_replies(self) -> Codec:
-        return Answers(
+        return ThresholdReplies(
             self.tau, "many", high=self.high, exact=self.exact, per=self.per, dense=self.dense, pull=self.pull
         )
 
     def prepare(self, dtype: torch.dtype) -> None:
         selection.warm(dtype)
 
-    def tau_for(self, memory: CodecState, values: Tensor | None = None) -> float:
-        """The size of a pulse now, for these values."""
-        tau = tau_now(memory.numbers.get("tau", self.tau), self.warmup, memory.count)
+    def tau_for(self, state: CodecState, values: Tensor | None = None) -> float:
+        """The size of a pulse in the next message, for these values."""
+        adapted = state.own(AdaptedTau)
+        tau = tau_now(adapted.tau or self.tau, self.warmup, state.count)
         if not self.exact:
             return selection.single(tau)
-        used = memory.numbers.get("used", 0.0)
-        # One that adapts keeps its power of two until tau has left it by a factor of two. Were it always the
-        # next one, tau could swing to and fro between two of them, each step, and never find its band.
+        used = adapted.used
+        # Keeps its power of two until tau is a factor of two away. If it always took the nearest one, tau
+        # could oscillate between two powers and never settle in its band.
         return used if used / 2 < tau < 2 * used else 2.0 ** round(math.log2(tau))
 
-    def _code(self, residual: Tensor, values: Tensor, memory: CodecState) -> Tensor:
-        """residual += values, and the code of what is taken out of it."""
-        tau = self.tau_for(memory, values)
-        code, count = selection.pulses(residual, values, tau, many=self.pulses == "many")
-        if self.adaptive and memory.count >= self.warmup and len(values):
-            wanted = memory.numbers.get("tau", self.tau) * self._factor(count / len(values))
-            memory.numbers.update(tau=min(max(wanted, SMALLEST), LARGEST), used=tau)
-        return code
-
     def _factor(self, share: float) -> float:
-        """How tau changes when this share of the entries was sent: less is sent when it is larger."""
+        """How tau changes after this share of the entries was sent: a larger tau sends fewer."""
         return DECAY if share < self.low else 1 / DECAY if share > self.high else 1.0
 
 
 @dataclass(frozen=True)
-class Answers(Threshold):
-    """The same for a server's answers, which are changes of parameters and not gradients.
+class ThresholdReplies(Threshold):
+    """The same for differences of parameters, whose size is not that of gradients.
 
-    They have another size, so they have another tau, which each message says: of a power of two, such that
-    about the share `high` of the entries is sent, in whole multiples.
+    Each message has its own tau: a power of two such that about the share `high` of the entries is sent, in
+    whole multiples.
     """
 
-    def tau_for(self, memory: CodecState, values: Tensor | None = None) -> float:
+    def tau_for(self, state: CodecState, values: Tensor | None = None) -> float:
         if values is None:
-            return super().tau_for(memory)
+            return super().tau_for(state)
         few = max(1, round(self.high * len(values)))
         taken = values[selection.largest(values, few, exact=False).to(values.device)]
         if not len(taken):
-            return super().tau_for(memory)
+            return super().tau_for(state)
         least = min(max(float(taken.abs().min()), SMALLEST), LARGEST)
         return 2.0 ** math.floor(math.log2(least))

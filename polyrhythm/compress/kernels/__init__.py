@@ -1,7 +1,7 @@
-"""Loops compiled by numba, for tensors on the CPU: one pass where tensor operations would need five.
+"""Loops compiled by numba, for tensors on the CPU: one pass where tensor operations need five.
 
-Modules in here import numba, which takes half a second, so nothing imports them before a codec is used:
-`load()` does. It needs `pip install 'polyrhythm[codecs]'`; everything else works without.
+Modules in here import numba, which takes half a second, so `load()` imports them when a codec is first used.
+That needs `pip install 'polyrhythm[codecs]'`; everything else works without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.extras import missing
 
 
 class Kernels(NamedTuple):
@@ -22,31 +23,9 @@ class Kernels(NamedTuple):
 
 @cache
 def load() -> Kernels:
-    """The compiled modules; UsageError if what they need is not there."""
+    """The compiled modules; UsageError if what they need is not installed."""
     if why := missing():
         raise UsageError(f"sparse codecs need {why}")
     from polyrhythm.compress.kernels import rice, scan
 
     return Kernels(rice, scan)
-
-
-def missing(checksums: bool = True) -> str:
-    """What of numba, and of what checksums need, cannot be imported, with the reason; empty if all can."""
-    name = "numba"
-    try:
-        import numba  # noqa: F401
-
-        if checksums:
-            name = "google_crc32c"
-            import google_crc32c  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            return f"{name}, which is not installed: pip install 'polyrhythm[codecs]'"
-        return _broken(name, error)
-    except Exception as error:  # numba refuses a NumPy that is too new for it; a library is not there
-        return _broken(name, error)
-    return ""
-
-
-def _broken(name: str, error: Exception) -> str:
-    return f"{name}, which is installed but cannot be imported ({type(error).__name__}: {error})"

@@ -1,8 +1,8 @@
 """A little linear algebra that gives the same bits on every machine.
 
-What all workers make of the same numbers must be the same, or replicas part by a bit here and there. A
-product of matrices may round otherwise on another machine, with other threads, or elsewhere in memory. So
-here are only operations on elements, each of which rounds once, and sums in an order of their own.
+All workers must compute the same from the same numbers, or replicas differ by a bit here and there. A matrix
+product may round differently on another machine, with other threads, or at another address. So this module
+uses only elementwise operations, each of which rounds once, and sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """Rows at right angles that span the same: Gram and Schmidt, twice, in 64 bits.
+    """Orthonormal rows with the same span: Gram-Schmidt, twice, in 64 bits.
 
-    If what a row has at right angles to those before it may be rounding alone, it becomes zero.
+    A row becomes zero if its part orthogonal to those before it may be rounding error.
     """
     import torch
 
     c = rows.double()
     largest = c.abs().amax(1, keepdim=True)
-    c = torch.where(largest > 0, c / largest, 0.0)  # so that squares neither vanish nor overflow
+    c = torch.where(largest > 0, c / largest, 0.0)  # so that squares neither underflow nor overflow
     for _ in range(2):
         gram = _sum(c[:, None] * c[None]).tolist()
         c = torch.stack([_combined(factors, c) for factors in _triangle(gram)])
@@ -32,13 +32,13 @@ def orthonormal(rows: Tensor) -> Tensor:
 
 
 def _triangle(gram: list[list[float]]) -> list[list[float]]:
-    """The lower triangle W with W gram W^T = 1, but for rows of zeros."""
+    """The lower triangular W with W gram W^T = 1, except for rows of zeros."""
     rows: list[list[float]] = []
     for j in range(len(gram)):
         row, left = [0.0] * j + [1.0], gram[j][j]
         for other in rows:
             along = 0.0
-            for k, x in enumerate(other):  # not by `sum`, which not all versions of Python round alike
+            for k, x in enumerate(other):  # not `sum`, which rounds differently in some versions of Python
                 along += x * gram[k][j]
             left -= along * along
             for k, x in enumerate(other):
@@ -56,7 +56,7 @@ def _combined(factors: Sequence[float], rows: Tensor) -> Tensor:
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Over the last dimension, half added to half."""
+    """The sum over the last dimension, by adding halves."""
     while (count := terms.shape[-1]) > 1:
         half = count // 2
         total = terms[..., :half] + terms[..., half : 2 * half]
@@ -67,7 +67,7 @@ def _sum(terms: Tensor) -> Tensor:
 
 
 def add_product(p: Tensor, q: Tensor, into: Tensor) -> None:
-    """into += P^T Q, row by row of both; by blocks, for the products of each take as much room as it."""
+    """into += P^T Q, for P and Q stored by rows; in blocks, to limit the memory for products."""
     rows = max(1, (1 << 18) // into.shape[1])
     for start in range(0, into.shape[0], rows):
         block = into[start : start + rows]

@@ -1,9 +1,9 @@
-"""The bits of sparse messages: gaps between sorted indexes in Rice codes, by blocks; signs five to a byte.
+"""The bits of sparse messages: gaps between sorted indexes in Rice codes, in blocks; signs five to a byte.
 
 A Rice code of parameter k writes a number as its upper part in unary (so many ones, then a zero) and its k
 lower bits. ESCAPE ones without the zero are followed by the whole number in WIDE bits. Bits fill bytes from
-the lowest up, and each block begins on a byte of its own. Readers answer with a number of a line of
-`polyrhythm.compress.kernels.entropy.WRONG` instead of raising.
+the lowest up, and each block begins on a byte of its own. Instead of raising an error, readers return its
+index in `polyrhythm.compress.kernels.entropy.format.WRONG`; 0 is none.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled, trailing_zeros
+from polyrhythm.core.compiling import compiled, trailing_zeros
 
 Array = np.ndarray[Any, Any]
 
 ESCAPE, WIDE = 32, 24
-FINE = 16  # blocks have 2**16 parameters at least
-LARGEST_K = 24  # a gap inside the largest block has no more bits
+FINE = 16  # the smallest blocks, called fine, have 2**16 parameters
+LARGEST_K = 24  # a gap in the largest block has at most so many bits
 
 ONE = np.uint64(1)
 
 
 @compiled
 def _cost(number: int, k: int) -> int:
-    """Bits of a number."""
+    """The bits of a number's code."""
     upper = number >> k
     return upper + 1 + k if upper < ESCAPE else ESCAPE + WIDE
 
 
 @compiled
 def survey(indexes: Array, length: int) -> tuple[Array, Array]:
-    """What each fine block costs for each k without its first gap; where its indexes begin; all of it exact.
+    """The exact bits of each fine block for each k, without its first gap; and where its indexes start.
 
-    The first gap of a block depends on how many fine blocks are made one, and is left to `plan`.
+    The first gap depends on how many fine blocks are joined, and is left to `plan`.
     """
     blocks = ((length - 1) >> FINE) + 1
     costs = np.zeros((blocks, LARGEST_K + 1), np.int64)
@@ -70,9 +70,9 @@ def survey(indexes: Array, length: int) -> tuple[Array, Array]:
 
 @compiled
 def plan(indexes: Array, costs: Array, starts: Array, join: int, extra: Array) -> tuple[int, Array, Array]:
-    """The bytes of all blocks of 2**join fine ones and of their directory, the best k of each, and its bytes.
+    """The bytes of all blocks of 2**join fine ones with their directory, the best k of each, and its bytes.
 
-    `extra` bits go with each fine block whatever the k.
+    Each fine block has `extra` bits in addition, whatever the k.
     """
     fine = len(starts) - 1
     blocks = ((fine - 1) >> join) + 1
@@ -103,7 +103,7 @@ def plan(indexes: Array, costs: Array, starts: Array, join: int, extra: Array) -
 
 @compiled
 def extra_bits(magnitudes: Array, starts: Array, m: int) -> Array:
-    """The bits of the magnitudes (less one) of each fine block; none if m < 0."""
+    """The bits of the magnitudes, less one, of each fine block; 0 if m < 0."""
     bits = np.zeros(len(starts) - 1, np.int64)
     if m < 0:
         return bits
@@ -134,7 +134,7 @@ def _put_varint(out: Array, at: int, number: int) -> int:
 
 @compiled
 def _code(number: int, k: int) -> tuple[Any, Any]:
-    """The bits of a number, and how many."""
+    """The code of a number, and how many bits it has."""
     upper = number >> k
     if upper >= ESCAPE:
         return ((ONE << np.uint64(ESCAPE)) - ONE) | (np.uint64(number) << np.uint64(ESCAPE)), np.uint64(
@@ -189,7 +189,7 @@ def write(
 
 @compiled
 def _get_varint(data: Array, at: int, end: int) -> tuple[int, int]:
-    """A number and where it ends; -1 if it does not, or is longer than it need be, or than 63 bits."""
+    """A number and where it ends; -1 if it does not end, or is longer than needed or than 63 bits."""
     number: Any = 0
     shift = 0
     while at < end and shift < 63:
@@ -214,7 +214,7 @@ def directory(
     ks: Array,
     sizes: Array,
 ) -> tuple[int, int]:
-    """Reads the directory into arrays as long as the vector's length allows: what is wrong, and its end."""
+    """Reads the directory into arrays of one element per block. Returns what is wrong, and where it ends."""
     total, payload = 0, 0
     for block in range(len(counts)):
         here, at = _get_varint(data, at, end)
@@ -241,11 +241,11 @@ def directory(
 
 @compiled
 def _number(words: Array, at: Any, k: Any) -> tuple[Any, Any]:
-    """The number whose code begins at bit `at`, and where it ends. No branch for a processor to guess."""
+    """The number whose code begins at bit `at`, and where it ends. Without unpredictable branches."""
     word, bit = np.int64(at >> np.uint64(6)), at & np.uint64(63)
     bits = (words[word] >> bit) | ((words[word + 1] << (np.uint64(63) - bit)) << ONE)
     upper = trailing_zeros(~bits)
-    if upper >= np.uint64(ESCAPE):  # hardly ever
+    if upper >= np.uint64(ESCAPE):  # rare
         return (bits >> np.uint64(ESCAPE)) & np.uint64((1 << WIDE) - 1), at + np.uint64(ESCAPE + WIDE)
     low = (bits >> (upper + ONE)) & ((ONE << k) - ONE)
     return (upper << k) | low, at + upper + ONE + k
@@ -253,7 +253,7 @@ def _number(words: Array, at: Any, k: Any) -> tuple[Any, Any]:
 
 @compiled
 def inspect(words: Array, length: int, shift: int, m: int, counts: Array, ks: Array, sizes: Array) -> int:
-    """Reads all blocks and believes nothing: 0, or what is wrong. Two words of zeros follow the blocks."""
+    """Checks all blocks: 0, or what is wrong. Two words of zeros must follow the blocks."""
     begin = np.uint64(0)
     for block in range(len(counts)):
         at, end = begin, begin + np.uint64(8 * sizes[block])
@@ -284,7 +284,7 @@ def add_signs(
     words: Array, shift: int, m: int, counts: Array, ks: Array, sizes: Array, signs: Array, tau: Any,
     scale: Any, into: Array,
 ) -> None:  # fmt: skip
-    """into[i] += ±tau · scale, times the magnitude if m >= 0, from blocks that `inspect` has passed."""
+    """into[i] += ±tau · scale, times the magnitude if m >= 0, from blocks that `inspect` has accepted."""
     kind = into.dtype.type
     begin, n = np.uint64(0), 0
     for block in range(len(counts)):
@@ -307,7 +307,7 @@ def add_signs(
 def add_values(
     words: Array, shift: int, counts: Array, ks: Array, sizes: Array, values: Array, into: Array
 ) -> None:
-    """into[i] += value, from blocks that `inspect` has passed."""
+    """into[i] += value, from blocks that `inspect` has accepted."""
     begin, n = np.uint64(0), 0
     for block in range(len(counts)):
         at, k = begin, np.uint64(ks[block])
@@ -331,7 +331,7 @@ def list_all(
     indexes: Array,
     magnitudes: Array,
 ) -> None:
-    """All indexes, and the pulses' magnitudes if m >= 0, from blocks that `inspect` has passed."""
+    """All indexes, and the magnitudes if m >= 0, from blocks that `inspect` has accepted."""
     begin, n = np.uint64(0), 0
     for block in range(len(counts)):
         at, k = begin, np.uint64(ks[block])
@@ -349,7 +349,7 @@ def list_all(
 
 @compiled
 def write_trits(indexes: Array, negative: Array, out: Array) -> None:
-    """Five parameters to a byte, in base 3: nothing, plus or minus."""
+    """Writes five parameters to a byte, in base 3: absent, plus or minus."""
     out[:] = 0
     powers = (1, 3, 9, 27, 81)
     for j in range(len(indexes)):
@@ -359,7 +359,7 @@ def write_trits(indexes: Array, negative: Array, out: Array) -> None:
 
 @compiled
 def inspect_trits(data: Array, length: int, count: int) -> int:
-    """0, or what is wrong."""
+    """Checks trits: 0, or what is wrong."""
     seen = 0
     for at in range(len(data)):
         byte = data[at]
@@ -377,7 +377,7 @@ def inspect_trits(data: Array, length: int, count: int) -> int:
 
 @compiled
 def list_trits(data: Array, indexes: Array, negative: Array) -> None:
-    """All indexes and signs, from bytes that `inspect_trits` has passed."""
+    """All indexes and signs, from bytes that `inspect_trits` has accepted."""
     n = 0
     for at in range(len(data)):
         byte = data[at]

@@ -1,9 +1,9 @@
-"""Passes over a whole vector: add the gradient to the residual, find what is large, take it out.
+"""Compiled passes over a whole vector: add the gradient to the residual, find large entries, take them out.
 
-A vector is walked in chunks that stay in the first cache. In each, a loop without branches (which the
-compiler turns into vector instructions) adds and marks; then eight marks at a time are looked at, and only
-where one is set does any scalar code run. Where places to write run out, a pass says how far it came and is
-called again with more. NaN is not as large as anything, so it is never taken.
+A vector is processed in chunks that stay in the first-level cache. In each, a loop without branches, which
+the compiler vectorizes, adds and marks. Then marks are checked eight at a time, and scalar code runs only
+where one is set. If the output arrays are full, a pass returns how far it came, to be called again with new
+ones. NaN compares as not large, so it is never taken.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled
+from polyrhythm.core.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
 CHUNK = 2048
-MOST = (1 << 24) - 1  # pulses at once; from here on a float32 does not know every whole number
-DIGIT = 11  # bits that one pass of `smallest_of_largest` looks at
+MOST = (1 << 24) - 1  # pulses at once; a float32 represents every integer up to here
+DIGIT = 11  # bits that one pass of `largest_keys` sorts by
 
 
 @compiled
 def threshold(
     residual: Array, gradient: Array, tau: Any, many: bool, start: int, indexes: Array, pulses: Array
 ) -> tuple[int, int]:
-    """residual += gradient; where |residual| >= tau, one pulse of ±tau (or all whole ones) is taken out.
+    """residual += gradient; subtracts one pulse of ±tau, or all with `many`, where |residual| >= tau.
 
-    From `start` on; writes indexes and signed pulses, and returns how many and where it stopped.
+    Begins at `start`; writes indexes and signed pulses. Returns how many, and where it stopped.
     """
     kind = residual.dtype.type
     marks = np.zeros(CHUNK, np.uint8)
@@ -61,7 +61,7 @@ def threshold(
 
 @compiled
 def place(base: Array, counts: Array, tau: Any, into: Array) -> Any:
-    """into = base + tau · counts. A number that has every bit which any |count| has."""
+    """into = base + tau · counts. Returns the bitwise or of all |counts|, nearly."""
     kind = base.dtype.type
     bits = np.int32(0)
     for j in range(len(base)):
@@ -73,7 +73,7 @@ def place(base: Array, counts: Array, tau: Any, into: Array) -> Any:
 
 @compiled
 def above(values: Array, least: Any, start: int, indexes: Array) -> tuple[int, int]:
-    """The indexes where |values| >= least, from `start` on: how many, and where it stopped."""
+    """Writes the indexes from `start` on where |values| >= least. Returns how many, and where it stopped."""
     marks = np.zeros(CHUNK, np.uint8)
     words = marks.view(np.uint64)
     found = 0
@@ -91,7 +91,7 @@ def above(values: Array, least: Any, start: int, indexes: Array) -> tuple[int, i
 
 @compiled
 def add_above(residual: Array, gradient: Array, least: Any, start: int, indexes: Array) -> tuple[int, int]:
-    """residual += gradient, and what `above` finds in the sum."""
+    """residual += gradient, then as `above` for the sum."""
     marks = np.zeros(CHUNK, np.uint8)
     words = marks.view(np.uint64)
     found = 0
@@ -115,17 +115,17 @@ def _collect(marks: Array, words: Array, begin: int, indexes: Array, found: int)
         if words[word] == 0:
             continue
         for j in range(8 * word, 8 * word + 8):
-            indexes[found] = begin + j  # the next one writes over it, unless it counts
+            indexes[found] = begin + j  # overwritten by the next one, unless it is marked
             found += marks[j]
     return found
 
 
 @compiled
 def sample(residual: Array, gradient: Array, add: bool, stride: int, into: Array) -> None:
-    """One magnitude out of every `stride` neighbours, at a place that varies, so that no pattern is met."""
+    """One magnitude out of every `stride` neighbours, at varying offsets to avoid patterns in the vector."""
     turn = np.uint64(0x9E3779B97F4A7C15)
     for j in range(len(into)):
-        # Multiplied by the golden ratio, the high bits of a counter are spread evenly.
+        # The high bits of a counter times the golden ratio are spread evenly.
         place = (np.uint64(j) * turn) >> np.uint64(33)
         at = j * stride + np.int64(place) % stride
         value = residual[at]
@@ -136,16 +136,16 @@ def sample(residual: Array, gradient: Array, add: bool, stride: int, into: Array
 
 @compiled
 def take(values: Array, indexes: Array, taken: Array) -> None:
-    """values[indexes] -= taken: what was sent is not sent again."""
+    """values[indexes] -= taken."""
     for j in range(len(indexes)):
         values[indexes[j]] -= taken[j]
 
 
 @compiled
 def largest_keys(keys: Array, count: int, bits: int) -> tuple[Any, int]:
-    """The count-th largest of `keys`, and how many of those equal to it belong to the largest `count`.
+    """The count-th largest of `keys`, and how many keys equal to it are among the largest `count`.
 
-    Digit by digit from the top: a histogram says in which bin the wanted one is, and only that bin goes on.
+    Radix selection from the top digit: a histogram tells which bin holds it, and only that bin is continued.
     """
     low = np.uint64((1 << (bits - 1)) - 1)  # all but the sign
     wanted, prefix, fixed = count, np.uint64(0), np.uint64(0)
@@ -171,7 +171,7 @@ def largest_keys(keys: Array, count: int, bits: int) -> tuple[Any, int]:
 
 @compiled
 def keep_largest(keys: Array, indexes: Array, count: int, bits: int) -> int:
-    """Keeps of `indexes` the `count` with the largest keys, in order; of equal ones the first."""
+    """Moves the `count` indexes with the largest keys to the front, in order; of equal keys the first."""
     if count >= len(indexes):
         return len(indexes)
     low = np.uint64((1 << (bits - 1)) - 1)

@@ -1,9 +1,9 @@
-"""Which entries of a vector go: the largest `count`, exactly or nearly, on the CPU or where the vector is.
+"""Selects entries of a vector, such as the `count` largest, and turns them into messages and back.
 
-A sample of the magnitudes gives a threshold that a few more than `count` reach; one pass collects these; of
-them exactly the `count` largest stay, of equal ones the first. So the vector is never sorted. Zeros, and
-what is not a number, never go. Tensors that are not on the CPU are looked through by tensor operations on
-their device, with the same result.
+A sample of the magnitudes gives a threshold that a few more than `count` entries reach. One pass collects
+these, and of them exactly the `count` largest are kept, of equal ones the first. So the vector is never
+sorted. Zeros and NaN are never selected. Tensors that are not on the CPU are processed by tensor operations
+on their device, with the same result.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-SMALL = 1 << 14  # shorter vectors are their own sample
+SMALL = 1 << 14  # vectors up to this length are not sampled
 
 
 def compiled(tensor: Tensor) -> bool:
-    """Whether the compiled loops can have this tensor."""
+    """True if the compiled loops can process this tensor."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def largest(values: Tensor, count: int, *, plus: Tensor | None = None, exact: bool = True) -> Tensor:
-    """The ascending indexes of the `count` largest magnitudes; first, values += plus.
+    """Adds `plus` to the values, then returns the ascending indexes of the `count` largest magnitudes.
 
-    Without `exact` the sample is believed: no second look is taken should its threshold let too few through.
+    Without `exact` there may be fewer: the sample's threshold is used even if too few entries reach it.
     """
     if not compiled(values):
         if plus is not None:
@@ -65,18 +65,18 @@ def _largest(values: Array, plus: Array | None, count: int, exact: bool) -> Arra
 
 
 def _aim(length: int, count: int) -> tuple[int, int]:
-    """How far apart samples are taken, and which of the largest of them is to be the threshold."""
+    """The distance between samples, and the rank of the sample that becomes the threshold."""
     if length <= SMALL or count >= length // 4:
         return 1, min(count, length)
-    # 256 of the wanted ones in the sample put the threshold within a few percent of where it should be; more
-    # than one sample in every 64 numbers would cost as much as the pass itself.
+    # With 256 of the wanted entries in the sample, the threshold is right within a few percent. More than one
+    # sample in every 64 numbers would cost as much as the pass itself.
     stride = max(length // max(SMALL, 256 * length // max(count, 1)), 64 if count * 64 < length else 1, 1)
     expected = count / stride
     return stride, min(math.ceil(expected + 3 * math.sqrt(expected) + 2), length // stride)
 
 
 def _least(values: Array, rank: int) -> Any:
-    """The rank-th largest magnitude, and more than zero."""
+    """The rank-th largest magnitude, but more than zero."""
     kind = values.dtype.type
     keys = _keys(values)
     key, _ = load().scan.largest_keys(keys, rank, 8 * keys.itemsize)
@@ -85,7 +85,7 @@ def _least(values: Array, rank: int) -> Any:
 
 
 def _keys(values: Array) -> Array:
-    """The bits of floats: without the sign, they are in the order of magnitudes."""
+    """The bits of floats: without the sign, they are ordered like the magnitudes."""
     return values.view({4: "uint32", 8: "uint64"}[values.itemsize])
 
 
@@ -99,9 +99,9 @@ def _above(values: Array, plus: Array | None, least: Any, guess: int) -> Array:
 
 
 def gathered(length: int, guess: int, scan: Callable[..., tuple[int, int]], *kinds: str) -> tuple[Array, ...]:
-    """What a pass finds, however much it is: indexes, and further arrays of these kinds.
+    """All that a pass finds: indexes, and further arrays of these dtypes.
 
-    `scan(start, indexes, ...)` fills arrays and says how many places it filled and where it stopped.
+    `scan(start, indexes, ...)` fills arrays, and returns how many elements it filled and where it stopped.
     """
     import numpy as np
 
@@ -136,14 +136,14 @@ def _largest_on_device(values: Tensor, count: int, exact: bool) -> Tensor:
 
 
 def _nonzero(least: Tensor) -> Tensor:
-    """No less than the smallest number above zero."""
+    """At least the smallest number above zero."""
     import torch
 
     return least.clamp(min=5e-324 if least.dtype == torch.float64 else 1e-45)
 
 
 def _places(size: int, stride: int) -> Tensor:
-    """Where `scan.sample` looks."""
+    """The indexes that `scan.sample` takes."""
     import numpy as np
     import torch
 
@@ -152,11 +152,11 @@ def _places(size: int, stride: int) -> Tensor:
     return torch.from_numpy(np.arange(size, dtype=np.int64) * stride + spread % stride)
 
 
-# From tensors to messages and back. Both roads give the same bits.
+# From tensors to messages and back. Compiled loops and tensor operations give the same bits.
 
 
 def pack(values: Tensor, indexes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """The message that has values[indexes], and what its reader will get of them."""
+    """The message of values[indexes], and the values that a reader gets."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -167,7 +167,7 @@ def pack(values: Tensor, indexes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
 
 
 def take(values: Tensor, indexes: Tensor, got: Tensor) -> None:
-    """values[indexes] -= got: what was sent is not sent again."""
+    """values[indexes] -= got."""
     if compiled(values):
         load().scan.take(values.detach().numpy(), indexes.numpy(), got.numpy())
     else:
@@ -175,7 +175,7 @@ def take(values: Tensor, indexes: Tensor, got: Tensor) -> None:
 
 
 def pulses(residual: Tensor, plus: Tensor, tau: float, many: bool) -> tuple[Tensor, int]:
-    """residual += plus; takes pulses of ±tau out where it has one. The message of them, and how many."""
+    """residual += plus; subtracts pulses of ±tau where it reaches tau. Their message, and how many."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -210,7 +210,7 @@ def _pulses_on_device(residual: Tensor, plus: Tensor, tau: float, many: bool) ->
 
 
 def add(code: Tensor, into: Tensor, scale: float = 1.0) -> None:
-    """Adds what a message says, times `scale`; WireError if it is none."""
+    """Adds the values of a message, times `scale`; WireError if it is invalid."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -227,7 +227,7 @@ def add(code: Tensor, into: Tensor, scale: float = 1.0) -> None:
 
 
 def count(code: Tensor, into: Tensor, tau: float) -> None:
-    """Adds the pulses of ±tau that a message says, as whole numbers; WireError if it says anything else."""
+    """Adds the number of pulses of ±tau in a message; WireError if it has anything else."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -242,7 +242,7 @@ def count(code: Tensor, into: Tensor, tau: float) -> None:
 
 
 def merged(codes: Sequence[Tensor], length: int, tau: float) -> Tensor:
-    """One message of the pulses of ±tau that these say together."""
+    """One message with the sum of the pulses of ±tau in these messages."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -255,7 +255,7 @@ def merged(codes: Sequence[Tensor], length: int, tau: float) -> Tensor:
 
 
 def place(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:
-    """into = base + tau · counts. About how large the largest |count| is: less than twice as large."""
+    """into = base + tau · counts. Returns the largest |count|, or less than twice of it."""
     if compiled(base) and compiled(into) and base.dtype == into.dtype:
         array = base.detach().numpy()
         kind = array.dtype.type
@@ -265,12 +265,12 @@ def place(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:
 
 
 def single(number: float) -> float:
-    """The 32-bit float next to a number: what a message can carry."""
+    """The nearest 32-bit float, as a message carries it."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compiles, or loads from the disk, all that sparse codecs need for numbers of this kind."""
+    """Compiles, or loads from disk, all that sparse codecs need for numbers of this dtype."""
     import torch
 
     from polyrhythm.compress.kernels import entropy
@@ -291,7 +291,7 @@ def warm(dtype: torch.dtype) -> None:
 
 
 def warm_counts(dtype: torch.dtype) -> None:
-    """The same for those who count pulses."""
+    """The same for `count` and `place`."""
     import torch
 
     ones = torch.ones(SMALL + 1, dtype=dtype)

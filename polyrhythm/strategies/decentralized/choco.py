@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.compress.sender import CompressedSender
+from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied, difference
@@ -17,6 +17,7 @@ from polyrhythm.strategies.decentralized.neighbor_exchange import NeighborMixing
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.compress.sender import CompressedSender
     from polyrhythm.core.codec import Codec
     from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
@@ -75,7 +76,7 @@ class Choco(NeighborMixing):
         if self.codec is None:
             return 1.0
         # Rounded, because all workers need the same, whatever their processors make of the last bits.
-        return float(f"{energy_kept(self.codec.for_replies(), layout) / 2:.3g}")
+        return float(f"{energy_kept(reply_codec(self.codec), layout) / 2:.3g}")
 
 
 class ChocoWorker(NeighborWorker):
@@ -89,7 +90,9 @@ class ChocoWorker(NeighborWorker):
         self.gamma = strategy.step_size(replica.layout)
         self.sender: CompressedSender | None = None
         if strategy.codec is not None:
-            codec = strategy.codec.for_replies()
+            from polyrhythm.compress.sender import CompressedSender
+
+            codec = reply_codec(strategy.codec)
             self.sender = CompressedSender(codec, node, replica, node.rank, group.size, feedback=False)
         self.estimate = replica.buffer(exact=True)  # h of this worker,
         self.estimates: dict[Peer, Sequence[Tensor]] = {}  # and of each neighbor
@@ -130,7 +133,7 @@ class ChocoWorker(NeighborWorker):
             return self.exchange.copy(new)
         self.sender.check_update()
         compressor = self.sender.compressor()
-        codes = compressor.everything(new)
+        codes = compressor.encode_all(new)
         self.add(codes, self.estimate)
         return [
             code if segment.coded else code.clone()  # uncoded segments are views of `new`
@@ -182,7 +185,8 @@ def energy_kept(codec: Codec, layout: Layout) -> float:
     """The share of the squares that a codec keeps of random numbers, uniform or normal: the smaller."""
     import torch
 
-    from polyrhythm.compress.compressor import Decompressor, wide
+    from polyrhythm.compress.compressor import Decompressor
+    from polyrhythm.compress.segments import wide
     from polyrhythm.compress.state import CodecState
 
     least = 1.0
@@ -193,7 +197,7 @@ def energy_kept(codec: Codec, layout: Layout) -> float:
             values = drawn.to(dtype)
             state = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
             got = torch.zeros_like(values)
-            codec.decode(codec.send(values, state), got)
+            codec.decode(codec.encode(values, state), got)
             missing = float((values - got).square().sum() / values.square().sum())
             least = min(least, 1 - missing)
     return max(least, 1e-3)

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from polyrhythm.compress.replies import reply_codec
+from polyrhythm.compress.transforms.base import needs_norm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.legacy import Legacy
 from polyrhythm.model.vectors import copied, cut
@@ -155,7 +157,7 @@ class ParameterServer(Legacy):
         """A worker that leaves, while others go on, pushes all that was not sent yet, as it is."""
         rest = replica.buffer("rest")
         for _, start, stop in self._ranges(node, replica):
-            self._sender(node, replica, start, stop).settle(cut(rest, start, stop))
+            self._sender(node, replica, start, stop).flush(cut(rest, start, stop))
         settings = replica.settings()
         if "rates of residuals" in replica.notes:  # since the last step a schedule may have changed them
             for group, rate in zip(settings, rates_of_residuals(replica), strict=True):
@@ -236,9 +238,9 @@ class ParameterServer(Legacy):
             for _, start, stop in self._ranges(node, replica)
         ]
         whole: float | None = None
-        if self.codec is not None and self.codec.needs_norm:  # of what all servers get
+        if self.codec is not None and needs_norm(self.codec):  # of what all servers get
             whole = math.hypot(*(sender.norm(part) for sender, part in ranges))
-        return [sender.everything(part, whole) for sender, part in ranges]
+        return [sender.encode_all(part, whole) for sender, part in ranges]
 
     def _sender(self, node: Node, replica: Replica, start: int, stop: int) -> Compressor:
         assert self.codec is not None
@@ -280,7 +282,7 @@ class ParameterServer(Legacy):
         assert self.codec is not None
         readers = replica.readers
         if (start, stop) not in readers:
-            readers[start, stop] = Decompressor(self.codec.for_replies(), replica.layout, start, stop)
+            readers[start, stop] = Decompressor(reply_codec(self.codec), replica.layout, start, stop)
         return readers[start, stop]
 
     def _take_ahead(self, node: Node, replica: Replica) -> None:

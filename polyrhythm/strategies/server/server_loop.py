@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyrhythm.collectives.arithmetic import reduce
+from polyrhythm.compress.reducers import reducer_for
+from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import WireError
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
@@ -244,7 +246,7 @@ class ServerLoop:
             self.readers += [push.message for push in turned(group, self.node.rank)]
         self.added = False
         if self.coder is not None:
-            self.coder.agree(update)
+            reducer_for(self.coder.codec).decide(update, self.coder)
         update = self._clipped(update)
         absent = group[0]["absent"]
         for push in group[1:]:
@@ -305,7 +307,7 @@ class ServerLoop:
             return version, known if given is None else given
         if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
             copied(view, known)
-            self._forget_codes(worker)
+            self.senders.pop(worker, None)
             answers[worker] = reader.sequence, shard.version, None
             return shard.version, known
         change, sender = shard.buffer("change"), self._sender(worker)
@@ -313,7 +315,7 @@ class ServerLoop:
             place.copy_(now).sub_(then)
         where = f"{self.node.me} at version {shard.version}"
         shard.layout.check_finite(change, where, shard.start, shard.stop)
-        codes = sender.everything(change)
+        codes = sender.encode_all(change)
         sender.add(codes, known)
         # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
         kept = [
@@ -327,21 +329,17 @@ class ServerLoop:
         codec, shard = self.strategy.codec, self.shard
         assert codec is not None
         from polyrhythm.compress.compressor import Compressor
+        from polyrhythm.compress.state import SenderState
 
         if worker not in self.senders:
-            self.senders[worker] = Compressor(
-                codec.for_replies(), shard.layout, shard, f"to {worker}", start=shard.start, stop=shard.stop,
-                feedback=False, seed=self.node.seed, worker=worker, workers=len(self.node.members.workers),
+            state = SenderState(
+                shard.layout, start=shard.start, stop=shard.stop, name=f"to {worker}", seed=self.node.seed,
+                worker=worker, workers=len(self.node.members.workers),
             )  # fmt: skip
+            self.senders[worker] = Compressor(
+                reply_codec(codec), state, start=shard.start, stop=shard.stop, feedback=False
+            )
         return self.senders[worker]
-
-    def _forget_codes(self, worker: int) -> None:
-        """What the codec remembers of its answers to a worker."""
-        self.senders.pop(worker, None)
-        mine = f"to {worker} ", f"to {worker}:"
-        for kept in (self.shard.buffers, self.shard.notes.get("codecs", {})):
-            for name in [name for name in kept if name.startswith(mine)]:
-                del kept[name]
 
     def _let_go(self) -> None:
         """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
@@ -351,7 +349,7 @@ class ServerLoop:
             self.strategy.forget(self.shard, worker)
             self.shard.buffers.pop(known_to(worker), None)
             self.shard.notes.get("answers", {}).pop(worker, None)
-            self._forget_codes(worker)
+            self.senders.pop(worker, None)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if self.node.members.alive(reader)]
         for push in (*self.group, *self.pending.values()):

@@ -1,4 +1,4 @@
-"""The road of compiled loops: tensors on the CPU. The same functions as in `plain`, and the same bits."""
+"""The compiled backend, for tensors on the CPU: the same functions as in `plain`, and the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyrhythm.compress.kernels.dense import SUMS, loops, plain
+from polyrhythm.compress.kernels.dense import SUMS, loops, plain, rice_loops
 from polyrhythm.core.errors import WireError
 
 _MASKS: dict[torch.dtype, Any] = {
@@ -22,12 +22,12 @@ _MAGIC: dict[torch.dtype, Any] = {
 
 
 def _number(dtype: torch.dtype, value: float) -> Any:
-    """A number of the kind that the loops work on."""
+    """A number of the type that the loops work on."""
     return type(_MAGIC[dtype])(value)
 
 
 def _array(vector: Tensor) -> Any:
-    """The memory of a vector, also of one that wants gradients."""
+    """The memory of a vector, also of one that requires gradients."""
     return vector.detach().numpy()
 
 
@@ -37,7 +37,7 @@ def _between(dtype: torch.dtype, most: int) -> tuple[Any, Any]:
 
 
 def _bits(values: Tensor) -> tuple[Any, Any]:
-    """The same memory as whole numbers, and what leaves the sign out."""
+    """The same memory as integers, and the mask of all bits except the sign."""
     mask = _MASKS[values.dtype]
     return _array(values).view(mask.dtype), mask
 
@@ -127,9 +127,9 @@ def add_levels(units: Tensor, whole: Tensor, into: Tensor, scale: float, block: 
 
 def rice(whole: Tensor, block: int) -> tuple[Tensor, Tensor]:
     shifts = torch.empty(-(-len(whole) // block), dtype=torch.uint8)
-    planes, bits = loops.rice_shifts(whole.numpy(), block, shifts.numpy())
+    planes, bits = rice_loops.shifts_of(whole.numpy(), block, shifts.numpy())
     low, unary = np.empty(planes, np.uint8), np.empty(-(-bits // 64), np.uint64)
-    loops.rice(whole.numpy(), block, shifts.numpy(), low, unary)
+    rice_loops.write(whole.numpy(), block, shifts.numpy(), low, unary)
     return shifts, torch.from_numpy(np.concatenate([low, unary.view(np.uint8)[: -(-bits // 8)]]))
 
 
@@ -137,10 +137,10 @@ def unrice(shifts: Tensor, body: Tensor, count: int, block: int, most: int) -> T
     last = count - (len(shifts) - 1) * block if count else 0
     planes = int(shifts[:-1].long().sum()) * -(-block // 8) + int(shifts[-1:].long().sum()) * -(-last // 8)
     low, unary, whole = body[:planes].numpy(), body[planes:].numpy(), np.empty(count + 8, np.int16)
-    stops = loops.unary_runs(unary, count, whole.view(np.uint16))
-    if stops != count or (len(unary) and not unary[-1]):
-        raise WireError(f"a code of {count} levels that holds {stops}")
-    level = loops.unrice(shifts.numpy(), low, block, most, whole.view(np.uint16)[:count], whole[:count])
+    found = rice_loops.unary_runs(unary, count, whole.view(np.uint16))
+    if found != count or (len(unary) and not unary[-1]):
+        raise WireError(f"a code of {count} levels that holds {found}")
+    level = rice_loops.read(shifts.numpy(), low, block, most, whole.view(np.uint16)[:count], whole[:count])
     if level > most:
         raise WireError(f"a code with level {level} of {most}")
     return torch.from_numpy(whole)[:count]

@@ -1,11 +1,11 @@
-"""The loops themselves, on arrays. Each works on a block that stays in the first cache.
+"""The compiled loops of quantizers. Each works on a block that stays in the first-level cache.
 
-Without `fastmath`: products and sums round as in torch, so that both roads give the same bits. Loops have no
-branches that depend on a number, and the compiler makes vector instructions of them. Numbers of 32 bits are
-cast at every step, for numba would go on with 64.
+Without `fastmath`: products and sums round as in torch, so that both backends give the same bits. Loops have
+no branches that depend on a number, so the compiler vectorizes them. 32-bit numbers are cast at every step,
+because numba would continue with 64 bits.
 
-All are in one file because they call each other: what numba keeps on disk it takes to be fresh as long as the
-file of the outermost loop is the same.
+Loops that call each other are in one file: numba considers its cache on disk valid as long as the file of the
+outermost loop has not changed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from polyrhythm.compress.kernels.compiled import compiled
 from polyrhythm.compress.kernels.dense import BITS, SUMS, TRITS
+from polyrhythm.core.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
-FULL = 0x43E00000  # 448 as a 32-bit float, the largest of the 8-bit ones
-LEAST = 0x3C800000  # 2**-6, the smallest of them that is not subnormal
+FULL = 0x43E00000  # 448 as a 32-bit float: the largest 8-bit float
+LEAST = 0x3C800000  # 2**-6: the smallest normal 8-bit float
 
 
 @compiled
@@ -44,7 +44,7 @@ def increase(into: Array, whole: Array, unit: Any) -> None:
 
 @compiled
 def largest(bits: Array, mask: Any) -> Any:
-    """The largest magnitude, as bits: these have the order of the floats, and vector instructions."""
+    """The largest magnitude, as bits: they have the same order as the floats, and can be vectorized."""
     most = mask ^ mask
     for i in range(len(bits)):
         most = max(most, bits[i] & mask)
@@ -54,12 +54,13 @@ def largest(bits: Array, mask: Any) -> Any:
 @compiled
 def nearest(values: Array, inverse: Any, magic: Any, whole: Array) -> None:
     for i in range(len(values)):
-        whole[i] = np.int32((values[i] * inverse + magic) - magic)  # to even: such floats have no fractions
+        # Rounds to even: floats as large as `magic` have no fractions.
+        whole[i] = np.int32((values[i] * inverse + magic) - magic)
 
 
 @compiled
 def drawn(values: Array, inverse: Any, top: int, seed: Any, start: int, whole: Array) -> None:
-    """Up or down by a hash of the index; see `plain.drawn`."""
+    """Rounds up or down by a hash of the index; see `plain.drawn`."""
     low, high = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32))
     low = np.uint32(low + np.uint32(start))
     for i in range(len(values)):
@@ -81,7 +82,7 @@ def drawn(values: Array, inverse: Any, top: int, seed: Any, start: int, whole: A
 
 @compiled
 def halved(row: Array, length: int) -> Any:
-    """The sum of the first numbers of a row, by adding its halves; spoils it."""
+    """The sum of the first numbers of a row, by adding its halves; overwrites the row."""
     while length > 1:
         half = (length + 1) // 2
         for i in range(length - half):
@@ -90,7 +91,7 @@ def halved(row: Array, length: int) -> Any:
     return row[0]
 
 
-# Whole multiples of a unit, and 8-bit floats.
+# Integer multiples of a unit, and 8-bit floats.
 
 
 @compiled
@@ -98,7 +99,7 @@ def integers(
     values: Array, residual: Array, keep: bool, bits: Array, mask: Any, block: int, top: int, magic: Any,
     least: Any, most: Any, draw: bool, seed: Any, units: Array, body: Array,
 ) -> None:  # fmt: skip
-    """Whole multiples of a unit a block: one to a byte, or with 7 at most, two."""
+    """Integer multiples of one unit per block: one to a byte, or two if `top` is at most 7."""
     source = residual if keep else values
     numbers = np.empty(1, bits.dtype)
     whole, signed = np.zeros(block + 1, np.int8), body.view(np.int8)
@@ -150,7 +151,7 @@ def floats(
     values: Array, residual: Array, keep: bool, bits: Array, mask: Any, block: int, one: Any, least: int,
     most: int, powers: Array, body: Array,
 ) -> None:  # fmt: skip
-    """8-bit floats (4 bits of exponent, 3 of mantissa), rounded to even; small ones by adding a large one."""
+    """8-bit floats (4 bits of exponent, 3 of mantissa), rounded to even."""
     source = residual if keep else values
     numbers = np.empty(1, bits.dtype)
     for b in range(len(powers)):
@@ -172,6 +173,7 @@ def floats(
             normal = np.int32(
                 np.int32(np.int32(size + np.int32(0x7FFFF) + even) >> np.int32(20)) - np.int32(120 << 3)
             )
+            # Subnormals are rounded by adding a large float.
             small = np.int32(np.float32(abs(y) * np.float32(512) + np.float32(12582912)).view(np.int32))
             code = np.int32(small & np.int32(15)) if size < np.int32(LEAST) else normal
             out[i] = np.uint8(code | np.int32(np.int32(y.view(np.int32) >> np.int32(24)) & np.int32(0x80)))
@@ -210,7 +212,7 @@ def largest_byte(body: Array, mask: Any) -> Any:
 
 @compiled
 def signs(values: Array, residual: Array, keep: bool, limit: Any, sums: Array, body: Array) -> float:
-    """A bit for each number below the limit, and the sum of magnitudes."""
+    """One bit per number, set if it is below the limit; returns the sum of magnitudes."""
     source = residual if keep else values
     row = np.empty(SUMS, np.float64)
     for b in range(len(sums)):
@@ -274,7 +276,7 @@ def trits(values: Array, inverse: Any, seed: Any, body: Array) -> None:
         x = values[b * TRITS : (b + 1) * TRITS]
         drawn(x, inverse, 1, seed, b * TRITS, whole[: len(x)])
         width = (len(x) + 4) // 5
-        whole[len(x) : 5 * width] = -1  # the digit 0: what nobody reads
+        whole[len(x) : 5 * width] = -1  # digit 0; never read
         for j in range(width):
             body[b * (TRITS // 5) + j] = np.uint8(
                 121 + whole[j] + 3 * whole[width + j] + 9 * whole[2 * width + j] + 27 * whole[3 * width + j]
@@ -301,10 +303,7 @@ def add_trits(body: Array, into: Array, unit: Any) -> None:
                 plane[j] += type(unit)(digit) * unit
 
 
-# Levels between zero and a norm, and the Rice codes in which they travel: of a number (its sign in its lowest
-# bit), the k lowest bits go as they are and the rest in unary, as so many zeros and a one. Low bits travel as
-# planes of bytes, a block at a time, so that their loops have no branches; the unary part follows in one
-# piece.
+# Levels between zero and the norm of a block.
 
 
 @compiled
@@ -339,119 +338,3 @@ def add_levels(units: Array, whole: Array, into: Array, scale: Any, block: int) 
     for b in range(len(units)):
         x = into[b * block : (b + 1) * block]
         increase(x, whole[b * block : b * block + len(x)], units[b] * scale)
-
-
-@compiled
-def rice_shifts(whole: Array, block: int, shifts: Array) -> tuple[int, int]:
-    """The k of every block; the bytes of low bits, and the bits in unary."""
-    row = np.empty(block, np.int32)
-    planes, unary = 0, 0
-    for b in range(len(shifts)):
-        x = whole[b * block : (b + 1) * block]
-        cost = 0
-        for j in range(len(x)):
-            row[j] = np.int32(np.int32(x[j]) << np.int32(1)) ^ np.int32(np.int32(x[j]) >> np.int32(15))
-        for j in range(len(x)):
-            cost += row[j]
-        k = 0
-        while True:
-            high = 0
-            for j in range(len(x)):
-                high += row[j] >> (k + 1)
-            if high + (k + 1) * len(x) >= cost:
-                break
-            k += 1
-            cost = high + k * len(x)
-        shifts[b] = k
-        planes += k * ((len(x) + 7) // 8)
-        unary += cost - k * len(x) + len(x)
-    return planes, unary
-
-
-@compiled
-def rice(whole: Array, block: int, shifts: Array, low: Array, unary: Array) -> None:
-    """Writes the low bits as planes of bytes, and the stops as bits of words."""
-    row = np.zeros(block + 8, np.int32)
-    at, word, filled, bits = 0, 0, 0, np.uint64(0)
-    for b in range(len(shifts)):
-        x = whole[b * block : (b + 1) * block]
-        k, width = int(shifts[b]), (len(x) + 7) // 8
-        row[len(x) : 8 * width] = 0
-        for j in range(len(x)):
-            row[j] = np.int32(np.int32(x[j]) << np.int32(1)) ^ np.int32(np.int32(x[j]) >> np.int32(15))
-        for place in range(k):
-            for j in range(width):
-                byte = np.int32(0)
-                for plane in range(8):
-                    digit = np.int32(np.int32(row[plane * width + j] >> np.int32(place)) & np.int32(1))
-                    byte |= np.int32(digit << np.int32(plane))
-                low[at + j] = np.uint8(byte)
-            at += width
-        for j in range(len(x)):
-            filled += row[j] >> k
-            while filled >= 64:
-                unary[word] = bits
-                word, filled, bits = word + 1, filled - 64, np.uint64(0)
-            bits |= np.uint64(1) << np.uint64(filled)
-            filled += 1
-    while filled > 0:
-        unary[word] = bits
-        word, filled, bits = word + 1, filled - 64, np.uint64(0)
-
-
-def _table() -> tuple[Array, Array, Array]:
-    """For every byte: the zeros before each stop in it, how many stops, and the zeros after the last."""
-    runs, stops, after = np.zeros((256, 8), np.uint16), np.zeros(256, np.uint8), np.zeros(256, np.uint16)
-    for byte in range(256):
-        for place in range(8):
-            if byte >> place & 1:
-                runs[byte, stops[byte]] = after[byte]
-                stops[byte], after[byte] = stops[byte] + 1, 0
-            else:
-                after[byte] += 1
-    return runs, stops, after
-
-
-RUNS, STOPS, AFTER = _table()
-
-
-@compiled
-def unary_runs(unary: Array, count: int, runs: Array) -> int:
-    """The zeros before each stop; how many stops there are, if not too many. `runs` has room for 8 more."""
-    found, zeros = 0, 0
-    for i in range(len(unary)):
-        byte = unary[i]
-        for j in range(8):
-            runs[found + j] = RUNS[byte, j]
-        if STOPS[byte]:
-            runs[found] = np.uint16(min(zeros + runs[found], 65535))
-            zeros = 0
-        zeros += AFTER[byte]
-        found += STOPS[byte]
-        if found > count:
-            break
-    return int(found)
-
-
-@compiled
-def unrice(shifts: Array, low: Array, block: int, most: int, runs: Array, whole: Array) -> int:
-    """The whole numbers, in place of the runs; returns the largest level, or more."""
-    row = np.empty(block + 8, np.int32)
-    at, worst = 0, np.int32(0)
-    for b in range(len(shifts)):
-        x, zeros = whole[b * block : (b + 1) * block], runs[b * block : (b + 1) * block]
-        k, width = int(shifts[b]), (len(x) + 7) // 8
-        row[:] = 0
-        for place in range(k):
-            for plane in range(8):
-                for j in range(width):
-                    digit = np.int32(np.int32(np.int32(low[at + j]) >> np.int32(plane)) & np.int32(1))
-                    row[plane * width + j] |= np.int32(digit << np.int32(place))
-            at += width
-        limit = np.int32((2 * most) >> k)
-        for j in range(len(x)):
-            run = np.int32(min(np.int32(zeros[j]), np.int32(limit + 1)))
-            zigzag = np.int32(np.int32(run << np.int32(k)) + row[j])
-            worst = max(worst, zigzag)
-            x[j] = np.int16(np.int32(zigzag >> np.int32(1)) ^ np.int32(-np.int32(zigzag & np.int32(1))))
-    return (int(worst) + 1) // 2

@@ -1,4 +1,4 @@
-"""The road of tensor operations: any device, and no numba. It says what the other one has to give."""
+"""The backend of tensor operations: any device, without numba. It defines what the compiled one must give."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _32 = 0xFFFFFFFF
 
 
 def rows(values: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The whole chunks as rows of one table, then the last, shorter one as a table of its own."""
+    """The full chunks as rows of one table, then the last, shorter one as a table of its own."""
     whole = len(values) // chunk * chunk
     if whole:
         yield values[:whole].view(-1, chunk)
@@ -25,12 +25,12 @@ def rows(values: Tensor, chunk: int) -> Iterator[Tensor]:
 
 
 def spread(each: Tensor, count: int, chunk: int) -> Tensor:
-    """One number a chunk, repeated for every number of the chunk."""
+    """One number per chunk, repeated for every number of the chunk."""
     return each.repeat_interleave(chunk)[:count]
 
 
 def fold(digits: Tensor, chunk: int, places: int, radix: int) -> Tensor:
-    """So many digits to a byte."""
+    """Packs `places` digits into each byte."""
     parts = []
     for table in rows(digits, chunk):
         width = -(-table.shape[1] // places)
@@ -41,7 +41,7 @@ def fold(digits: Tensor, chunk: int, places: int, radix: int) -> Tensor:
 
 
 def unfold(body: Tensor, count: int, chunk: int, places: int, radix: int) -> Tensor:
-    """The digits again."""
+    """Unpacks the digits."""
     parts = []
     for table in rows(torch.empty(count, dtype=torch.uint8, device="meta"), chunk):
         width = -(-table.shape[1] // places)
@@ -53,7 +53,7 @@ def unfold(body: Tensor, count: int, chunk: int, places: int, radix: int) -> Ten
 
 
 def total(values: Tensor) -> float:
-    """The sum, in 64 bits, always added in the same order."""
+    """The sum in 64 bits, in a fixed order."""
     tables = [pad(table.double(), (0, SUMS - table.shape[1])) for table in rows(values, SUMS)]
     if not tables:
         return 0.0
@@ -68,7 +68,7 @@ def _halved(table: Tensor) -> Tensor:
 
 
 def drawn(ratio: Tensor, top: int, seed: int) -> Tensor:
-    """Whole numbers, up or down, whose expectation is the ratio; none beyond the top."""
+    """The ratios rounded up or down, so that the expectation is the ratio; clamped to the top."""
     hashed = torch.arange(len(ratio), device=ratio.device)
     hashed = (hashed + (seed & _32)) & _32
     hashed ^= hashed >> 16
@@ -84,12 +84,12 @@ def drawn(ratio: Tensor, top: int, seed: int) -> Tensor:
 
 
 def units_between(dtype: torch.dtype, most: float) -> tuple[float, float]:
-    """The units for which one over them is a float, and so is the unit taken `most` times."""
+    """The smallest and largest units u for which neither 1 / u nor `most` times u overflows."""
     info = torch.finfo(dtype)
     return info.tiny, info.max / most * (1 - 2**-20)
 
 
-# Whole multiples of a unit that each block has: int8, int4.
+# Integer multiples of one unit per block: int8, int4.
 
 
 def integers(
@@ -123,13 +123,13 @@ def largest(values: Tensor, block: int) -> Tensor:
     return torch.cat(parts) if parts else values
 
 
-# 8-bit floats, times a power of two that each block has.
+# 8-bit floats, times one power of two per block.
 
 
 def floats(values: Tensor, residual: Tensor | None, block: int, powers: Tensor, body: Tensor) -> None:
     source = values if residual is None else residual.add_(values)
     part, power = torch.frexp(largest(source, block))
-    power = power - torch.where(part > 0.875, 8, 9)  # so that the largest comes to 448 or just below
+    power = power - torch.where(part > 0.875, 8, 9)  # brings the largest to 448 or just below
     least, most = limits(values.dtype)
     power = power.clamp_(least, most).to(torch.int16)
     ratio = source * spread(_power(-power, source.dtype), len(source), block)
@@ -146,26 +146,26 @@ def add_floats(powers: Tensor, body: Tensor, into: Tensor, scale: float, block: 
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The powers of two for which both they and one over them are floats, and 448 of them too."""
+    """The smallest and largest exponents for which neither 2**-e nor 448 * 2**e overflows."""
     return (-126, 119) if dtype == torch.float32 else (-1022, 1015)
 
 
 def _power(powers: Tensor, dtype: torch.dtype) -> Tensor:
-    # As 64-bit floats have it, and exactly: `ldexp` of 32-bit ones goes by `pow`.
+    # Exact, by the bits of 64-bit floats: `ldexp` of 32-bit ones uses `pow`.
     bits = (powers.long() + 1023) << 52
     return bits.view(torch.float64).to(dtype)
 
 
 def largest_float(body: Tensor) -> int:
-    """The largest magnitude that 8-bit floats have, as bits."""
+    """The largest magnitude of 8-bit floats, as bits."""
     return int((body & 0x7F).max()) if len(body) else 0
 
 
-# One bit each.
+# One bit per number.
 
 
 def signs(values: Tensor, residual: Tensor | None, zeros: bool, body: Tensor) -> float:
-    """The bits, set for what is below zero (and for zeros, if asked); the mean magnitude."""
+    """Writes bits that are set for negative numbers, with `zeros` also for 0; returns the mean magnitude."""
     source = values if residual is None else residual.add_(values)
     negative = source <= 0 if zeros else source < 0
     body.copy_(fold(negative.to(torch.uint8), BITS, 8, 2))
@@ -177,7 +177,7 @@ def add_signs(body: Tensor, into: Tensor, unit: float) -> None:
     into += (1 - 2 * bits).to(into.dtype) * unit
 
 
-# Three values each.
+# Three values per number.
 
 
 def sizes(values: Tensor) -> tuple[float, float]:
@@ -200,15 +200,15 @@ def add_trits(body: Tensor, into: Tensor, unit: float) -> None:
 
 
 def levels(values: Tensor, block: int, most: int, seed: int, units: Tensor) -> Tensor:
-    """The level of each number, with its sign; `units` become the distances between levels."""
+    """The signed level of each number; sets `units` to the distances between levels."""
     norms = []
     for table in rows(values, block):
-        # Brought near one first: squares of the largest 64-bit floats are beyond them.
+        # Scaled to about 1 first: squares of the largest 64-bit floats overflow.
         power = torch.frexp(table.abs().amax(1))[1].clamp_(-1000, 1000)
         near = table.double() * _power(-power, torch.float64)[:, None]
         width = 1 << (table.shape[1] - 1).bit_length()
         squares = _halved(pad(near.square(), (0, width - table.shape[1])))
-        # By numpy: the square roots of torch are a bit off on some processors.
+        # By numpy: torch's square roots are off by a bit on some processors.
         roots = torch.from_numpy(np.sqrt(squares.cpu().numpy())).to(values.device)
         norms.append(roots * _power(power, torch.float64))
     here = torch.cat(norms) if norms else values.double()
@@ -223,13 +223,13 @@ def add_levels(units: Tensor, whole: Tensor, into: Tensor, scale: float, block: 
 
 
 def rice(whole: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Rice codes: k of each block; then the k low bits of all, in planes, and the rest in unary."""
+    """Rice codes: the k of each block; then the k low bits of all, in planes, and the rest in unary."""
     zigzag = (whole.int() << 1) ^ (whole.int() >> 15)
     shifts, low, high = [], [], []
     for table in rows(zigzag, block):
         length = table.shape[1]
         costs = torch.stack([(table >> k).sum(1) + k * length for k in range(18)])
-        shift = (costs[1:] >= costs[:-1]).int().argmax(0)  # the first k after which it gets no cheaper
+        shift = (costs[1:] >= costs[:-1]).int().argmax(0)  # the first k after which the cost stops falling
         places = torch.arange(int(shift.max()))
         bits = (table[:, None] >> places[:, None]) & 1
         planes = fold(bits.reshape(-1), length, 8, 2).view(len(table), len(places), -(-length // 8))
@@ -245,7 +245,7 @@ def rice(whole: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def unrice(shifts: Tensor, body: Tensor, count: int, block: int, most: int) -> Tensor:
-    """The whole numbers again; WireError if there are not `count` of them, or one is beyond `most`."""
+    """Reads Rice codes; WireError if there are not `count` numbers, or one is beyond `most`."""
     low, repeated = [], []
     for table in rows(torch.empty(count, dtype=torch.uint8, device="meta"), block):
         length, width = table.shape[1], -(-table.shape[1] // 8)

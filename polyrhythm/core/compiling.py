@@ -1,4 +1,7 @@
-"""How every loop is compiled: those in this folder, those in `dense`, and those of `row_loops`."""
+"""How loops are compiled by numba: those of codecs and those of `optim.sparse_sgd_loops`.
+
+Importing numba takes half a second, so only modules with loops import this one.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def compiled(function: Function) -> Function:
     """Compiled on its first call, kept on disk for the next process, and run without Python's lock.
 
-    Without `fastmath`: sums and products round as in torch, so both roads give the same bits.
-    Ctrl-C waits for the end of the compilation, where it would otherwise be lost.
+    Without `fastmath`: sums and products round as in torch, so both backends give the same bits. Ctrl-C takes
+    effect when compilation ends; during it, it would be lost.
     """
 
     def made(cache: bool) -> Function:
@@ -30,17 +33,17 @@ def compiled(function: Function) -> Function:
 
     try:
         return made(cache=True)
-    except RuntimeError:  # neither this folder nor the user's can be written: every process compiles anew
+    except RuntimeError:  # no cache folder can be written to: every process compiles for itself
         return made(cache=False)
 
 
 def part(function: Function) -> Function:
-    """Compiled as a part of each loop that calls it, where a call would cost more than what it does."""
+    """Inlined into each loop that calls it, where a call would cost more than the work."""
     return cast(Function, njit(nogil=True, error_model="numpy", forceinline=True)(function))
 
 
 def _interruptible(dispatcher: Any) -> Any:
-    """Holds signals while this dispatcher compiles, or loads what it has kept on disk."""
+    """Holds signals back while this dispatcher compiles, or loads from its cache on disk."""
     compile = dispatcher.compile
 
     @wraps(compile)
@@ -53,7 +56,7 @@ def _interruptible(dispatcher: Any) -> Any:
 
 
 def _trailing_zeros(context: Any, number: Any) -> Any:
-    """How many zeros a 64-bit number ends in: one instruction, which Python has no word for."""
+    """The number of zero bits that a 64-bit number ends in: one instruction, which Python lacks."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -65,7 +68,7 @@ trailing_zeros: Any = intrinsic(_trailing_zeros)
 
 
 def _prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Has an element of a vector brought near while something else goes on. Nothing depends on it."""
+    """Fetches an element of a vector into the cache in the background. Only speed depends on it."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -73,7 +76,7 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
         call = insert(builder.module, kind, "llvm.prefetch.p0i8")
         near = builder.bitcast(builder.gep(data, [arguments[1]]), place)
-        # To read; as near as can be; data, not instructions.
+        # For reading, into the nearest cache, as data.
         builder.call(call, [near, *(ir.Constant(number, each) for each in (0, 3, 1))])
         return context.get_dummy_value()
 

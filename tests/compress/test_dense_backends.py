@@ -1,4 +1,4 @@
-"""Two roads, one result: compiled loops and tensor operations. And lots, of which it takes many to judge."""
+"""Both backends of quantizers give the same bits. And random draws, of which many are needed to judge."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyrhythm.compress import feedback
 from polyrhythm.compress.kernels import dense
 from polyrhythm.compress.kernels.dense import plain
 from polyrhythm.core.codec import Codec
@@ -41,14 +42,14 @@ def test_compiled_and_plain_quantizers_give_the_same_bits(
     for count in LENGTHS:
         ways = []
         for module in (compiled, plain):
-            monkeypatch.setattr(dense, "road", partial(same, module))
-            memory, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
+            monkeypatch.setattr(dense, "backend", partial(same, module))
+            state, into = alone(codec, torch.zeros(count, dtype=dtype)), drawn(count, dtype, seed=9)
             codes = []
             for seed in range(2):
-                codes.append(codec.send(drawn(count, dtype, seed, scale), memory))
-                memory.sent()
+                codes.append(feedback.encode(codec, drawn(count, dtype, seed, scale), state))
+                state.sent()
                 codec.decode(codes[-1], into, 0.7)
-            ways.append([*codes, into, *([] if memory.residual is None else [memory.residual])])
+            ways.append([*codes, into, *([] if state.residual is None else [state.residual])])
         for one, two in zip(*ways, strict=True):
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
@@ -65,10 +66,10 @@ def test_quantizers_warn_once_and_use_tensor_operations_without_numba(
         with pytest.warns(
             UserWarning, match="five times slower on a CPU without numba, which is not installed"
         ):
-            assert dense.road(torch.zeros(1)) is plain
+            assert dense.backend(torch.zeros(1)) is plain
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
-            assert dense.road(torch.zeros(1)) is plain
+            assert dense.backend(torch.zeros(1)) is plain
     finally:
         dense._compiled.cache_clear()
 
@@ -79,10 +80,10 @@ def test_stochastic_quantizers_are_unbiased(text: str) -> None:
     codec = parse_codec(text)
     values = drawn(24)
     values[0], values[1] = 1e-3, -0.02
-    memory, draws = alone(codec, values, feedback=False), 10_000
+    state, draws = alone(codec, values, feedback=False), 10_000
     total = torch.zeros(24).double()
     for _ in range(draws):
-        total += sent(codec, values, memory)
+        total += sent(codec, values, state)
     assert_fair(codec, values, total / draws, draws)
 
     if codec.name != "terngrad":

@@ -1,0 +1,1 @@
+"""Transforms of gradients that come before a codec, such as the momentum correction of DGC."""
