@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from polyrhythm.core import extensions, grammar
 from polyrhythm.core.codec import Codec
@@ -82,6 +82,13 @@ def unknown_names(text: str) -> list[tuple[Kind, str]]:
         for kind, choice in _choices(text)
         if (name := grammar.name_of(choice)) and name not in registered(kind)
     ]
+
+
+def refuse_unknown(text: str, kind: Kind, name: str) -> NoReturn:
+    """Raises the UnknownName of one name in a strategy's text."""
+    with _naming(text) if kind == "codec" else contextlib.nullcontext():
+        grammar.find(kind, registered(kind), name, extensions.plugins(kind))
+    raise AssertionError(f"{kind} {name} is known")
 
 
 def check_known(text: str) -> None:

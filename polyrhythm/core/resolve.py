@@ -68,10 +68,8 @@ def load(text: str, classes: Mapping[str, str] = MappingProxyType({})) -> Strate
         if name not in registered(kind) and module not in _SCRIPTS:
             with contextlib.suppress(ImportError):  # then the name is unknown, which `parse` reports
                 importlib.import_module(module)
-    try:
+    with hinted():
         strategy = parse(text)
-    except UnknownName as error:
-        raise UnknownName(f"{error}; {HINT}") from None
     found = class_paths(strategy)
     for key, path in classes.items():
         if key not in found or not _same_path(found[key], path):
@@ -80,6 +78,15 @@ def load(text: str, classes: Mapping[str, str] = MappingProxyType({})) -> Strate
                 "need the same code"
             )
     return strategy
+
+
+@contextlib.contextmanager
+def hinted() -> Iterator[None]:
+    """Adds to the error for an unknown name how a user makes a name known."""
+    try:
+        yield
+    except UnknownName as error:
+        raise UnknownName(f"{error}; {HINT}") from None
 
 
 def class_paths(strategy: Strategy) -> dict[str, str]:

@@ -11,8 +11,8 @@ from polyrhythm.collectives import choose
 from polyrhythm.core import extensions
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.plan import Plan
-from polyrhythm.core.registry import check_known, unknown_names
-from polyrhythm.core.resolve import ResolvedStrategy, resolved
+from polyrhythm.core.registry import check_known, refuse_unknown, unknown_names
+from polyrhythm.core.resolve import ResolvedStrategy, hinted, resolved
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.program import Program
 from polyrhythm.session import batch_norm as norms
@@ -151,7 +151,11 @@ def resolve(plan: Plan, program: Program) -> ResolvedStrategy | None:
         imported = bool(plan.imports) or name in extensions.plugins(kind)
         return (imported and not simulated) or program.contains(name)
 
-    if unknown and all(is_known_later(kind, name) for kind, name in unknown):
+    for kind, name in unknown:
+        if not is_known_later(kind, name):
+            with hinted():
+                refuse_unknown(plan.strategy, kind, name)
+    if unknown:
         check_known(plan.strategy)
         return None
     return settle(plan, planned(plan))
