@@ -186,8 +186,8 @@ class Told:
         self.notices: list[tuple[Any, ...]] = []
         self.released: list[tuple[Peer, int]] = []
         self.here = Coordinator(
-            Plan(self.strategy, workers=2, batch_norm="local"), resolved(pr.parse(self.strategy)), clock=lambda: 0.0,
-            start_servers=lambda count: None, tell=self.tell, replace=self.replace,
+            Plan(self.strategy, workers=2, batch_norm="local"), resolved(pr.parse(self.strategy)),
+            clock=lambda: 0.0, start_servers=lambda count: None, tell=self.tell, replace=self.replace,
             released=lambda peer, incarnation: self.released.append((peer, incarnation)),
         )  # fmt: skip
         nodes = (W0, W1, SERVER)[: 2 + self.here.servers]
