@@ -85,8 +85,9 @@ def unknown_names(text: str) -> list[tuple[Kind, str]]:
 
 
 def refuse_unknown(text: str, kind: Kind, name: str) -> NoReturn:
-    """Raises the UnknownName of one name in a strategy's text."""
-    with _naming(text) if kind == "codec" else contextlib.nullcontext():
+    """Raises the error for one unknown name in a strategy's text."""
+    several = kind == "codec" or len(grammar.levels(text)) > 1
+    with _naming(text, _without_spaces) if several else contextlib.nullcontext():
         grammar.find(kind, registered(kind), name, extensions.plugins(kind))
     raise AssertionError(f"{kind} {name} is known")
 
@@ -131,9 +132,9 @@ def _naming(text: str, instead: Callable[[str], str] = lambda text: "") -> Itera
     try:
         yield
     except UsageError as error:
-        asked = text if text.isprintable() else repr(text)
-        kind = UnknownName if isinstance(error, UnknownName) else UsageError
-        raise kind(f"{asked}: {instead(text) or error}") from None
+        asked, better = text if text.isprintable() else repr(text), instead(text)
+        kind = UnknownName if isinstance(error, UnknownName) and not better else UsageError
+        raise kind(f"{asked}: {better or error}") from None
 
 
 class Row(NamedTuple):
