@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from polyrhythm.session.api import Session, init
     from polyrhythm.strategies.reduce_ops import MeanReducer
 
-# Imported on first use: `polyrhythm --help` and the launcher do not need torch, which takes seconds to import.
+# Imported on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session.api", "Session": "session.api",
     "run": "launch", "simulate": "launch", "join": "launch",
@@ -44,8 +44,8 @@ _HOME = {
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
     "PeerLost", "Plan", "PolyrhythmError", "Replica", "RowSGD", "Server", "Session", "Shard", "Strategy",
-    "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join", "parse", "run",
-    "simulate",
+    "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join", "parse",
+    "run", "simulate",
 ]  # fmt: skip
 
 

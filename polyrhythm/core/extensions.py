@@ -19,18 +19,23 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from polyrhythm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUPS = {"strategy": "polyrhythm.strategies", "codec": "polyrhythm.codecs"}
 
 
 @cache
-def plugins(kind: str) -> Mapping[str, metadata.EntryPoint]:
+def plugins(kind: str) -> Mapping[str, EntryPoint]:
     """The entry points of installed packages, by name."""
+    from importlib import metadata
+
     return {each.name: each for each in metadata.entry_points(group=GROUPS[kind])}
 
 
@@ -111,7 +116,7 @@ def import_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _described(entry: metadata.EntryPoint) -> str:
+def _described(entry: EntryPoint) -> str:
     package = f" of {entry.dist.name}" if entry.dist is not None else ""
     return f"{entry.name} = {entry.value}{package}"
 
