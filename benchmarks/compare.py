@@ -38,7 +38,7 @@ from typing import Any
 from benchmarks import revisions
 from benchmarks.key import MEASURES
 from benchmarks.report import ratio
-from polyrhythm.launch.screen import table
+from polyrhythm.launch.console import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("before", "after")

@@ -162,20 +162,20 @@ def _launch(
     place: Together, host: Host, places: Sequence[Host], key: Path, program: Any, strategy: str, seed: int
 ) -> Any:
     import polyrhythm as pr
-    from polyrhythm.launch.screen import Screen
+    from polyrhythm.launch.console import Console
 
     address = f"{places[0].address}:{PORT}"
     with open(os.devnull, "w") as nowhere:
-        screen = Screen(nowhere, quiet=True)
+        console = Console(nowhere, quiet=True)
         if place.rank == 0:
             return pr.run(
                 program, workers=len(places), here=1, strategy=strategy, listen=f"tcp:{address}", key=key,
-                threads=1, seed=seed, runs=None, screen=screen,
+                threads=1, seed=seed, runs=None, console=console,
             )  # fmt: skip
         deadline = time.monotonic() + START
         while True:
             try:
-                return pr.join(address, program, workers=1, key=key, threads=1, screen=screen)
+                return pr.join(address, program, workers=1, key=key, threads=1, console=console)
             except pr.UsageError as error:
                 if "nobody listens" not in str(error) or time.monotonic() > deadline:
                     raise

@@ -9,7 +9,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, Literal
 
-from polyrhythm.launch.screen import table
+from polyrhythm.launch.console import table
 
 DRAWN = {  # how plots look, the same everywhere
     "svg.fonttype": "none", "svg.hashsalt": "polyrhythm", "font.family": "sans-serif",

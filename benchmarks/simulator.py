@@ -114,12 +114,15 @@ def _world(program: Callable[[], None], workers: int, strategy: str) -> Any:
     """Builds a simulated world; torch has one thread."""
     import torch
 
+    from polyrhythm.core.plan import Plan
     from polyrhythm.core.registry import parse
+    from polyrhythm.core.resolve import resolved
     from polyrhythm.worlds.cluster import Cluster
     from polyrhythm.worlds.simulated import Simulated
 
     torch.set_num_threads(1)
-    return Simulated(program, workers=workers, strategy=parse(strategy), cluster=Cluster.uniform())
+    plan = Plan(strategy, workers, world="simulate")
+    return Simulated(program, plan, Cluster.uniform(), resolved(parse(strategy)))
 
 
 def _run(world: Any) -> float:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
+    from polyrhythm.core.plan import Plan
     from polyrhythm.core.registry import parse
-    from polyrhythm.core.strategy import Strategy
+    from polyrhythm.core.strategy import Strategy, Traits
+    from polyrhythm.core.worker import Server, Worker
     from polyrhythm.launch import join, run, simulate
     from polyrhythm.model.replica import Replica
     from polyrhythm.model.shard import Shard
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
     from polyrhythm.optim.linear_scaling import LinearScaling
     from polyrhythm.optim.sparse_sgd import RowSGD
     from polyrhythm.session.api import Session, init
+    from polyrhythm.strategies.reduce_ops import MeanReducer
 
-# Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
+# Imported on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session.api", "Session": "session.api",
     "run": "launch", "simulate": "launch", "join": "launch",
-    "Strategy": "core.strategy", "Codec": "core.codec", "parse": "core.registry",
+    "Strategy": "core.strategy", "Traits": "core.strategy", "Worker": "core.worker", "Server": "core.worker",
+    "MeanReducer": "strategies.reduce_ops", "Codec": "core.codec", "parse": "core.registry",
+    "Plan": "core.plan",
     "Node": "core.node", "Message": "core.message", "Peer": "core.peer",
     "Replica": "model.replica", "Shard": "model.shard",
     "PolyrhythmError": "core.errors", "UsageError": "core.errors", "WireError": "core.errors",
@@ -37,9 +42,10 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
-    "PolyrhythmError", "Replica", "RowSGD", "Session", "Shard", "Strategy", "UsageError", "WaitError",
-    "WireError", "init", "integrations", "join", "parse", "run", "simulate",
+    "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
+    "PeerLost", "Plan", "PolyrhythmError", "Replica", "RowSGD", "Server", "Session", "Shard", "Strategy",
+    "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join", "parse",
+    "run", "simulate",
 ]  # fmt: skip
 
 

@@ -21,11 +21,13 @@ import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
 from polyrhythm.core.registry import Row, describe
+from tests.support.rows import OWN
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+assert OWN  # imported for the strategy and the codec of an example, which documents name
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -90,24 +92,19 @@ def test_docstring_examples_of_strategies_and_codecs_pass(module: ModuleType) ->
 def test_python_blocks_compile() -> None:
     """The README's Python is Python."""
     found = blocks(README, "python")
-    assert any("class LocalSGD" in block for block in found)
+    assert any("class BlockMomentum" in block for block in found)
     for block in found:
         ast.parse(block)
 
 
-def test_readme_local_sgd_step_matches_the_package() -> None:
-    """The step of the README's LocalSGD is that of the package, word for word."""
-
-    def step(text: str) -> str:
-        (method,) = (
-            node
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.FunctionDef) and node.name == "step"
-        )
-        return ast.unparse(method.body)
-
-    (shown,) = (block for block in blocks(README, "python") if "class LocalSGD" in block)
-    assert step(shown) == step((ROOT / "polyrhythm/strategies/local_sgd.py").read_text(encoding="utf-8"))
+def test_readme_shows_the_example_of_an_own_strategy() -> None:
+    """The strategy and the codec of the README are those of the example, word for word, and short."""
+    example = (ROOT / "examples" / "own_strategy.py").read_text(encoding="utf-8")
+    classes = ("class BlockMomentum", "class Turns")
+    shown = [block for block in blocks(README, "python") if any(name in block for name in classes)]
+    assert len(shown) == 2
+    assert all(block in example for block in shown)
+    assert len([line for line in shown[0].splitlines() if line]) < 60
 
 
 def test_readme_commands_name_existing_files_and_strategies() -> None:
@@ -128,12 +125,13 @@ def test_readme_commands_name_existing_files_and_strategies() -> None:
 
 
 @pytest.mark.slow
-def test_the_digits_train_as_their_docstring_says(tmp_path: Path) -> None:
-    """Each command in it works as written; the other example needs data that has to be fetched first."""
-    digits = ROOT / "examples" / "digits.py"
-    for line in (ast.get_docstring(ast.parse(digits.read_text(encoding="utf-8"))) or "").splitlines():
+@pytest.mark.parametrize("name", ["digits.py", "own_strategy.py"])
+def test_examples_on_digits_train_as_their_docstring_says(name: str, tmp_path: Path) -> None:
+    """Each command in it works as written; other examples need data that has to be fetched first."""
+    example = ROOT / "examples" / name
+    for line in (ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "").splitlines():
         if line.startswith(("python ", "polyrhythm ")):
-            words = [str(digits) if word == "examples/digits.py" else word for word in shlex.split(line)]
+            words = [str(example) if word == f"examples/{name}" else word for word in shlex.split(line)]
             words = words[1:] if words[0] == "python" else ["-m", *words]
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(
@@ -161,7 +159,8 @@ def test_examples_begin_with_how_to_start_them(example: Path) -> None:
     )  # fmt: skip
     for command in commands:
         assert f"examples/{example.name}" in command
-        own = command[command.index("--") + 1 :] if command[0] == "polyrhythm" else command[2:]
+        rest = command[command.index("--") + 1 :] if "--" in command else []
+        own = rest if command[0] == "polyrhythm" else command[2:]
         assert all(option in done.stdout for option in own if option.startswith("--"))
         if "--strategy" in command:
             pr.parse(command[command.index("--strategy") + 1])

@@ -8,20 +8,15 @@ calls it directly; both hand in a `respond` that it may call now or later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from polyrhythm.collectives import choose as choice
 from polyrhythm.coordination.leases import Deals, Leases
-from polyrhythm.core.codec import Reduction
-from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
-from polyrhythm.core.registry import parse
-from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.record.folder import RunFolder, spread
-from polyrhythm.session import batch_norm as norms
 
 COORDINATOR = Peer("coordinator", 0)  # its name on the wire
 
@@ -68,30 +63,24 @@ class Coordinator:
 
     def __init__(
         self,
+        plan: Plan,
+        strategy: ResolvedStrategy | None,
         *,
-        workers: int,
-        servers: int,
-        strategy: Strategy | None,
-        seed: int,
         clock: Callable[[], float],
         start_servers: Callable[[int], None],
         tell: Callable[[str, dict[str, Any]], None],
         replace: Callable[[Peer], bool] = lambda peer: False,
         rescue: Callable[[Peer], bool] = lambda peer: False,
         released: Callable[[Peer, int], None] = lambda peer, incarnation: None,
-        restarts: int = 0,
         folder: RunFolder | None = None,
-        batch_norm: str | None = None,
-        collective: str = "auto",
         say: Callable[[str], None] = lambda line: None,
-        sites: Mapping[str, Sequence[int]] | None = None,
-        servers_at: str | None = "",
     ) -> None:
-        self.workers = workers
-        self.servers = servers
-        self.strategy = strategy
-        self.batch_norm = batch_norm
-        self.seed = seed
+        self.plan = plan
+        self.workers = plan.workers
+        self.servers = plan.servers
+        self.strategy: ResolvedStrategy | None = None
+        self.batch_norm = plan.batch_norm
+        self.seed = plan.seed
         self.clock = clock
         self.failure: Failure | None = None
         self.members: dict[Peer, list[Any]] = {}  # who is in the run, and where: address, host, arena
@@ -114,12 +103,11 @@ class Coordinator:
         self.running = False
         self._start_servers = start_servers
         self._tell, self._replace, self._rescue, self._released = tell, replace, rescue, released
-        self._restarts = restarts
         self._folder = folder
-        self._collective, self._say = collective, say
-        self._sites = sites or {}  # which workers are at each
+        self._say = say
+        self._sites = plan.sites
         self._site_of = {rank: name for name, ranks in self._sites.items() for rank in ranks}
-        self._servers_at = servers_at  # at which; "" if at none of them, None if each is beside a worker
+        self._servers_at = plan.servers_at
         self._joining, self._preparing, self._settling = _Gate(), _Gate(), _Gate()
         self._layouts: dict[Peer, str] = {}
         self._deaths: dict[Peer, Counter[str]] = {}  # of what they died, and how often
@@ -128,9 +116,9 @@ class Coordinator:
         self._done: set[Peer] = set()
         self._leaving: dict[Peer, Respond] = {}
         self._bringer: Peer | None = None  # who brings it
-        self._deals = Deals(workers)
+        self._deals = Deals(plan.workers)
         if strategy is not None:
-            self._settle(strategy)
+            self.settle(strategy)
 
     # --- what nodes say -----------------------------------------------------------------------------
 
@@ -150,17 +138,10 @@ class Coordinator:
             handler(peer, fields, respond)
 
     def _on_join(self, peer: Peer, fields: dict[str, Any], respond: Respond) -> None:
-        wanted = fields.get("strategy")
-        if self.strategy is None or self.batch_norm is None:
-            self.batch_norm = self.batch_norm or fields.get("batch_norm") or norms.DEFAULT
-            try:
-                chosen = self.strategy or parse(wanted or "allreduce")
-                norms.check(self.batch_norm, chosen)
-                if self.strategy is None:
-                    self._settle(chosen)
-            except UsageError as error:
-                self.fail(str(error), error.exit_code)
-                return
+        if self.strategy is None:
+            self.settle(ResolvedStrategy.from_json(fields["strategy"]))
+        if self.batch_norm is None:
+            self.batch_norm = fields["batch_norm"]
         self.members[peer] = fields.get("place", [])
         self._event("join", peer, incarnation=self.incarnations[peer])
         self.expected.discard(peer)
@@ -171,7 +152,8 @@ class Coordinator:
     def _welcome(self, peer: Peer) -> dict[str, Any]:
         peers = [[each.role, each.rank, place] for each, place in sorted(self.members.items())]
         return {
-            "strategy": str(self.strategy), "seed": self.seed, "peers": peers, "workers": self.workers,
+            "strategy": None if self.strategy is None else self.strategy.to_json(),
+            "seed": self.seed, "peers": peers, "workers": self.workers,
             "incarnation": self.incarnations[peer], "batch_norm": self.batch_norm,
             "group": self._deals.number,
             "sites": [list(ranks) for ranks in self._sites.values()], "far": self._far(peer),
@@ -513,25 +495,28 @@ class Coordinator:
         workers = [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
         return sum(each.steps for each in workers), sum(each.samples for each in workers)
 
-    def _settle(self, strategy: Strategy) -> None:
-        """Now it is known which strategy runs, and so whether it needs servers."""
+    def settle(self, strategy: ResolvedStrategy) -> None:
+        """The strategy is known from here on, and so is the number of servers."""
         self.strategy = strategy
         if strategy.traits.uses_servers:
             self.servers = self.servers or 1
-        elif self.servers:
-            raise UsageError(f"{strategy} needs no servers; leave --servers out")
-        if not strategy.traits.survives and self._restarts:
-            raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
-        strategy.check(Plan(strategy, self.workers, self.servers, self._sites))
-        choice.check_codec(self._collective, strategy)
-        for codec in () if strategy.traits.uses_servers else (each.codec for each in strategy.parts):
-            if self._collective != "ring" or codec is None or codec.reduction is not Reduction.HOPS:
-                continue
-            self._say(
-                f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
-            )
+        for note in strategy.notes:
+            self._say(note)
         if self.servers:
             self._start_servers(self.servers)
+
+    @property
+    def settled_plan(self) -> Plan:
+        """The plan, with what the script has chosen."""
+        if self.strategy is None:
+            return self.plan
+        return replace(
+            self.plan,
+            strategy=self.strategy.text,
+            classes=self.strategy.classes,
+            servers=self.servers,
+            batch_norm=self.batch_norm,
+        )
 
     def _event(self, kind: str, peer: Peer, **fields: Any) -> None:
         if self._folder is not None:

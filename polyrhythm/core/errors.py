@@ -1,4 +1,4 @@
-"""Every error raised on purpose, written for a person: what was asked, what is wrong, what would work."""
+"""Every error raised on purpose. Each tells a person what was asked, what is wrong and what would work."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ class PolyrhythmError(Exception):
 
 
 class UsageError(PolyrhythmError):
-    """What was asked for cannot work. The command line prints it as one line and exits with 2."""
+    """The request cannot work. The command line prints this as one line and exits with 2."""
 
     exit_code = 2
 
 
+class UnknownName(UsageError):
+    """No strategy or codec of this name is known here; another process may know it."""
+
+
 class WireError(PolyrhythmError):
-    """Bytes from the wire that no honest node sends; names the sender. The node that read them lives on."""
+    """Invalid bytes from the wire; names the sender. The node that read them continues."""
 
 
 class WaitError(PolyrhythmError):
-    """A wait ended without what it waited for; names who waited for whom, for what and how long."""
+    """A wait ended without its result; names who waited for whom, for what and how long."""
 
 
 class PeerLost(WaitError):
-    """The node that was waited for is gone."""
+    """The node that another waited for is gone."""
 
 
 class NotFinite(PolyrhythmError):
-    """A gradient, or what a codec keeps of it, holds NaN or infinity; names the worker."""
+    """A gradient, or a codec's residual, holds NaN or infinity; names the worker."""
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a polite request to end: what a run hears; its caller gets a KeyboardInterrupt."""
+    """Ctrl-C or SIGTERM during a run; the caller of the run gets a KeyboardInterrupt."""
 
     exit_code = 130

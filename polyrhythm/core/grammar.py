@@ -3,24 +3,26 @@
     text      =  level [ "/" level ]                   one strategy, or one inside sites / one between them
     level     =  choice [ "+" choice ]                 a strategy, and the codec it sends through
     choice    =  name [ ":" item { "," item } ]
-    item      =  value | field "=" value               a bare value comes first and sets the `main` field
+    item      =  value | field "=" value               a bare value comes first and sets the field `main`
 
-Whatever it names is a frozen dataclass, and its fields are its whole configuration: their names, types and
-defaults are the grammar, the help text and the errors. Defining a class with a `name` registers it.
+Each name belongs to a frozen dataclass whose fields are its whole configuration: their names, types and
+defaults give the grammar, the help text and the errors. Defining a class with a `name` registers it.
 
-`str` is the inverse of `parse`: it writes only what differs from the defaults. In text values
-`%2c` stands for a comma, and so on, for the few characters that the grammar itself uses.
+`str` is the inverse of `parse`: it writes only the fields that differ from their defaults. In text values
+`%2c` stands for a comma, and so on for the few characters that the grammar itself uses.
 
-Values may have slashes too, as in `weight=1/tau` and `dense=1d/head`. A slash is between two levels if a
-space is beside it, if it stands in a name, or if a level could follow: the name of a strategy, and then a
+Values may contain slashes, as in `weight=1/tau` and `dense=1d/head`. A slash separates two levels if a
+space is beside it, if it follows a name, or if a level could follow: the name of a known strategy, and then a
 colon, a plus or the end. So `allreduce+int8:dense=1d/head` is one level, `allreduce+int8:dense=1d/diloco:50`
-are two, and a layer that is called like a strategy is written `dense=1d%2flocal`.
+is two, and a layer with the name of a strategy is written `dense=1d%2flocal`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from abc import ABC
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -40,16 +42,16 @@ from typing import (
     get_type_hints,
 )
 
-from polyrhythm.core.errors import UsageError
+from polyrhythm.core.errors import UnknownName, UsageError
 
 Made = TypeVar("Made", bound="Configured")
 
-_KINDS: dict[str, type[Configured]] = {}  # the base class of each
+_KINDS: dict[str, type[Configured]] = {}  # the base class of each kind
 
 
 @dataclass(frozen=True)
 class Configured(ABC):
-    """Something the grammar can name. Subclasses are frozen dataclasses; one without a `name` is abstract."""
+    """A strategy or codec. Subclasses are frozen dataclasses; one without a `name` of its own is abstract."""
 
     kind: ClassVar[str]
     registry: ClassVar[dict[str, Any]]
@@ -66,13 +68,12 @@ class Configured(ABC):
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", cls.name):
             raise TypeError(f"{cls.__qualname__}: {cls.name!r} cannot be a name: use a-z, 0-9, _ and -")
         known = cls.registry.get(cls.name)
-        # The same class defined again is not a clash: a notebook cell run twice, a dataclass with slots.
-        if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        if known and not _same_class(known, cls):
             raise TypeError(f"{cls.__qualname__}: {cls.kind} {cls.name!r} is already {known.__qualname__}")
         cls.registry[cls.name] = cls
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        # Not in __post_init__: subclasses check their ranges there, and would silently replace this.
+        # Not in __post_init__: subclasses define that to check ranges, and would replace this check.
         if hasattr(cls, "name"):
             places = [each.name for each in fields(cls) if each.init and not each.kw_only]
             given = {**dict(zip(places, values, strict=False)), **named}
@@ -94,10 +95,19 @@ class Configured(ABC):
             for o in options(type(self))
             if o.required or getattr(self, o.name) != o.default
         }
-        # An empty bare value would read as nothing at all, so empty text keeps its field's name.
+        # An empty bare value would read as no value, so empty text keeps its field's name.
         bare = [texts.pop(self.main)] if self.main and texts.get(self.main) else []
         items = ",".join(bare + [f"{name}={text}" for name, text in texts.items()])
         return f"{self.name}:{items}" if items else self.name
+
+
+def _same_class(one: type, other: type) -> bool:
+    """True if a class was defined again: a notebook cell run twice, a dataclass with slots, or a file that is
+    both the script and an imported module."""
+    if one.__qualname__ != other.__qualname__ or one.__module__ == other.__module__:
+        return one.__qualname__ == other.__qualname__
+    files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in (one, other)]
+    return None not in files and len({os.path.realpath(str(file)) for file in files}) == 1
 
 
 class Option(NamedTuple):
@@ -114,7 +124,7 @@ class Option(NamedTuple):
 
 @cache
 def options(cls: type[Configured]) -> tuple[Option, ...]:
-    """The fields the grammar can set. A codec has its own place in the grammar, after the plus."""
+    """The fields that the grammar can set. The codec is not among them: it follows the plus."""
     if "__dataclass_fields__" not in cls.__dict__:
         raise TypeError(f"{cls.__qualname__} must be decorated with @dataclass(frozen=True)")
     hints = get_type_hints(cls)
@@ -127,11 +137,11 @@ def options(cls: type[Configured]) -> tuple[Option, ...]:
 
 # Levels. Their names are those of the kind "strategy".
 
-PLUS = r"(?<![\d.][eE])\+|\+(?!\d)"  # that of 1e+3 belongs to the number
+PLUS = r"(?<![\d.][eE])\+|\+(?!\d)"  # not the plus of 1e+3
 
 
 def levels(text: str) -> list[str]:
-    """What is inside and what is between, if there are two levels; the slashes of values stay in them."""
+    """Splits a text into its levels; slashes in values stay where they are."""
     sides = [""]
     for part in re.split("(/)", text):
         if part == "/":
@@ -146,31 +156,37 @@ def levels(text: str) -> list[str]:
 
 
 def _called(text: str) -> bool:
-    """Whether a level could begin here: the name of a strategy, and then its fields, its codec or the end."""
+    """True if a level could begin here: the name of a strategy, then its fields, its codec or the end."""
     found = re.match(r"([a-z0-9_-]+)(?=$|[:+/ ])", text)
     return found is not None and found[1] in _KINDS["strategy"].registry
 
 
 def _slash(rest: str) -> str:
-    """A slash in a value, before the rest of it: written so that it is not taken for one between levels."""
+    """Writes a slash of a value so that it does not separate levels; `rest` is the value after it."""
     return "%2f" if not rest or _called(rest) else "/"
 
 
-def find(kind: str, known: Mapping[str, type[Made]], choice: str) -> type[Made]:
-    """The class that a choice names."""
-    name = choice.partition(":")[0].strip(" ")
+def name_of(choice: str) -> str:
+    """The name that a choice begins with."""
+    return choice.partition(":")[0].strip(" ")
+
+
+def find(kind: str, known: Mapping[str, type[Made]], choice: str, others: Iterable[str] = ()) -> type[Made]:
+    """The class that a choice names; raises UnknownName, which lists the known names and these others."""
+    name = name_of(choice)
     if name in known:
         return known[name]
     import difflib
 
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    names = sorted({*known, *others})
+    near = difflib.get_close_matches(name.lower(), names, n=1)
     wrong = f"unknown {kind} {name!r}" if name else f"no {kind} is named"
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise UsageError(f"{wrong}{hint} Known: {', '.join(sorted(known)) or 'none'}")
+    raise (UnknownName if name else UsageError)(f"{wrong}{hint} Known: {', '.join(names) or 'none'}")
 
 
 def make(cls: type[Made], choice: str, **values: Any) -> Made:
-    """An instance of `cls` with the fields that a choice sets."""
+    """An instance of `cls` with the fields that a choice sets, and these values."""
     types = {option.name: option.type for option in options(cls)}
     _, colon, rest = choice.partition(":")
     if colon and not rest.strip(" "):
@@ -202,20 +218,20 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(names) or "no fields"
 
 
-# Types and text. What `write` writes, `_read` reads back; both know the same few types.
+# Types and text. `_read` is the inverse of `write`; both know the same few types.
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
 _BOOLEANS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a field allows. None comes first, for text would take the word."""
+    """The types that a field allows. None comes first, because text would accept the word "none"."""
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(sorted(union, key=lambda member: member is not NoneType))
 
 
 def wanted(hint: Any) -> str:
-    """What to tell a person that a field takes."""
+    """The values that a field takes, in words."""
     words = []
     for member in reversed(_members(hint)):
         literal = get_origin(member) is Literal
@@ -226,7 +242,7 @@ def wanted(hint: Any) -> str:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value that Python code gives is one that a text could have spelt."""
+    """True if a text could have given this value to the field."""
     for member in _members(hint):
         if get_origin(member) is Literal:
             fits = any(type(each) is type(value) and each == value for each in get_args(member))
@@ -240,7 +256,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _read(hint: Any, text: str) -> Any:
-    """The value that `text` spells for a field of this type; ValueError if it spells none."""
+    """The value that `text` gives to a field of this type; raises ValueError if it gives none."""
     for member in _members(hint):
         try:
             return _read_one(member, text)
@@ -257,14 +273,14 @@ def _read_one(member: Any, text: str) -> Any:
     if member is bool:
         return _BOOLEANS[text.lower()]
     if member is float and text.lower().lstrip("+-") == "nan":
-        raise ValueError(text)  # unequal to itself, and no field means anything by it
+        raise ValueError(text)  # NaN is not equal to itself, and no field has a use for it
     if member is str:
         return re.sub(r"%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), text)
     return member(text)
 
 
 def write(hint: Any, value: Any) -> str:
-    """The text of a field's value: free of the characters that the grammar uses."""
+    """The text of a field's value, without the characters that the grammar uses."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

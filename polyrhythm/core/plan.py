@@ -4,18 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from polyrhythm.core.strategy import Strategy
+import msgspec
+
+from polyrhythm.core.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run was asked to do. It is made once and passed whole to launcher, coordinator and
-    nodes."""
+    """Everything that a run was asked to do: data only.
 
-    strategy: Strategy | None
-    workers: int
-    servers: int = 0
+    It is made once, from the command line or from Python, and passed whole to the launcher, the coordinator
+    and all nodes, also those on other hosts. `config.json` in the run folder holds it.
+    """
+
+    strategy: str | None = None  # as text; None: the script chooses
+    workers: int = 2
+    servers: int = 0  # 0: as many as the strategy needs
     sites: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the ranks of the workers at each site
+    # The class path of each name in `strategy` that is not built in, as in {"codec round": "mine:Round"}.
+    classes: Mapping[str, str] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()  # modules that define strategies and codecs
+    colocated: bool = False  # one server beside each worker
+    servers_at: str | None = ""  # the site of the servers; "": none, None: each is beside a worker
+    batch_norm: str | None = None  # None: the script chooses
+    collective: str = "auto"
+    seed: int = 0
+    threads: int = 0  # per worker; 0: an equal share of the cores
+    timeout: float = 1800.0  # seconds, for every wait
+    restarts: int = 0
+    here: int | None = None  # workers on the first host; None: all
+    listen: str = "unix:"
+    key: str | None = None  # the file that holds the key
+    cluster: str | None = None  # the file that describes hosts, links and sites
+    world: Literal["run", "simulate"] = "run"
+    program: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def local_workers(self) -> int:
+        """The number of workers on the first host."""
+        return self.workers if self.here is None else self.here
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values, for `config.json` and for messages."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    @staticmethod
+    def from_json(plain: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`; fields that it does not know are ignored."""
+        try:
+            return msgspec.convert(dict(plain), Plan)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"this is not the plan of a run: {error}") from None
+
+    @staticmethod
+    def read(folder: Path) -> Plan:
+        """The plan of the run that left this folder."""
+        path = folder / "config.json"
+        try:
+            return Plan.from_json(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}; give the folder of a run") from None
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{path} is not the plan of a run: {error}") from None

@@ -8,7 +8,7 @@ import sys
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.registry import describe
 from polyrhythm.launch import run
-from polyrhythm.launch.screen import HEAD, Screen, row, table
+from polyrhythm.launch.console import HEAD, Console, row, table
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
             print(f"\n{name}", flush=True)
             summary = run(
                 given.script, arguments=given.arguments, workers=given.workers, strategy=name,
-                runs=given.runs, screen=Screen(sys.stdout),
+                runs=given.runs, console=Console(sys.stdout),
             )  # fmt: skip
             print(f"done: {summary['folder']}", flush=True)
             rows.append(row(summary))

@@ -18,8 +18,8 @@ from typing import Any
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.launch import run
-from polyrhythm.launch.api import MOST
-from polyrhythm.launch.screen import size, table
+from polyrhythm.launch.console import size, table
+from polyrhythm.launch.planning import MOST
 from polyrhythm.worlds.tables import SECONDS, quantity
 
 SIZES = {
@@ -44,8 +44,8 @@ def knee(rates: dict[int, float]) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure; `parse` makes one of what a person wrote."""
+class ServerSweep:
+    """What to measure; `parse` reads the options of the command line."""
 
     nbytes: int = 16 << 20
     workers: tuple[int, ...] = (1, 2, 4)
@@ -54,21 +54,21 @@ class Plan:
     seconds: float = 2.0
 
     @staticmethod
-    def parse(size: str, workers: str, servers: str, step_time: str, seconds: float) -> Plan:
+    def parse(size: str, workers: str, servers: str, step_time: str, seconds: float) -> ServerSweep:
         if not 0 < seconds <= 3600:
             raise UsageError(f"--seconds {seconds:g}: must be above 0, and an hour at most")
         nbytes = int(_quantity("--size", size, SIZES)) // ELEMENT * ELEMENT
-        plan = Plan(
+        sweep = ServerSweep(
             nbytes, _counts("--workers", workers), _counts("--servers", servers),
             _quantity("--step-time", step_time, SECONDS), seconds,
         )  # fmt: skip
-        if (most := max(plan.workers) + max(plan.servers)) > MOST:
+        if (most := max(sweep.workers) + max(sweep.servers)) > MOST:
             raise UsageError(f"{most} processes are more than {MOST}; use fewer workers or servers")
-        if (count := max(plan.servers)) > nbytes // ELEMENT:
+        if (count := max(sweep.servers)) > nbytes // ELEMENT:
             raise UsageError(
                 f"--size {size}: {count} servers need at least as many parameters, of {ELEMENT} bytes each"
             )
-        return plan
+        return sweep
 
 
 def _quantity(option: str, text: str, units: dict[str, float]) -> float:
@@ -121,38 +121,38 @@ class Load:
         session.log(**{f"worker {session.rank}": counted / (last - first)})
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
     """All cells, one after the other; `say` hears of each."""
-    total = 1 + len(plan.workers) * len(plan.servers)
+    total = 1 + len(sweep.workers) * len(sweep.servers)
 
     def cell(workers: int, servers: int, step_time: float, number: int) -> dict[str, Any]:
-        load = Load(plan.nbytes // ELEMENT, step_time, plan.seconds)
+        load = Load(sweep.nbytes // ELEMENT, step_time, sweep.seconds)
         summary = run(load, workers=workers, servers=servers, strategy="async", runs=None)
         rate = sum(summary["metrics"][f"worker {rank}"] for rank in range(workers))
         say(
             f"{number} of {total}: {_plural(workers, 'worker')}, {_plural(servers, 'server')}, "
-            f"{1000 * step_time:g} ms a step: {_rates(rate, plan.nbytes)}"
+            f"{1000 * step_time:g} ms a step: {_rates(rate, sweep.nbytes)}"
         )
         return {
             "workers": workers, "servers": servers, "round_trips_per_s": rate,
-            "bytes_per_s": rate * plan.nbytes,
+            "bytes_per_s": rate * sweep.nbytes,
         }  # fmt: skip
 
-    saturated = cell(max(BUSY, *plan.workers), 1, 0.0, 1)
+    saturated = cell(max(BUSY, *sweep.workers), 1, 0.0, 1)
     cells: list[dict[str, Any]] = []
-    for workers in plan.workers:
-        for servers in plan.servers:
-            each = cell(workers, servers, plan.step_time, len(cells) + 2)
-            cells.append(each | {"share": each["round_trips_per_s"] * plan.step_time / workers})
+    for workers in sweep.workers:
+        for servers in sweep.servers:
+            each = cell(workers, servers, sweep.step_time, len(cells) + 2)
+            cells.append(each | {"share": each["round_trips_per_s"] * sweep.step_time / workers})
     singles = [each["bytes_per_s"] for each in (saturated, *cells) if each["servers"] == 1]
     beta = max(singles)
     knees = []
-    for workers in plan.workers:
+    for workers in sweep.workers:
         rates = {each["servers"]: each["round_trips_per_s"] for each in cells if each["workers"] == workers}
-        law = formula(workers, plan.nbytes, beta, plan.step_time)
+        law = formula(workers, sweep.nbytes, beta, sweep.step_time)
         knees.append({"workers": workers, "knee": knee(rates), "formula": law})
     return {
-        "bytes": plan.nbytes, "step_time_s": plan.step_time, "seconds": plan.seconds,
+        "bytes": sweep.nbytes, "step_time_s": sweep.step_time, "seconds": sweep.seconds,
         "cores": os.cpu_count(), "beta_bytes_per_s": beta, "cells": cells, "knees": knees,
     }  # fmt: skip
 

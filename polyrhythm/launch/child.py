@@ -16,7 +16,7 @@ from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.launch import program
-from polyrhythm.launch.zygote import NodeConfig
+from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, session, world_context
 from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.wire.transport import Transport
@@ -24,11 +24,10 @@ from polyrhythm.worlds.processes.context import ProcessContext
 from polyrhythm.worlds.processes.node import ProcessNode
 
 
-def live(
-    me: Peer, incarnation: int, arena: int, coordinator: str, config: NodeConfig, script: Callable[[], None]
-) -> int:
-    """Runs the script as this node, in this one of its lives; returns the exit code of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all of us in order
+def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -> int:
+    """Runs the script as this node; returns the exit code of the process."""
+    me, plan = start.peer, config.plan
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C too, and ends all nodes in order
     torch.set_num_threads(config.threads if me.role == "worker" else max(1, config.threads // 2))
     transport = Transport(
         me,
@@ -36,12 +35,12 @@ def live(
         listen=config.listen,
         arenas=config.arenas,
         host=config.host,
-        wait=config.wait,
-        incarnation=incarnation,
+        wait=plan.timeout,
+        incarnation=start.incarnation,
     )
-    transport.introduce(COORDINATOR, coordinator)
-    node = ProcessNode(me, transport, 0, config.began, config.arenas, arena, config.collective)
-    here = ProcessContext(node)
+    transport.introduce(COORDINATOR, start.coordinator)
+    node = ProcessNode(me, transport, 0, config.began, config.arenas, start.arena, plan.collective)
+    here = ProcessContext(node, plan, config.strategy)
     world_context.set(here)
     error: tuple[str, int] | None = None
     try:
@@ -60,7 +59,7 @@ def live(
 
 
 def _run(me: Peer, script: Callable[[], None]) -> tuple[str, int] | None:
-    """None if all went well, otherwise what to say of it and the exit code."""
+    """Runs the script; returns None, or an error message and the exit code."""
     try:
         script()
         mine = session.get()
@@ -78,20 +77,18 @@ def _run(me: Peer, script: Callable[[], None]) -> tuple[str, int] | None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without its outer part, which is how we came to call the script."""
+    """A traceback without its outer frames, which only call the script."""
     ours = (__file__, program.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
 
-def be(
-    me: Peer, incarnation: int, arena: int, coordinator: str, config: NodeConfig, script: Callable[[], None]
-) -> None:
-    """Lives, and ends the process without running what the launcher left to be run at exit."""
+def run_and_exit(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -> None:
+    """Runs a node and ends the process, without the exit handlers that the launcher's process registered."""
     code = 1
     try:
-        code = live(me, incarnation, arena, coordinator, config, script)
+        code = run_node(start, config, script)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -2,14 +2,14 @@
 
 A launcher on another host (`launch/joiner.py`) talks to the coordinator as a peer of role `HOST`:
 
-    it asks   enlist {version, workers, address, site}  and is told its ranks and the run's terms, or an error
-    it hears  fork {rank, life}                   start this worker
-              released {rank, life}               nobody uses the memory of this life any longer
-              end {message, exit_code}            the run is over
-    it says   exit {rank, status}                 the process of this worker has ended
-              leave {reason}                      and so have all that are left here
+    it requests  enlist {version, workers, address, site}  the reply has its ranks and the plan, or an error
+    it receives  fork {rank, incarnation}             start this worker
+                 released {rank, incarnation}         no node uses the memory of this incarnation any longer
+                 end {message, exit_code}             the run is over
+    it sends     exit {rank, status}                  the process of this worker has ended
+                 leave {reason}                       all workers that are left here have ended
 
-The end of its connection without a word is the end of all its workers too.
+If its connection ends without a message, all its workers have ended too.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from polyrhythm import __version__
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
 from polyrhythm.launch.program import Program
 from polyrhythm.wire.channel import HOST
 
-__all__ = ["HOST", "Guest", "Hosts", "invitation", "listing"]
+__all__ = ["HOST", "HostRegistry", "RemoteHost", "invitation", "listing"]
 
 
 @dataclass
-class Guest:
-    """Another host, while it takes part."""
+class RemoteHost:
+    """Another host that takes part in the run."""
 
     address: str
     ranks: list[int]
 
 
-class Hosts:
+class HostRegistry:
     """The hosts that have joined, and the ranks that no host has taken yet."""
 
-    def __init__(self, here: int, workers: int, sites: Mapping[str, Sequence[int]] | None = None) -> None:
-        self._here, self._workers = here, workers
-        self._sites = sites or {}  # the ranks of each, if the run has sites
-        self.free = list(range(here, workers))
-        self.guests: dict[Peer, Guest] = {}
+    def __init__(self, plan: Plan) -> None:
+        self._here, self._workers, self._sites = plan.local_workers, plan.workers, plan.sites
+        self.free = list(range(self._here, self._workers))
+        self.joined: dict[Peer, RemoteHost] = {}
 
     def enlist(
         self, who: Peer, version: object, workers: object, address: object, site: object = ""
-    ) -> Guest:
-        """Gives a host the lowest free ranks, those of its site if it names one; an error, for people on both
-        hosts, says why it cannot be."""
+    ) -> RemoteHost:
+        """Gives a host the lowest free ranks, those of its site if it names one.
+
+        Raises UsageError, for people on both hosts, if it cannot have any.
+        """
         if version != __version__:
             raise UsageError(f"the run is of polyrhythm {__version__}, and this host has {version}")
         if not isinstance(workers, int) or workers < 1:
@@ -61,20 +62,20 @@ class Hosts:
                 f"{_count(workers)} cannot join where {len(self.free)} of {self._workers} are missing"
             )
         free = self._free_at(str(site or ""), workers)
-        guest = self.guests[who] = Guest(str(address), free[:workers])
-        self.free = [rank for rank in self.free if rank not in guest.ranks]
-        return guest
+        host = self.joined[who] = RemoteHost(str(address), free[:workers])
+        self.free = [rank for rank in self.free if rank not in host.ranks]
+        return host
 
     @property
     def missing(self) -> dict[str, int]:
-        """How many workers each site still lacks; without sites all are at one without a name."""
+        """The number of workers that each site still lacks; without sites all are at the site ""."""
         if not self._sites:
             return {"": len(self.free)}
         found = {site: sum(rank in ranks for rank in self.free) for site, ranks in self._sites.items()}
         return {site: count for site, count in found.items() if count}
 
     def _free_at(self, site: str, workers: int) -> list[int]:
-        """The free ranks that a host may have which brings so many workers."""
+        """The free ranks that a host with so many workers may have."""
         missing = self.missing
         named = ", ".join(f"{name} ({count})" for name, count in missing.items())
         if not site:
@@ -94,45 +95,43 @@ class Hosts:
         return [rank for rank in self.free if rank in self._sites[site]]
 
     def home(self, peer: Peer) -> Peer | None:
-        """The host that runs this node, if another does."""
+        """The host that runs this node; None if it is this one."""
         if peer.role != "worker":
             return None
-        return next((who for who, guest in self.guests.items() if peer.rank in guest.ranks), None)
+        return next((who for who, host in self.joined.items() if peer.rank in host.ranks), None)
 
     def homeless(self, peer: Peer) -> bool:
-        """Whether this worker's host has left the run."""
+        """True if this worker's host has left the run."""
         return peer.role == "worker" and peer.rank >= self._here and self.home(peer) is None
 
-    def leave(self, who: Peer) -> Guest | None:
-        """A host has left; what it was, if that is news."""
-        return self.guests.pop(who, None)
+    def leave(self, who: Peer) -> RemoteHost | None:
+        """Removes a host; returns it, or None if it was removed before."""
+        return self.joined.pop(who, None)
 
-    def vacate(self, guest: Guest) -> None:
-        """Before the run begins, others may come in the place of a host that left."""
-        self.free = sorted([*self.free, *guest.ranks])
+    def vacate(self, host: RemoteHost) -> None:
+        """Frees the ranks of a host that left before the run began, for another host."""
+        self.free = sorted([*self.free, *host.ranks])
 
 
-def invitation(
-    address: str, program: Program, missing: Mapping[str, int], workers: int, key: Path | None
-) -> str:
-    """For whom the run waits, and what to type there: at each site that lacks some."""
-    where, commands = address.removeprefix("tcp:"), []
+def invitation(address: str, program: Program, plan: Plan, missing: Mapping[str, int]) -> str:
+    """The workers that the run waits for, and the commands that start them, one for each site."""
+    where, key, commands = address.removeprefix("tcp:"), str(plan.key), []
     for site, count in missing.items():
         if not program.is_script:
             place = f", site={site!r}" if site else ""
-            call = f"polyrhythm.join({where!r}, {program.name}, workers={count}, key={str(key)!r}{place})"
+            call = f"polyrhythm.join({where!r}, {program.name}, workers={count}, key={key!r}{place})"
             commands.append(call)
             continue
-        words = ["polyrhythm", "join", where, program.name, "--workers", str(count), "--key", str(key)]
+        words = ["polyrhythm", "join", where, program.name, "--workers", str(count), "--key", key]
         words += ["--site", site] if site else []
         commands.append(shlex.join([*words, *(["--", *program.arguments] if program.arguments else [])]))
     shown = "\n  ".join(commands)
-    lacks = f"waiting for {sum(missing.values())} of {_count(workers)}"
+    lacks = f"waiting for {sum(missing.values())} of {_count(plan.workers)}"
     return f"{lacks}; on another host, with a copy of {key}:\n  {shown}"
 
 
 def listing(ranks: Sequence[int]) -> str:
-    """Workers by name: "worker 2", "workers 2 and 3"."""
+    """Names workers: "worker 2", "workers 2 and 3"."""
     *most, last = map(str, ranks)
     return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"
 

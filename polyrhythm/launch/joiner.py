@@ -1,7 +1,7 @@
-"""A launcher that brings the workers of this host into a run that began on another.
+"""Joiner: the launcher that brings workers of this host into a run that began on another.
 
-It has one connection, to the coordinator, and one thread: it forks workers when it is told to, says when one
-has ended, and ends them all when the run is over or the connection is. `launch/hosts.py` has the words.
+It has one connection, to the coordinator, and one thread. It forks workers on order, reports when one has
+ended, and ends them all when the run or the connection is over. `launch/hosts.py` describes the messages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from polyrhythm import __version__
 from polyrhythm.coordination.coordinator import COORDINATOR, Failure
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WireError
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
+from polyrhythm.launch.arena_pool import ArenaPool
+from polyrhythm.launch.console import Console
+from polyrhythm.launch.fork_server import ForkServer
 from polyrhythm.launch.hosts import HOST, listing
-from polyrhythm.launch.nodes import Nodes, Rooms, cause, signals, threads_each
+from polyrhythm.launch.node_config import NodeConfig
+from polyrhythm.launch.nodes import NodeProcesses, threads_each
 from polyrhythm.launch.program import Program
-from polyrhythm.launch.screen import Screen
-from polyrhythm.launch.zygote import NodeConfig
+from polyrhythm.launch.signals import cause, handled_by
 from polyrhythm.wire.channel import Channel, dial, open_channel
 from polyrhythm.wire.frame import Header
 from polyrhythm.wire.handshake import Identity
@@ -33,40 +37,38 @@ class Joiner:
 
     def __init__(
         self, program: Program, address: str, *, workers: int, key: bytes, threads: int = 0,
-        site: str = "", screen: Screen | None = None,
+        site: str = "", console: Console | None = None,
     ) -> None:  # fmt: skip
-        self._screen = screen or Screen(quiet=True)
+        self._console = console or Console(quiet=True)
         self._address = address
         self._where = address.removeprefix("tcp:")
-        self._over: Failure | None = None  # how the run has ended; with exit code 0 it has not failed
+        self._over: Failure | None = None  # how the run has ended; exit code 0 is success
         self._numbers = itertools.count(1)
-        self._nodes: Nodes | None = None
-        self._rooms: Rooms | None = None
+        self._nodes: NodeProcesses | None = None
+        self._pool: ArenaPool | None = None
         threads = threads_each(threads, workers)
         self._socket = _connect(address, self._where)
         try:
             self._channel = _greet(self._socket, key, self._where)
             mine = self._socket.getsockname()[0]
             terms = self._enlist(workers, mine, site)
+            plan = Plan.from_json(terms["plan"])
             at = f" at {site}" if site else ""
-            self._screen.line(f"joined the run at {self._where} with {listing(terms['ranks'])}{at}")
-            self._rooms = Rooms(workers, min(workers, terms["restarts"]) + 1)
+            self._console.line(f"joined the run at {self._where} with {listing(terms['ranks'])}{at}")
+            self._pool = ArenaPool(workers, min(workers, plan.restarts) + 1)
             config = NodeConfig(
-                key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads, terms["wait"],
-                f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._rooms.arenas,
-                terms["collective"],
-                terms["strategy"],
+                plan, key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads,
+                f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._pool.arenas,
             )  # fmt: skip
-            self._nodes = Nodes(
-                program, config, self._rooms, self._screen, self._exited, self._broken, (self._socket,)
-            )
+            server = ForkServer(program, config, (self._socket,))
+            self._nodes = NodeProcesses(server, self._pool, self._console, self._exited, self._broken)
             self._nodes.watch(self._channel, self._obey)
         except BaseException:
             self._close()
             raise
 
     def run(self) -> Failure:
-        """Until the run is over; how it ended."""
+        """Runs until the run is over; returns how it ended."""
         assert self._nodes is not None
         try:
             while self._over is None:
@@ -76,18 +78,18 @@ class Joiner:
             self._leave("was interrupted")
             raise
         finally:
-            with signals(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleaning up
+            with handled_by(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleanup
                 try:
                     self._nodes.unwatch(self._channel)
                     self._nodes.end(failed=self._over is None or self._over.exit_code != 0)
                 finally:
                     self._close()
-                    self._screen.close()
+                    self._console.close()
         assert self._over is not None
         return self._over
 
     def _enlist(self, workers: int, address: str, site: str) -> dict[str, Any]:
-        """Offers workers; the terms of the run. Raises what the coordinator has against it."""
+        """Offers workers; returns the terms of the run. Raises UsageError if the coordinator refuses."""
         try:
             self._say("enlist", asked=True, version=__version__, workers=workers, address=address, site=site)
             terms = self._channel.receive_header().fields
@@ -98,8 +100,8 @@ class Joiner:
         return terms
 
     def _obey(self) -> None:
-        """Does what the coordinator says, and notices when it is gone."""
-        assert self._nodes is not None and self._rooms is not None
+        """Executes the coordinator's orders, and notices when it is gone."""
+        assert self._nodes is not None and self._pool is not None
         try:
             while self._over is None:
                 header = self._channel.receive_header()
@@ -107,7 +109,7 @@ class Joiner:
                 if header.kind == "fork":
                     self._nodes.want(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "released":
-                    self._rooms.release(Peer("worker", fields["rank"]), fields["incarnation"])
+                    self._pool.release(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "end":
                     self._over = Failure(fields["message"], fields["exit_code"])
                 if not self._channel.ahead:
@@ -119,27 +121,27 @@ class Joiner:
 
     def _exited(self, peer: Peer, status: int) -> None:
         if status and self._over is None:
-            self._screen.line(f"{peer} {cause(status)}")
+            self._console.line(f"{peer} {cause(status)}")
         self._say("exit", rank=peer.rank, status=status)
 
-    def _broken(self, why: str) -> None:
-        self._leave(f"ended ({why})", why)
+    def _broken(self, why: str, exit_code: int) -> None:
+        self._leave(f"ended ({why})", why, exit_code)
 
-    def _leave(self, reason: str, message: str = "") -> None:
+    def _leave(self, reason: str, message: str = "", exit_code: int = 1) -> None:
         """Takes all workers of this host out of the run."""
         self._say("leave", reason=reason)
-        self._over = Failure(message)
+        self._over = Failure(message, exit_code)
 
     def _say(self, kind: str, asked: bool = False, **fields: Any) -> None:
-        with contextlib.suppress(OSError):  # if the connection has ended, reading tells
+        with contextlib.suppress(OSError):  # reading reports the end of the connection
             self._channel.send(Header(kind, next(self._numbers), asked=asked, fields=fields))
 
     def _close(self) -> None:
         if self._nodes is not None:
             self._nodes.close()
         self._socket.close()
-        if self._rooms is not None:
-            self._rooms.arenas.close()
+        if self._pool is not None:
+            self._pool.arenas.close()
 
 
 def _connect(address: str, where: str) -> socket.socket:
@@ -157,7 +159,7 @@ def _connect(address: str, where: str) -> socket.socket:
 
 
 def _greet(sock: socket.socket, key: bytes, where: str) -> Channel:
-    """The connection to the coordinator, once both have shown that they know the key."""
+    """The connection to the coordinator, after both sides have proved that they know the key."""
     me = Identity(Peer(HOST, secrets.randbits(32)), instance=secrets.token_bytes(16))
     try:
         channel = open_channel(sock, me, key, dialed=True, where=where)

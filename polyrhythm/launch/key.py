@@ -13,7 +13,7 @@ SIZE = 32
 
 
 def make(path: Path) -> bytes:
-    """The key in this file, which is made if it does not exist."""
+    """Reads the key in this file; makes the file if it does not exist."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -27,7 +27,7 @@ def make(path: Path) -> bytes:
 
 
 def read(path: Path) -> bytes:
-    """The key in this file. It is refused if others can read it: then it is no key."""
+    """Reads the key in this file; refuses a file that other users can read."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Program: what every node runs, a script with its arguments or a function."""
+"""Program: the script with its arguments, or the function, that every node runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib import util
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
+from polyrhythm.core import extensions
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.registry import unknown_names
+from polyrhythm.core.resolve import SCRIPT
 
 
 class Program:
-    """A script or a function. Calling it runs it once, for one node."""
+    """A script or a function. A call runs it once, as one node."""
 
     def __init__(self, what: str | Path | Callable[[], Any], arguments: Sequence[str] = ()) -> None:
         self.arguments = list(arguments)
@@ -32,6 +35,11 @@ class Program:
     def is_script(self) -> bool:
         return self._script is not None
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the script, from which it imports modules."""
+        return None if self._script is None else self._script.parent
+
     def __call__(self) -> None:
         with _ending():
             if self._main is not None:
@@ -41,25 +49,55 @@ class Program:
                 runpy.run_path(str(self._script), run_name="__main__")
 
     def load(self) -> Program:
-        """For many nodes in one process: a script with a `main()` is imported once, for calling that."""
+        """Prepares the program for many nodes in one process.
+
+        A script with a `main()` is imported once, and each node calls that.
+        """
         if self._script is None or "def main(" not in self._script.read_text(encoding="utf-8"):
             return self
+        main = getattr(self._import(), "main", None)
+        return Program(main, self.arguments) if callable(main) else self
+
+    def import_script(self) -> None:
+        """Imports the script, which registers the strategies and codecs that it defines."""
+        assert self._script is not None
+        if "__main__" not in self._script.read_text(encoding="utf-8"):
+            raise UsageError(
+                f'to import {self._script} would train; put the training under if __name__ == "__main__":'
+            )
+        self._import()
+
+    def _import(self) -> ModuleType:
+        assert self._script is not None
         self._enter()
-        specification = util.spec_from_file_location("__polyrhythm_script__", self._script)
-        if specification is None or specification.loader is None:
-            raise UsageError(f"{self._script} is not a Python file")
-        module = util.module_from_spec(specification)
-        sys.modules[specification.name] = module
         try:
             with _ending():
-                specification.loader.exec_module(module)
+                return extensions.import_file(self._script, SCRIPT)
         except PolyrhythmError:
             raise
         except Exception as error:
             traceback.print_exc()
             raise PolyrhythmError(f"{self._script} failed: {type(error).__name__}: {error}") from None
-        main = getattr(module, "main", None)
-        return Program(main, self.arguments) if callable(main) else self
+        return sys.modules[SCRIPT]  # the script has ended itself
+
+    def may_define(self, strategy: str) -> bool:
+        """True if the program may define all names in a strategy's text that this process does not know."""
+        return all(self.contains(name) for _, name in unknown_names(strategy))
+
+    def contains(self, name: str) -> bool:
+        """True if the program contains a text, as it must if it defines a strategy or codec of that name.
+
+        The modules that a script imports from its own folder, from the current one or from PYTHONPATH count
+        as part of it. A function is searched alone, because its module has been imported already.
+        """
+        if self._script is None:
+            function = getattr(self._main, "func", self._main)
+            code = getattr(function, "__code__", None)
+            return isinstance(code, CodeType) and name in _texts(code)
+        try:
+            return any(name in _texts(code) for code in _code(self._script))
+        except Exception:
+            return True  # it cannot be read; the first node runs it and reports why
 
     def _enter(self) -> None:
         """Makes the process look as if Python had been started with the script."""
@@ -70,9 +108,35 @@ class Program:
             sys.path.insert(0, folder)
 
 
+def _code(script: Path) -> Iterator[CodeType]:
+    """The code of a script, and of the modules beside it that it imports."""
+    from modulefinder import ModuleFinder
+
+    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix})
+    places = [place for place in sys.path if place and not place.startswith(installed)]
+    finder = ModuleFinder(
+        [str(script.parent), str(Path().resolve()), *places], excludes=["polyrhythm", "torch"]
+    )
+    finder.run_script(str(script))
+    for module in finder.modules.values():
+        if isinstance(code := getattr(module, "__code__", None), CodeType):
+            yield code
+
+
+def _texts(code: CodeType) -> set[str]:
+    """All texts in a piece of code."""
+    found: set[str] = set()
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, CodeType):
+            found |= _texts(constant)
+    return found
+
+
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """Makes the ways in which a script ends itself, and one that only looks like a bug, plain."""
+    """Explains the ways in which a script ends itself, and one error whose cause is easy to miss."""
     try:
         yield
     except SystemExit as end:

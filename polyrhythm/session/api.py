@@ -1,8 +1,8 @@
-"""init() and Session: the three lines a user adds.
+"""init() and Session: the three lines that a user adds.
 
-Alone (`python train.py`) a session does nothing: `prepare` gives back the very objects it got. In a run,
-`prepare` is where the roles part: a server serves inside it and never returns; a worker gets its model on
-flat vectors, an optimizer whose `step()` is the strategy's, and its share of the loader.
+Alone (`python train.py`) a session does nothing: `prepare` returns the objects that it was given. In a run,
+a server serves inside `prepare` and never returns from it. A worker gets its model on flat vectors, an
+optimizer whose `step()` is the strategy's, and its share of the loader.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from polyrhythm.session.context import session, world_context
 
 
 def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
-    """Enters the run that this process belongs to, or makes a session for one process alone.
+    """Joins the run that this process belongs to, or makes a session for one process alone.
 
-    `strategy` is the way the workers keep time, such as "async" or "local:8". One given on the command line
-    wins over it. So it is with `batch_norm`, what becomes of BatchNorm's statistics: "local" (each worker's
-    own, as a rule), "rank0", "mean", "sync" or "recompute".
+    `strategy` decides how the workers keep time, such as "async", "local:8" or an instance of your own class.
+    The command line wins over it. The same holds for `batch_norm`, the policy for BatchNorm's statistics:
+    "local" (each worker keeps its own; the default), "rank0", "mean", "sync" or "recompute".
     """
     if batch_norm is not None:
         norms.named(batch_norm)
-    text = str(parse(strategy) if isinstance(strategy, str) else strategy) if strategy is not None else None
+    chosen = parse(strategy) if isinstance(strategy, str) else strategy
     here = world_context.get()
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import DistributedSession  # which needs what is above
+        from polyrhythm.session.distributed import DistributedSession  # it imports this module
 
-        mine = DistributedSession(here, text, batch_norm)
+        mine = DistributedSession(here, chosen, batch_norm)
     session.set(mine)
     return mine
 
 
 class Session:
-    """What `init()` returns. This one is for a process alone: plain PyTorch."""
+    """The result of `init()`. This class is for a process alone: plain PyTorch."""
 
     rank: int = 0
     workers: int = 1
@@ -58,34 +58,34 @@ class Session:
         self._copy: nn.Module | None = None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
-        """Call once, with the model, its optimizer and the training loader; go on with what it returns."""
+        """Call once, with the model, its optimizer and the training loader; use the objects it returns."""
         self._model = model
         return (model, optimizer, *loaders)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Counts epochs like `range(count)`, and lets the progress line know."""
+        """Counts epochs like `range(count)`, and shows them in the progress line."""
         yield from range(count)
 
     def log(self, **metrics: Any) -> None:
-        """Records numbers: in the run folder and the summary, or alone on the screen."""
+        """Records numbers in the run folder and the summary; a process alone prints them."""
         print("  ".join(f"{name} {plain(value)}" for name, value in metrics.items()), flush=True)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Around all but the last `backward()` before a step: gradients are added up, and nothing is sent.
+        """Surrounds all but the last `backward()` before a step: gradients are summed and not exchanged.
 
-        Without it the result is the same; it saves the exchange, under strategies that exchange gradients.
+        The result is the same without it. It saves exchanges under strategies that exchange gradients.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker remembers besides its model and its optimizer, such as what a codec has not sent.
+        """This worker's state besides its model and optimizer, such as the residual of a codec.
 
-        Each worker has its own, to save beside the others': `torch.save(session.state_dict(), ...)`.
+        Each worker saves its own: `torch.save(session.state_dict(), f"{session.rank}.pt")`.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with what was saved; after `prepare()`, under the same strategy and with the same model."""
+        """Continues from a saved state; call it after `prepare()`, with the same strategy and model."""
         if state:
             raise UsageError(
                 f"this state was saved under {state.get('strategy')}, and a process alone has no strategy: "
@@ -93,9 +93,9 @@ class Session:
             )
 
     def consensus(self) -> nn.Module:
-        """The one model the run has agreed on: the server's parameters, or the average of the replicas.
+        """The model that all workers agree on: the server's parameters, or the average of the replicas.
 
-        It is a copy; training does not touch it. All workers call it at the same places of the script.
+        It is a copy that training does not change. All workers call it at the same places of the script.
         """
         if self._model is None:
             raise UsageError("session.consensus() comes after session.prepare(model, optimizer, loader)")
@@ -106,7 +106,7 @@ class Session:
 
 
 def plain(value: Any) -> Any:
-    """A number or text that JSON can hold."""
+    """The value as a number or text that JSON can hold."""
     if isinstance(value, Tensor | np.generic):
         value = value.item()
     if isinstance(value, float):

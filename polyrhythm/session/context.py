@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import ResolvedStrategy
 
 if TYPE_CHECKING:
     from polyrhythm.session.api import Session
 
 
 class ServerDone(BaseException):
-    """A server has served; nothing of the script after `prepare` is its business."""
+    """Ends the script on a server, which runs nothing of it after `prepare`."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a node learns when it has joined the run."""
+
+    strategy: ResolvedStrategy
+    batch_norm: str
+    seed: int
+    workers: int  # that the run began with
+    incarnation: int
+    sites: list[list[Peer]]
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Welcome:
+        """Reads the coordinator's answer."""
+        return Welcome(
+            ResolvedStrategy.from_json(fields["strategy"]),
+            fields["batch_norm"],
+            fields["seed"],
+            fields["workers"],
+            fields["incarnation"],
+            [[Peer("worker", rank) for rank in site] for site in fields["sites"]],
+        )
 
 
 class WorldContext(ABC):
@@ -24,29 +51,38 @@ class WorldContext(ABC):
 
     me: Peer
     node: Node
-    processes: bool = True  # whether DataLoader may start processes of its own
+    plan: Plan
+    processes: bool = True  # DataLoader may start processes of its own
+
+    @property
+    @abstractmethod
+    def strategy(self) -> ResolvedStrategy | None:
+        """The run's strategy, if it is settled already."""
 
     @abstractmethod
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Asks the coordinator, and blocks until it answers."""
+        """Sends a request to the coordinator and blocks until the reply."""
 
     @abstractmethod
-    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
-        """Enters the run; returns once every node is there."""
+    def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
+        """Joins the run and proposes a strategy; returns once every node has joined.
+
+        The strategy and policy that all train with are those of the first node, unless they are settled.
+        """
 
     @abstractmethod
     def bring(self, digest: str, blob: bytes) -> None:
-        """Brings the final parameters to the coordinator."""
+        """Sends the final parameters to the coordinator."""
 
     def compute_time(self) -> float:
-        """How long the step takes whose backward pass is done; on real processes it has passed already."""
+        """The simulated duration of the step whose backward pass is done; 0 on real processes."""
         return 0.0
 
     def spend(self, seconds: float) -> None:
         """Lets simulated time pass."""
 
     def away(self) -> AbstractContextManager[None]:
-        """Around whatever may let other nodes of this process run: keeps random numbers apart."""
+        """Surrounds code that may let other nodes of this process run: keeps their random states apart."""
         return nullcontext()
 
     def passes(self, backward: Callable[[], None]) -> None:
@@ -54,15 +90,13 @@ class WorldContext(ABC):
         backward()
 
     def within(self, wait: Callable[[], None]) -> None:
-        """Waits for others in the middle of a forward pass, or of a backward pass that `passes` runs."""
+        """Waits for others during a forward pass, or during a backward pass that `passes` runs."""
         wait()
 
     @abstractmethod
     def flush(self) -> None:
-        """Hands in what is left of the event log."""
+        """Sends the rest of the event log."""
 
 
-world_context: ContextVar[WorldContext | None] = ContextVar("seat", default=None)
-
-
+world_context: ContextVar[WorldContext | None] = ContextVar("world_context", default=None)
 session: ContextVar[Session | None] = ContextVar("session", default=None)

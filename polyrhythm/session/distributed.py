@@ -16,36 +16,45 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.registry import parse
+from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
+from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.api import Session, plain
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.settle import planned, settle
 from polyrhythm.session.step import StepDriver
 
 
 class DistributedSession(Session):
     """A session that is part of a run."""
 
-    def __init__(self, here: WorldContext, strategy: str | None, batch_norm: str | None = None) -> None:
+    def __init__(
+        self, here: WorldContext, strategy: Strategy | None = None, batch_norm: str | None = None
+    ) -> None:
         super().__init__()
-        welcome = here.join(strategy, batch_norm)
         self._context, self._node = here, here.node
-        self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome["sites"]]
-        self.strategy: Strategy = parse(welcome["strategy"])
-        self.batch_norm = welcome["batch_norm"]
+        self.strategy: Strategy
+        self.strategy, proposed = _propose(here, strategy)
+        self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
+        norms.check(self.batch_norm, self.strategy)
+        welcome = here.join(proposed, self.batch_norm)
+        if welcome.strategy.text != proposed.text:  # another node was the first
+            self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
+        self.batch_norm = welcome.batch_norm
+        self._node.sites = welcome.sites
         self._norms: Policy | None = None
-        self.seed: int = welcome["seed"]
+        self.seed = welcome.seed
         self.rank = here.me.rank
-        self.workers = welcome["workers"]  # that the run began with
+        self.workers = welcome.workers
         self._cohort = list(range(self.workers))  # the workers that share the data, where they step together
         self._cohort_number = 0  # how many cohorts there were before this one
-        self._late: bool = welcome["incarnation"] > 0  # it takes the place of one that died
+        self._late = welcome.incarnation > 0  # it takes the place of one that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
         self._worker: Worker | None = None
@@ -266,6 +275,15 @@ class DistributedSession(Session):
         self._context.flush()
         self._context.request("bye")
         raise ServerDone
+
+
+def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
+    """The strategy that this node proposes when it joins: the run's, if that is settled."""
+    settled = here.strategy
+    if settled is not None:
+        return load(settled.text, settled.classes), settled
+    strategy = planned(here.plan, script)
+    return strategy, settle(here.plan, strategy)
 
 
 def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:

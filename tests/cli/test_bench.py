@@ -8,7 +8,7 @@ import re
 import pytest
 
 from polyrhythm.cli.entry import main
-from polyrhythm.lab.servers import Plan, formula, knee
+from polyrhythm.lab.servers import ServerSweep, formula, knee
 
 TINY = ["bench", "servers", "--size", "64KiB", "--workers", "1,2", "--servers", "1,2", "--seconds", "0.2"]
 DEFAULTS = {"size": "16MiB", "workers": "1,2,4", "servers": "1,2,4", "step_time": "50ms"}
@@ -83,12 +83,12 @@ def test_the_knee_is_the_fewest_that_come_close() -> None:
     assert knee({3: 1.0}) == 3
 
 
-def test_bench_plan_parses_sizes_lists_and_times() -> None:
+def test_server_sweep_parses_sizes_lists_and_times() -> None:
     """Sizes in both systems of units, numbers in any order and once each."""
     given = DEFAULTS | {"size": "4MB", "workers": "4,1, 2,4", "step_time": "0.5 s"}
-    plan = Plan.parse(**given, seconds=1.0)
-    assert (plan.nbytes, plan.workers, plan.step_time) == (4_000_000, (1, 2, 4), 0.5)
-    assert Plan.parse(**DEFAULTS, seconds=2.0) == Plan()
+    sweep = ServerSweep.parse(**given, seconds=1.0)
+    assert (sweep.nbytes, sweep.workers, sweep.step_time) == (4_000_000, (1, 2, 4), 0.5)
+    assert ServerSweep.parse(**DEFAULTS, seconds=2.0) == ServerSweep()
 
 
 @pytest.mark.parametrize(

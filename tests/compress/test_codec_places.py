@@ -20,7 +20,7 @@ from polyrhythm.compress.state import CodecState
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.core.registry import parse_codec
 from polyrhythm.core.worker import Worker
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from tests.support.combine import each_value
 from tests.support.planes import CODECS, FEEDBACK, HOPS, MODELS, Plane, equal, layers, residual_of, ways
 from tests.support.programs import Script, trained
@@ -137,7 +137,7 @@ def test_codecs_reencoded_at_each_ring_hop_print_a_notice(codec: str) -> None:
     """Decoded and coded again at each hop, which rounds each time: a person should know."""
     for strategy, told in ((f"allreduce+{codec}", True), ("allreduce", False), (f"async+{codec}", False)):
         stream = io.StringIO()
-        pr.simulate(Plane(2), workers=3, strategy=strategy, collective="ring", screen=Screen(stream))
+        pr.simulate(Plane(2), workers=3, strategy=strategy, collective="ring", console=Console(stream))
         line = f"{strategy}: round the ring {parse_codec(codec).name} is decoded, added to and coded again"
         assert (line in stream.getvalue()) == told
 

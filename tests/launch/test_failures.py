@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import polyrhythm as pr
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from tests.scripts.train import EXAMPLES, train
 
 SOON = 60.0  # seconds in which a run that cannot go on has to be over
@@ -30,7 +30,7 @@ def run_to_the_end(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[st
     try:
         summary = pr.run(
             partial(train, **how), workers=3, strategy=strategy, runs=None, timeout=timeout,
-            screen=Screen(output),
+            console=Console(output),
         )  # fmt: skip
     except pr.PolyrhythmError as failure:
         assert failure.exit_code == 1
@@ -117,7 +117,7 @@ def test_only_the_last_state_of_a_progress_bar_is_printed() -> None:
         train(do="quiet")
 
     output = io.StringIO()
-    pr.run(script, workers=1, strategy="allreduce", threads=1, runs=None, screen=Screen(output, quiet=True))
+    pr.run(script, workers=1, strategy="allreduce", threads=1, runs=None, console=Console(output, quiet=True))
     assert output.getvalue() == "[worker 0] 100 %\n[worker 0] \ufffd\n"
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from polyrhythm.session.context import session
 from tests.scripts.train import EXAMPLES, Numbered, network, train
 from tests.support.programs import MOMENTUM, Script, distance, events, same, trained
@@ -40,19 +40,19 @@ SOON = 15.0  # seconds for everything to be over
 class Host:
     """A launcher in a process of its own; what it shows, and how it ended."""
 
-    def __init__(self, folder: Path, name: str, start: Callable[[Screen], Any]) -> None:
+    def __init__(self, folder: Path, name: str, start: Callable[[Console], Any]) -> None:
         self.shown, self.outcome = folder / f"{name}.txt", folder / f"{name}.json"
         self.shown.touch()
         self.process = _fork.Process(target=self._live, args=(start,), name=name)
         self.process.start()
         self.family: set[psutil.Process] = set()
 
-    def _live(self, start: Callable[[Screen], Any]) -> None:
+    def _live(self, start: Callable[[Console], Any]) -> None:
         os.setsid()
         outcome: dict[str, Any] = {"error": "", "code": 0}
         with self.shown.open("w", buffering=1) as stream:
             try:
-                outcome["summary"] = start(Screen(stream, quiet=True))
+                outcome["summary"] = start(Console(stream, quiet=True))
             except pr.PolyrhythmError as error:
                 outcome |= {"error": str(error), "code": error.exit_code}
             except KeyboardInterrupt:
@@ -116,16 +116,16 @@ class Hosts:
 
     def run(self, program: Any, *, listen: str = "tcp:127.0.0.1:0", **how: Any) -> Host:
         how = {"runs": self.folder / "runs", "name": "run", "key": self.key, "timeout": 60.0} | how
-        host = self._start("a", lambda screen: pr.run(program, listen=listen, screen=screen, **how))
+        host = self._start("a", lambda console: pr.run(program, listen=listen, console=console, **how))
         self.address = host.find(r"polyrhythm[. ]join\W+([\d.:]+)")
         return host
 
     def join(self, program: Any, workers: int = 1, key: Path | None = None, site: str = "") -> Host:
         name = "bcdefgh"[len(self.all) - 1]
         go = partial(pr.join, self.address, program, workers=workers, key=key or self.key, site=site)
-        return self._start(name, lambda screen: go(screen=screen))
+        return self._start(name, lambda console: go(console=console))
 
-    def _start(self, name: str, start: Callable[[Screen], Any]) -> Host:
+    def _start(self, name: str, start: Callable[[Console], Any]) -> Host:
         self.all.append(Host(self.folder, name, start))
         return self.all[-1]
 
@@ -474,7 +474,7 @@ def test_a_killed_remote_launcher_counts_as_the_loss_of_its_workers(hosts: Hosts
         assert outcome["summary"]["batches_undone"] == 0
 
 
-def test_a_killed_remote_zygote_takes_its_workers_out_of_the_run(hosts: Hosts) -> None:
+def test_a_killed_remote_fork_server_takes_its_workers_out_of_the_run(hosts: Hosts) -> None:
     """Its launcher says so, takes its workers out of the run and leaves nothing."""
     begun, joined = begin(hosts, "allreduce")
     psutil.Process(joined.pid).children()[0].kill()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.data import digits
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from tests.support.combine import few
 from tests.support.logs import check_laws
 from tests.support.programs import events, trained
@@ -98,7 +98,7 @@ def test_async_run_survives_a_random_worker_kill_every_few_seconds(
     steps = EPOCHS * -(-len(train_set) // BATCH)
     how: dict[str, Any] = {
         "workers": WORKERS, "strategy": strategy, "runs": tmp_path, "timeout": 60.0,
-        "screen": Screen(io.StringIO(), quiet=True),
+        "console": Console(io.StringIO(), quiet=True),
     }  # fmt: skip
     calm = pr.run(partial(train_slowly, tmp_path, 0.0), name="calm", **how)
     (tmp_path / "started").unlink()

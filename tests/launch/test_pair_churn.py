@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from polyrhythm.session.data import mix
 from tests.support.combine import each_value, few
 from tests.support.planes import layers, slopes
@@ -119,7 +119,7 @@ def test_broken_connections_lose_and_double_nothing(tmp_path: Path, strategy: st
     """The mean has moved by the updates of all, though answers were lost on their way and asked for again."""
     summary = pr.run(
         partial(downhill, 150), workers=4, strategy=strategy, threads=1, listen="tcp:127.0.0.1:0",
-        runs=tmp_path, timeout=60.0, screen=Screen(io.StringIO(), quiet=True),
+        runs=tmp_path, timeout=60.0, console=Console(io.StringIO(), quiet=True),
     )  # fmt: skip
     heard = Counter((line["node"], line["sender"], line["sequence"]) for line in events(summary, "deliver"))
     assert max(heard.values()) > 1

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.launch.screen import Screen
+from polyrhythm.launch.console import Console
 from tests.scripts.train import EXAMPLES, Numbered, network
 from tests.support.combine import each_value
 from tests.support.programs import events, trained
@@ -65,7 +65,7 @@ def run_with_kills(
     return pr.run(
         partial(train_and_die, folder, kills, **how), workers=workers, strategy=more.pop("strategy", "async"),
         restarts=restarts, runs=folder / "runs", name="run", timeout=30.0,
-        screen=Screen(io.StringIO(), quiet=True), **more,
+        console=Console(io.StringIO(), quiet=True), **more,
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_a_run_that_fails_while_a_replacement_starts_cleans_up(tmp_path: Path) -
     with pytest.raises(pr.PolyrhythmError, match="worker 0 failed: RuntimeError: one more mistake"):
         pr.run(
             script, workers=2, strategy="async", restarts=9, runs=None, timeout=10.0,
-            screen=Screen(io.StringIO(), quiet=True),
+            console=Console(io.StringIO(), quiet=True),
         )  # fmt: skip
 
 

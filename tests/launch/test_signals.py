@@ -54,7 +54,7 @@ class Run:
                         inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
         return inodes
 
-    def zygote(self) -> psutil.Process:
+    def fork_server(self) -> psutil.Process:
         return psutil.Process(self.launcher.pid).children()[0]
 
     def trains(self) -> bool:
@@ -110,28 +110,28 @@ def test_ctrl_c_and_sigterm_end_the_run_with_exit_code_130(
     assert not sockets & {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()}
 
 
-@few("victim", ["launcher", "zygote"], quick=1)
-def test_a_killed_launcher_or_zygote_leaves_no_processes(start: Callable[..., Run], victim: str) -> None:
-    """Even a launcher or zygote that is killed leaves nothing, not even the processes of a DataLoader."""
+@few("victim", ["launcher", "fork server"], quick=1)
+def test_a_killed_launcher_or_fork_server_leaves_no_processes(start: Callable[..., Run], victim: str) -> None:
+    """A launcher or fork server that is killed leaves nothing, not even the processes of a DataLoader."""
     run = start("-s", "async", "--", "--processes", "2")
     wait_until(run.trains)
     assert len(run.processes()) >= 2 + 3 + 2 * 2
-    os.kill(run.launcher.pid if victim == "launcher" else run.zygote().pid, signal.SIGKILL)
+    os.kill(run.launcher.pid if victim == "launcher" else run.fork_server().pid, signal.SIGKILL)
     run.check_gone(within=SOON)
     _, error = run.launcher.communicate()
-    if victim == "zygote":
+    if victim == "fork server":
         assert run.launcher.returncode == 1
         assert error.splitlines()[-1].startswith("polyrhythm: the process that forks the nodes is gone")
 
 
 def test_both_killed_while_a_worker_is_stuck(start: Callable[..., Run]) -> None:
-    """Launcher and zygote cannot end a worker in which no thread runs any more: then the kernel does."""
+    """Launcher and fork server cannot end a worker in which no thread runs any more: then the kernel does."""
     run = start("-s", "sync", "--", "--do", "stuck")
     wait_until(run.trains)
-    zygote = run.zygote()
-    zygote.suspend()  # it shall not see the launcher go
+    server = run.fork_server()
+    server.suspend()  # it shall not see the launcher go
     run.launcher.kill()
-    zygote.kill()
+    server.kill()
     run.check_gone(within=SOON)
 
 

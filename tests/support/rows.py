@@ -1,7 +1,8 @@
 """The table of strategies, with fields other than their defaults and with codecs, that whole suites run over.
 
 A new strategy or codec joins by itself, as it is by default; rows add more. `tests/test_conformance.py` runs
-all of them in both worlds, `tests/test_strategy_laws.py` those without a codec.
+all of them in both worlds, `tests/test_strategy_laws.py` those without a codec. One of a user, which is not
+in the package, joins by a row and an import.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrhythm.core import extensions
 from polyrhythm.core.registry import describe
 
 
@@ -112,4 +114,7 @@ CODED = [
     Row("allreduce / streaming-diloco:6,fragments=3+int8"),
 ]
 DEFAULTS = [Row(each.name) for each in describe()]
-ROWS = [*DEFAULTS, *MORE, *CODED]
+# The example of a user's own strategy and codec.
+extensions.import_file(Path(__file__).parents[2] / "examples" / "own_strategy.py", "own_strategy")
+OWN = [Row("bmuf:3"), Row("bmuf:3+turns:2")]
+ROWS = [*DEFAULTS, *MORE, *CODED, *OWN]

@@ -182,7 +182,8 @@ def test_colocated_servers_on_real_processes_match_the_simulator(
     assert real["digest"] == virtual["digest"]
     for summary in (real, virtual):
         config = json.loads((Path(summary["folder"]) / "config.json").read_text())
-        assert (summary["servers"], config["servers"], config["strategy"]) == (2, "colocated", "sync")
+        assert (summary["servers"], config["servers"], config["strategy"]) == (2, 2, "sync")
+        assert config["colocated"]
 
 
 def of_the_script() -> None:

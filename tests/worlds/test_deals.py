@@ -11,6 +11,8 @@ import polyrhythm as pr
 from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.coordination.leases import Deals
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import resolved
 
 W0, W1, W2 = (Peer("worker", rank) for rank in range(3))
 WORKERS = (W0, W1, W2)
@@ -115,7 +117,7 @@ def test_who_is_in_gets_the_next_epoch_of_a_second_loader() -> None:
 def test_the_coordinator_gives_the_share_of_the_dead_to_nobody(again: bool) -> None:
     """Neither who asked before its death nor the life after it is answered in its place."""
     here = Coordinator(
-        workers=3, servers=0, strategy=pr.parse("gossip"), seed=0, clock=lambda: 0.0,
+        Plan("gossip", workers=3, batch_norm="local"), resolved(pr.parse("gossip")), clock=lambda: 0.0,
         start_servers=lambda count: None, tell=lambda *_: None, replace=lambda peer: again,
     )  # fmt: skip
     answers: dict[tuple[Peer, int], dict[str, Any]] = {}

@@ -16,6 +16,8 @@ from polyrhythm.coordination.leases import Leases
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import resolved
 from polyrhythm.worlds.cluster import Cluster, Crash
 from tests.support.combine import each_value
 from tests.support.logs import check_laws
@@ -184,8 +186,8 @@ class Told:
         self.notices: list[tuple[Any, ...]] = []
         self.released: list[tuple[Peer, int]] = []
         self.here = Coordinator(
-            workers=2, servers=0, strategy=pr.parse(self.strategy), seed=0, clock=lambda: 0.0,
-            start_servers=lambda count: None, tell=self.tell, replace=self.replace,
+            Plan(self.strategy, workers=2, batch_norm="local"), resolved(pr.parse(self.strategy)),
+            clock=lambda: 0.0, start_servers=lambda count: None, tell=self.tell, replace=self.replace,
             released=lambda peer, incarnation: self.released.append((peer, incarnation)),
         )  # fmt: skip
         nodes = (W0, W1, SERVER)[: 2 + self.here.servers]

@@ -1,4 +1,4 @@
-"""What a process gives to its session."""
+"""ProcessContext: the place of a process in a run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import Any
 from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import Peer
-from polyrhythm.session.context import WorldContext
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.session.context import Welcome, WorldContext
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.worlds.processes.node import ProcessNode
 from polyrhythm.worlds.processes.process_group import Place
 
 
 class ProcessContext(WorldContext):
-    """A process's place in a run; the coordinator is the launcher."""
+    """A process's place in a run; the coordinator is in the launcher."""
 
-    def __init__(self, node: ProcessNode) -> None:
+    def __init__(self, node: ProcessNode, plan: Plan, strategy: ResolvedStrategy | None) -> None:
         self.node: ProcessNode = node
-        self.me = node.me
+        self.me, self.plan, self._strategy = node.me, plan, strategy
+
+    @property
+    def strategy(self) -> ResolvedStrategy | None:
+        return self._strategy
 
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
         try:
@@ -26,7 +32,7 @@ class ProcessContext(WorldContext):
         except WaitError as error:
             if kind not in ("done", "bye", "deal") or isinstance(error, PeerLost):
                 raise
-            late = ", ".join(self.request("late")["workers"])  # it is not the coordinator that was waited for
+            late = ", ".join(self.request("late")["workers"])  # the coordinator itself waits for these
             raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None
         if "error" in answer:
             raise PolyrhythmError(answer["error"])
@@ -34,13 +40,14 @@ class ProcessContext(WorldContext):
             self.node.transport.layout = fields["layout"]
         return answer
 
-    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
+    def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         node = self.node
         place = Place(node.transport.address, node.transport.host, node.arena)
-        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm, place=list(place))
-        node.seed, node.incarnation, node.cohort = welcome["seed"], welcome["incarnation"], welcome["group"]
-        node.meet([(role, rank, *place) for role, rank, place in welcome["peers"]])
-        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome["far"])
+        answer = self.request("join", strategy=strategy.to_json(), batch_norm=batch_norm, place=list(place))
+        welcome = Welcome.of(answer)
+        node.seed, node.incarnation, node.cohort = welcome.seed, welcome.incarnation, answer["group"]
+        node.meet([(role, rank, *place) for role, rank, place in answer["peers"]])
+        node.transport.far = frozenset(Peer(role, rank) for role, rank in answer["far"])
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The seat of a simulated node: what its session asks of the world, and what its own computing takes."""
+"""SimulatedContext: the place of a simulated node in a run, and the time that its computing takes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ import torch
 from numpy.random.mtrand import set_bit_generator
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.context import WorldContext
+from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.session.context import Welcome, WorldContext
 from polyrhythm.worlds.simulated.backward_thread import BackwardThread, without_hooks
 from polyrhythm.worlds.simulated.node import SimulatedNode
 
 
 class SimulatedContext(WorldContext):
+    """A simulated node's place in a run; it calls the coordinator directly."""
+
     processes = False
 
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
-        self.me = node.me
-        self._aside: BackwardThread | None = None  # the backward pass that it is in, if it may wait there
+        self.me, self.plan = node.me, node.world.plan
+        self._backward: BackwardThread | None = None  # the backward pass that it is in, if it may wait there
         self._numbers = np.random.MT19937()
         self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
 
+    @property
+    def strategy(self) -> ResolvedStrategy | None:
+        return self.node.world.coordinator.strategy
+
     def request(self, kind: str, **fields: Any) -> dict[str, Any]:
         if self.node.crashed:
-            return {}  # a loader that closes gives its lease back, but that was taken from it already
+            return {}  # a loader that closes returns its lease, but the coordinator has taken that already
         answers: list[dict[str, Any]] = []
         fiber = self.node.current()
         blocked = False
@@ -47,11 +54,11 @@ class SimulatedContext(WorldContext):
                     fiber.block("all nodes", "to get as far as", repr(kind))
         return answers[0]
 
-    def join(self, strategy: str | None, batch_norm: str | None) -> dict[str, Any]:
-        welcome = self.request("join", strategy=strategy, batch_norm=batch_norm)
-        self.node.cohort = welcome["group"]
+    def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
+        answer = self.request("join", strategy=strategy.to_json(), batch_norm=batch_norm)
+        self.node.cohort = answer["group"]
         self.node.meet()
-        return welcome
+        return Welcome.of(answer)
 
     def bring(self, digest: str, blob: bytes) -> None:
         self.node.world.coordinator.result(self.me, digest, blob)
@@ -72,29 +79,29 @@ class SimulatedContext(WorldContext):
             self.come()
 
     def passes(self, backward: Callable[[], None]) -> None:
-        if self._aside is not None:  # one pass inside another: checkpointing, say
+        if self._backward is not None:  # one pass inside another, as with checkpointing
             backward()
             return
-        self._aside = BackwardThread(backward)
+        self._backward = BackwardThread(backward)
         try:
-            self._aside.run()
+            self._backward.run()
         finally:
-            self._aside = None
+            self._backward = None
 
     def within(self, wait: Callable[[], None]) -> None:
-        if self._aside is not None and self._aside.here:
-            self._aside.wait(wait)
+        if self._backward is not None and self._backward.here:
+            self._backward.wait(wait)
         elif torch._C._current_graph_task_id() != -1:
             raise UsageError(
                 "batch_norm=sync can be simulated with loss.backward(), and not with torch.autograd.grad(); "
-                "`polyrhythm run` knows both"
+                "`polyrhythm run` supports both"
             )
         else:
             with without_hooks():
                 wait()
 
     def come(self) -> None:
-        """Puts this worker's source of numpy's random numbers in place; copying its state would take long."""
+        """Installs this worker's numpy bit generator; copying its state would take long."""
         set_bit_generator(self._numbers)
 
     def flush(self) -> None:

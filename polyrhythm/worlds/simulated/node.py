@@ -40,7 +40,7 @@ class SimulatedNode(Node):
     """A node on virtual time."""
 
     def __init__(self, world: Simulated, me: Peer, incarnation: int) -> None:
-        self.world, self.me, self.incarnation, self.seed = world, me, incarnation, world.seed
+        self.world, self.me, self.incarnation, self.seed = world, me, incarnation, world.plan.seed
         self.fibers: list[Fiber] = []
         self.crashed = False
         self.excluding = False
@@ -69,7 +69,7 @@ class SimulatedNode(Node):
         self.members.workers = self.world.present["worker"]
         self.members.servers = self.world.present["server"]
         self._group = SimulatedGroup(self, self.members.workers)
-        self._group.count = self.world.workers
+        self._group.count = self.world.plan.workers
 
     def group(self) -> SimulatedGroup:
         assert self._group is not None

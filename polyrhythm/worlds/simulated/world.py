@@ -1,4 +1,4 @@
-"""Simulated: the world of greenlets, from the start of its nodes to the end of the run."""
+"""Simulated: the world of greenlets, from the start of the nodes to the end of the run."""
 
 from __future__ import annotations
 
@@ -26,41 +26,35 @@ from polyrhythm.worlds.simulated.node import Notice, SimulatedNode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.core.strategy import Strategy
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.core.resolve import ResolvedStrategy
     from polyrhythm.record.folder import RunFolder
     from polyrhythm.worlds.cluster import Cluster, Crash
     from polyrhythm.worlds.cost_model import Costs
 
 
 class Simulated:
-    """A world of greenlets. `run` trains to the end and returns the coordinator with all that is known."""
+    """A world of greenlets. `run` trains to the end and returns the coordinator, which knows the outcome."""
 
     def __init__(
         self,
         program: Callable[[], None],
-        *,
-        workers: int,
-        servers: int = 0,
-        colocated: bool = False,
-        strategy: Strategy | None = None,
+        plan: Plan,
         cluster: Cluster,
-        seed: int = 0,
-        collective: str = "auto",
+        strategy: ResolvedStrategy | None = None,
         folder: RunFolder | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-        batch_norm: str | None = None,
     ) -> None:
-        self.program, self.workers, self.seed, self.cluster = program, workers, seed, cluster
-        self._colocated = colocated
-        self.ring = collective == "ring"
+        self.program, self.plan, self.cluster = program, plan, cluster
+        self.ring = plan.collective == "ring"
         self._comes_back = False
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self.meetings = OpenCollectives(self)
-        self.memory: dict[str, Tensor] = {}  # that all workers share, by name
-        self.locks: dict[str, list[SimulatedNode]] = {}  # who has each, and who waits for it
-        self.costs: Costs = cluster.place(workers, servers, seed, colocated)
+        self.memory: dict[str, Tensor] = {}  # shared by all workers, by name
+        self.locks: dict[str, list[SimulatedNode]] = {}  # the holder of each, then those that wait for it
+        self.costs = self._place(plan.servers)
         self.network = Network(self.loop, self.costs)
         self._fibers: list[Fiber] = []
         self._say = say
@@ -68,32 +62,27 @@ class Simulated:
         self._home_state = torch.get_rng_state()
         self.numbers = get_bit_generator()
         self.coordinator: Coordinator = Coordinator(
-            workers=workers,
-            servers=servers,
-            strategy=strategy,
-            seed=seed,
+            plan,
+            strategy,
             clock=lambda: self.loop.now,
             start_servers=self._start_servers,
             tell=self._tell,
             replace=lambda peer: self._comes_back,
             folder=folder,
-            batch_norm=batch_norm,
-            collective=collective,
             say=say,
-            sites=cluster.places(workers),
         )
-        for rank in range(workers):
+        for rank in range(plan.workers):
             self._start(Peer("worker", rank))
         for crash in cluster.failures:
             for rank in crash.workers:
-                if rank < workers:
+                if rank < plan.workers:
                     self.loop.at(crash.at, self._crash, (Peer("worker", rank), crash))
 
     def run(self) -> Coordinator:
         grad, state = torch.is_grad_enabled(), random.getstate()
         try:
             here = self.coordinator
-            # Asked also whether it is finished, for there may be failures still to come.
+            # It may be finished although the cluster has failures left.
             self.loop.run(lambda: here.failure is not None or (bool(here.digest) and here.finished))
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
@@ -108,7 +97,7 @@ class Simulated:
         return self.coordinator
 
     def lend_random_state(self, node: SimulatedNode) -> None:
-        """Puts a worker's own random state in place; servers draw nothing."""
+        """Installs a worker's own random state; servers draw nothing."""
         if node is self._owner or node.me.role == "server":
             return
         if self._owner is not None:
@@ -117,13 +106,15 @@ class Simulated:
         self._owner = node
 
     def _start_servers(self, count: int) -> None:
-        self.costs = self.cluster.place(self.workers, count, self.seed, self._colocated)
-        self.network.costs = self.costs
+        self.network.costs = self.costs = self._place(count)
         for rank in range(count):
             self._start(Peer("server", rank))
 
+    def _place(self, servers: int) -> Costs:
+        return self.cluster.place(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
+
     def _crash(self, which: tuple[Peer, Crash]) -> None:
-        """A worker stops dead, unless it is gone by now; like a process that is killed."""
+        """Stops a worker like a process that is killed, unless it has left already."""
         peer, crash = which
         if peer not in self.coordinator.members:
             return
@@ -140,14 +131,14 @@ class Simulated:
 
     def _start(self, me: Peer, incarnation: int = 0) -> None:
         node = self.nodes[me] = SimulatedNode(self, me, incarnation)
-        if not incarnation:  # later ones are there when they have joined
+        if not incarnation:  # a replacement is present when it has joined
             self.present[me.role].append(me)
         fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
         self._fibers.append(fiber)
         self.loop.at(self.loop.now, fiber.start, None)
 
     def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
-        """A node's life: the user's script from its first to its last line."""
+        """Runs the user's script as this node."""
         node.fiber = fiber
         here = SimulatedContext(node)
         here.come()
@@ -161,11 +152,11 @@ class Simulated:
         except (ServerDone, GreenletExit):
             pass
         except Exception as error:
-            if not node.crashed:  # while it was stopped: a process that is killed says nothing either
+            if not node.crashed:  # a process that is killed reports nothing either
                 self.failed(node.me, error)
 
     def failed(self, peer: Peer, error: Exception) -> None:
-        """A node cannot go on, and so the run cannot."""
+        """Ends the run because a node has failed."""
         if isinstance(error, PolyrhythmError):
             self.coordinator.fail(str(error), error.exit_code)
             return
@@ -174,7 +165,7 @@ class Simulated:
         self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Tells every member, but not whom it is about, what happened."""
+        """Notifies every member except the one that the notice is about."""
         peer = Peer(fields["role"], fields["rank"]) if fields else None
         if peer is not None:
             others = [each for each in self.present[peer.role] if each != peer]

@@ -17,6 +17,7 @@ class Exchange:
     local: w <- mean_j w_j.  average: w <- sum n_j w_j / sum n_j.
     slowmo: u <- beta u + (w_prev - mean) / lr, w <- w_prev - alpha lr u.
     diloco: delta = theta - mean, m <- beta m + delta, theta <- theta - lr (delta + beta m).
+    bmuf: m <- momentum m + mean - theta, theta <- theta + m.
     """
 
     def __init__(self, run: Run, rule: Any, units: list[list[int]]) -> None:
@@ -50,7 +51,10 @@ class Exchange:
             delta = self.theta - y
             self.m = rule.beta * self.m + delta
             y = self.theta - rule.lr * (delta + rule.beta * self.m)
-        policy = getattr(rule, "momentum", "keep")
+        elif rule.name == "bmuf":
+            self.m = rule.momentum * self.m + y - self.theta
+            y = self.theta + self.m
+        policy = getattr(rule, "momentum", "keep") if rule.name != "bmuf" else "keep"
         momentum = mean(b) if policy == "average" else zero()
         for rank in itertools.chain(*units):
             x[rank] = y

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the nodes' own output with a prefix, one live line, and a table at the end."""
+"""The console output of a run: the output of the nodes with a prefix, a progress line, a final table."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-REFRESH = 0.2  # seconds between two states of the live line on a terminal
+REFRESH = 0.2  # seconds between two states of the progress line on a terminal
 REPORT = 5.0  # seconds between two lines of progress in a file or a pipe
 
 
-class Screen:
-    """Writes whole lines, and keeps the live line below them."""
+class Console:
+    """Writes whole lines, and keeps the progress line below them."""
 
     def __init__(self, stream: IO[str] | None = None, quiet: bool = False) -> None:
         self._stream = stream or sys.stderr
         self.live = self._stream.isatty()
         self._quiet = quiet
         self._shown = ""
-        # A file gets no report of a run that is over at once.
+        # A file gets no progress of a very short run.
         self._last = 0.0 if self.live else time.monotonic()
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Writes a permanent line."""
         self._clear()
         self._stream.write(text + "\n")
         self._draw(self._shown)
         self._stream.flush()
 
     def progress(self, text: str) -> None:
-        """What is going on; replaced by the next call."""
+        """Shows the progress line, which the next call replaces."""
         now = time.monotonic()
         if self._quiet or not text or now - self._last < (REFRESH if self.live else REPORT):
             return
@@ -53,7 +53,7 @@ class Screen:
 
     def _draw(self, text: str) -> None:
         if self.live and text:
-            self._stream.write(text[: self._width() - 3])  # if it wrapped, with a ^C, it could not be cleared
+            self._stream.write(text[: self._width() - 3])  # a line that wraps, with ^C, cannot be cleared
             self._shown = text
 
     def _clear(self) -> None:
@@ -67,8 +67,8 @@ class Screen:
             return 80
 
 
-class Spoken(io.TextIOBase):
-    """A stream that hands on whole lines."""
+class LineStream(io.TextIOBase):
+    """A text stream that passes on whole lines."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -85,7 +85,7 @@ class Spoken(io.TextIOBase):
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need; numbers to the right."""
+    """A table whose columns are as wide as necessary; numbers are aligned right."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     right = [all(_numeric(row[column]) for row in rows) for column in range(len(head))]
@@ -105,7 +105,7 @@ def _numeric(text: str) -> bool:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes with a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -114,7 +114,7 @@ def size(count: float) -> str:
 
 
 def shown(metrics: dict[str, Any]) -> list[str]:
-    """Metrics for the live line."""
+    """Metrics for the progress line."""
     return [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in metrics.items()

@@ -1,8 +1,12 @@
-"""The zygote: a process that imports torch once and forks every node.
+"""The fork server: a process that imports torch once and forks every node.
 
-It has one thread for all of its life, so forking is safe, and it owns its children: when the launcher goes,
-however it goes, the socket between them closes and the zygote ends every child before itself. A child in
-turn dies with the zygote, and the launcher then ends what the child had started.
+It has a single thread, so forking is safe. It owns its children: when the launcher ends, in whatever way, the
+socket between them closes, and the fork server ends every child before itself. If the fork server is killed,
+the kernel ends its children, and the launcher ends the processes that they started.
+
+The two talk in JSON: the launcher sends ["fork", ...] with the files for the node's output and ["kill",
+signal]; the fork server sends ["ready", strategy or null], ["failed", why, exit code], ["forked", role, rank,
+pid] and ["exit", role, rank, status].
 """
 
 from __future__ import annotations
@@ -16,37 +20,25 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from importlib import import_module
 
+from polyrhythm.core import extensions
+from polyrhythm.core.errors import PolyrhythmError, UnknownName
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.launch.program import Program
-from polyrhythm.wire.arena import Arenas
+from polyrhythm.launch.signals import POLITE
 
 _PR_SET_PDEATHSIG = 1
 _LIMIT = 1 << 16
-POLITE = (signal.SIGINT, signal.SIGTERM)  # how people, and those who look after processes, ask for an end
 
 
-@dataclass(frozen=True)
-class NodeConfig:
-    """What every node is given at birth. The key never appears in a command line, an environment or a log."""
+class ForkServer:
+    """The launcher's side. The constructor returns at once; "ready" comes when torch is imported.
 
-    key: bytes = field(repr=False)
-    host: str  # nodes with the same host share memory
-    began: float
-    threads: int
-    wait: float
-    listen: str
-    arenas: Arenas | None = None
-    collective: str = "auto"
-    strategy: str = ""  # what has to be compiled is what it needs
-
-
-class Zygote:
-    """The launcher's handle on it. `start` returns at once; the zygote says "ready" when torch is there.
-
-    What is `private` to the launcher the zygote closes: a connection ends with its launcher, not with nodes.
+    The fork server closes the sockets in `private`: such a connection must end with its launcher.
     """
 
     def __init__(self, program: Program, config: NodeConfig, private: Sequence[socket.socket] = ()) -> None:
@@ -54,8 +46,8 @@ class Zygote:
         sys.stdout.flush()
         sys.stderr.flush()
         self._ready = False
-        self._groups: dict[Peer, int] = {}  # the nodes that live, each with the process group it leads
-        # What a signal raises while Python forks is lost, in one of its hooks.
+        self._groups: dict[Peer, int] = {}  # the process group of each living node
+        # An exception that a signal handler raises while Python forks would be lost.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
         self.pid = os.fork()
         if self.pid == 0:
@@ -63,35 +55,32 @@ class Zygote:
                 self._socket.close()
                 for each in private:
                     os.close(each.detach())
-                _Forker(there, program, config).run(mask)
+                _Server(there, program, config).run(mask)
             finally:
                 os._exit(0)
         there.close()
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        except BaseException:  # it came meanwhile
+        except BaseException:  # a signal came meanwhile
             self.close()
             raise
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def fork(
-        self, peer: Peer, incarnation: int, arena: int, coordinator: str, outputs: tuple[int, int]
-    ) -> None:
+    def fork(self, start: NodeStart, outputs: tuple[int, int]) -> None:
         """Asks for a node whose standard output and error are these files."""
-        command = ["fork", peer.role, peer.rank, incarnation, arena, coordinator]
-        with contextlib.suppress(OSError):  # if it is gone, `hear` tells
+        command = ["fork", start.peer.role, start.peer.rank, *start[1:]]
+        with contextlib.suppress(OSError):  # if it is gone, `receive` tells
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(outputs))
 
     def kill(self, number: int) -> None:
-        """Sends a signal to every node that still lives, and to what it started."""
+        """Sends a signal to every living node, and to the processes that it started."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(["kill", int(number)]).encode())
 
-    def hear(self) -> list[object]:
-        """What the zygote says next: ["ready"], ["failed", why], ["forked", role, rank, pid],
-        ["exit", role, rank, status], or [] when it is gone."""
+    def receive(self) -> list[object]:
+        """The next message of the fork server, or [] when it is gone."""
         try:
             data = self._socket.recv(_LIMIT)
         except ConnectionError:
@@ -108,24 +97,24 @@ class Zygote:
         """Ends it with all its children."""
         self._socket.close()
         if not self._ready:
-            os.kill(self.pid, signal.SIGKILL)  # it has no children yet, and may be long in importing torch
+            os.kill(self.pid, signal.SIGKILL)  # it has no children yet, and importing torch takes long
         with contextlib.suppress(ChildProcessError):
             status = os.waitpid(self.pid, 0)[1]
-            if os.WIFSIGNALED(status):  # it could not end what its children have started
+            if os.WIFSIGNALED(status):  # it could not end the processes that its children have started
                 for group in self._groups.values():
                     _end_group(group)
 
 
-class _Forker:
-    """The zygote's own side."""
+class _Server:
+    """The fork server's own side."""
 
     def __init__(self, there: socket.socket, program: Program, config: NodeConfig) -> None:
-        self._there, self._program, self._passport = there, program, config
+        self._there, self._program, self._config = there, program, config
         self._children: dict[int, Peer] = {}
 
     def run(self, mask: set[int | signal.Signals]) -> None:
         for number in POLITE:
-            signal.signal(number, signal.SIG_IGN)  # the launcher hears them and ends all of us in order
+            signal.signal(number, signal.SIG_IGN)  # the launcher gets them too, and ends all nodes in order
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         read, write = os.pipe()
         for end in (read, write):
@@ -138,16 +127,13 @@ class _Forker:
             for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
                 import_module(name)
         except Exception as error:
-            return self._say("failed", f"torch cannot be imported: {error!r}")
-        if self._passport.strategy:  # compiled once here too, for numbers of the usual kind
-            import torch
-
-            from polyrhythm.core.registry import parse
-
-            with contextlib.suppress(Exception):  # whatever it is, the nodes will say so
-                parse(self._passport.strategy).prepare(torch.float32)
+            return self._say("failed", f"torch cannot be imported: {error!r}", 1)
         try:
-            self._say("ready")
+            strategy = self._resolve()
+        except PolyrhythmError as error:
+            return self._say("failed", str(error), error.exit_code)
+        try:
+            self._say("ready", strategy.to_json() if strategy is not None else None)
             while True:
                 ready, _, _ = select.select([self._there.fileno(), read], [], [])
                 if read in ready:
@@ -160,7 +146,35 @@ class _Forker:
         finally:
             self._kill(signal.SIGKILL)
 
+    def _resolve(self) -> ResolvedStrategy | None:
+        """Imports the modules of the plan and settles its strategy; None if only the script can define it.
+
+        What the strategy needs compiled is compiled here, once for all nodes, for the usual 32-bit floats.
+        """
+        import torch
+
+        from polyrhythm.session.settle import planned, settle
+
+        plan, settled = self._config.plan, self._config.strategy
+        extensions.search(self._program.folder)
+        extensions.import_modules(plan.imports)
+        if plan.strategy is None:
+            return None
+        try:
+            strategy = planned(plan)
+        except UnknownName:
+            if not self._program.may_define(plan.strategy):
+                raise
+            return None
+        if settled is None:
+            settled = settle(plan, strategy)
+            self._config = replace(self._config, strategy=settled)
+        with contextlib.suppress(Exception):  # the nodes report it
+            strategy.prepare(torch.float32)
+        return settled
+
     def _obey(self) -> bool:
+        """Executes the launcher's next command; False when the launcher is gone."""
         data, files, _, _ = socket.recv_fds(self._there, _LIMIT, 2)
         if not data:
             return False
@@ -168,19 +182,20 @@ class _Forker:
         if command[0] == "kill":
             self._kill(command[1])
         else:
-            self._fork(Peer(command[1], command[2]), command[3], command[4], command[5], files)
+            _, role, rank, *rest = command
+            self._fork(NodeStart(Peer(role, rank), *rest), files)
         return True
 
-    def _fork(self, peer: Peer, incarnation: int, arena: int, coordinator: str, files: list[int]) -> None:
+    def _fork(self, start: NodeStart, files: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            self._children[pid] = peer
-            self._say("forked", peer.role, peer.rank, pid)
+            self._children[pid] = start.peer
+            self._say("forked", start.peer.role, start.peer.rank, pid)
             for file in files:
                 os.close(file)
             return
-        os.setsid()  # a group of its own, so that what it starts can be ended with it
+        os.setsid()  # a group of its own, so that the processes it starts can be ended with it
         _die_with(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -194,7 +209,7 @@ class _Forker:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from polyrhythm.launch import child
 
-        child.be(peer, incarnation, arena, coordinator, self._passport, self._program)
+        child.run_and_exit(start, self._config, self._program)
 
     def _reap(self) -> None:
         while True:
@@ -205,7 +220,7 @@ class _Forker:
             if not pid:
                 return
             peer = self._children.pop(pid, None)
-            _end_group(pid)  # what the node started and left behind
+            _end_group(pid)  # the processes that the node started and left behind
             if peer is not None:
                 self._say("exit", peer.role, peer.rank, os.waitstatus_to_exitcode(status))
 

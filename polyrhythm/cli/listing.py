@@ -1,0 +1,107 @@
+"""What `strategies` and `codecs` have in common: the list of all classes of a kind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrhythm.cli.training import Commands, add_import
+
+if TYPE_CHECKING:
+    from polyrhythm.core.grammar import Configured
+    from polyrhythm.core.registry import Kind, Row
+
+
+def add_listing(
+    commands: Commands, name: str, kind: str, execute: Callable[[argparse.Namespace, Sequence[str]], int]
+) -> None:
+    command = commands.add_parser(
+        name,
+        help=f"list every {kind} with its fields, defaults and paper",
+        description=f"Lists every {kind} with its fields, defaults and paper: those that are built in, those "
+        "of installed plug-ins, and those of the modules named by --import.",
+    )
+    command.add_argument(
+        "name", nargs="?", metavar="NAME",
+        help=f"one {kind}: what it does, and what its fields mean; or a script (train.py), to list those "
+        "that it defines",
+    )  # fmt: skip
+    add_import(command)
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(execute=execute)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The list of all classes of one kind."""
+
+    kind: Kind
+    introduction: Callable[[], str]
+    base: type  # its docstring explains the fields that many classes share
+    which: str  # those classes, in words
+
+    def show(self, options: argparse.Namespace) -> None:
+        from polyrhythm.core import extensions
+        from polyrhythm.core.grammar import find
+        from polyrhythm.core.registry import describe, registered
+        from polyrhythm.core.resolve import SCRIPT
+        from polyrhythm.launch.program import Program
+
+        one: str | None = options.name
+        script = Path(one) if one is not None and one.endswith(".py") else None
+        extensions.search(None if script is None else script.parent)
+        extensions.import_modules(options.imports)
+        for failure in extensions.load_plugins(self.kind):
+            print(f"polyrhythm: {failure}", file=sys.stderr)
+        if script is not None:
+            Program(script).import_script()
+        rows = describe(self.kind, own=True)
+        if script is not None:
+            rows = [row for row in rows if row.origin == SCRIPT]
+            if not rows and not options.json:
+                print(f"{script} defines no {self.kind}")
+        elif one is not None:
+            found = find(self.kind, registered(self.kind), one)
+            rows = [row for row in rows if row.name == found.name]
+        if options.json:
+            print(json.dumps([row._asdict() for row in rows]))
+        else:
+            self._print(rows, registered(self.kind), one)
+
+    def _print(self, rows: Sequence[Row], known: Mapping[str, type[Configured]], one: str | None) -> None:
+        if one is None:
+            print(self.introduction())
+        for row in rows:
+            cls = known[row.name]
+            print(f"{row.name}:{cls.main.upper()}" if cls.main else row.name)
+            said = row.summary if one is None else _doc(cls)
+            print(textwrap.indent(said, "    ") + ("" if one is None else "\n"))
+            for name, takes, default in sorted(row.fields, key=lambda field: field[0] != cls.main):
+                print(f"    {name} = {default}  ({takes})")
+            if row.origin:
+                print(f"    defined in {_origin(cls)}")
+            print(f"    {row.paper}\n" if row.paper else "")
+        if one is None or any(issubclass(known[row.name], self.base) for row in rows):
+            print(f"What the fields decide that {self.which} have:")
+            for line in (self.base.__doc__ or "").splitlines():
+                if line.startswith(("    - ", "      ")):
+                    print(line)
+
+
+def _origin(cls: type) -> str:
+    """The file of a class, or its module."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return str(file or cls.__module__)
+
+
+def _doc(cls: type) -> str:
+    """The docstring of a class, without the example in Python."""
+    import inspect
+
+    return (inspect.getdoc(cls) or "").partition("\n>>>")[0].strip()

@@ -1,0 +1,34 @@
+"""`polyrhythm strategies`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from polyrhythm.cli.listing import Listing, add_listing
+from polyrhythm.cli.training import Commands
+
+INTRODUCTION = """\
+A strategy is written name:value,field=value; the value after the colon sets the first field.
+After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.
+Two, as in allreduce / diloco:50, are one inside each site and another between the sites:
+inside there can be {inside}, between {between}.
+`polyrhythm strategies NAME` tells what one does, and what its fields mean.
+"""
+
+
+def add(commands: Commands) -> None:
+    add_listing(commands, "strategies", "strategy", execute)
+
+
+def execute(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from polyrhythm.strategies.server.parameter_server import ParameterServer
+
+    Listing("strategy", _introduction, ParameterServer, "many strategies with servers").show(options)
+    return 0
+
+
+def _introduction() -> str:
+    from polyrhythm.strategies.two_level import able
+
+    return INTRODUCTION.format(inside=able("inside_sites"), between=able("between_sites"))

@@ -1,0 +1,125 @@
+"""What `run` and `simulate` have in common: options, the plan and the report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyrhythm.cli.output import silent
+from polyrhythm.collectives.choose import WAYS
+
+if TYPE_CHECKING:
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.launch.api import Output
+    from polyrhythm.launch.program import Program
+
+Commands = Any  # argparse's subparsers have no public type
+Execute = Callable[["Program", "Plan", "Output"], dict[str, Any]]
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("script", help="the training script")
+    command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
+    command.add_argument(
+        "-s", "--strategy", metavar="S",
+        help="how the workers keep time, such as allreduce, async or local:8, or inside sites and between "
+        "them: 'allreduce / diloco:50'; wins over the one in the script",
+    )  # fmt: skip
+    add_import(command)
+    command.add_argument(
+        "--batch-norm", metavar="B",
+        help="BatchNorm's statistics: local (each worker keeps its own), rank0, mean, sync or recompute; "
+        "wins over the one in the script",
+    )  # fmt: skip
+    command.add_argument(
+        "--servers", type=_servers, default=0, metavar="P",
+        help="parameter servers, if the strategy uses them (1); colocated: one beside each worker",
+    )  # fmt: skip
+    command.add_argument(
+        "--collective", default="auto", metavar="C",
+        help="how workers all-reduce: " + "; ".join(f"{name}, {text}" for name, text in WAYS.items()),
+    )  # fmt: skip
+    command.add_argument("--seed", type=int, default=0, help="of models, data order and simulated time (0)")
+    command.add_argument(
+        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
+    )
+    command.add_argument("--runs", default="runs", metavar="DIR", help="where run folders go (%(default)s)")
+    command.add_argument("--name", help="name of the run folder (date and strategy)")
+    command.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress")
+
+
+def add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="a module that defines strategies or codecs, beside the script, in this folder or on "
+        "PYTHONPATH; may be repeated. Those that the script itself defines need no --import",
+    )  # fmt: skip
+
+
+def _servers(text: str) -> int | str:
+    """A number, or a word; the launcher knows which words there are."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def planned(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Program, Plan]:
+    """The program and the plan that the common options describe."""
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.launch.planning import counted
+    from polyrhythm.launch.program import Program
+
+    program = Program(options.script, rest)
+    plan = Plan(
+        strategy=options.strategy, workers=options.workers,
+        servers=counted(options.servers, options.workers), colocated=options.servers == "colocated",
+        imports=tuple(options.imports), batch_norm=options.batch_norm, collective=options.collective,
+        seed=options.seed, threads=options.threads, cluster=options.cluster, world=options.command,
+        program=program.name, arguments=tuple(rest),
+    )  # fmt: skip
+    return program, plan
+
+
+def train(execute: Execute, program: Program, plan: Plan, options: argparse.Namespace) -> int:
+    """Executes a plan and prints the report."""
+    from polyrhythm.launch.api import Output
+    from polyrhythm.launch.console import Console
+
+    output = Output(options.runs, options.name, Console(sys.stderr, quiet=options.quiet))
+    with silent() if options.json else contextlib.nullcontext():
+        summary = execute(program, plan, output)
+    if options.json:
+        print(json.dumps(summary))
+    else:
+        _report(summary)
+    return 0
+
+
+def _report(summary: dict[str, Any]) -> None:
+    from polyrhythm.launch.console import HEAD, row, size, table
+
+    print(table(HEAD, [row(summary)]))
+    others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
+    if others:
+        print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))
+    if summary.get("bytes_between_sites"):
+        print(f"between sites: {size(summary['bytes_between_sites'])}")
+    if summary["dropped"]:
+        print(f"dropped: {summary['dropped']:,} updates that came too late")
+    if "lost_updates" in summary:
+        counted, lost, share = (summary["lost_updates"][key] for key in ("counted", "lost", "share"))
+        print(f"lost updates: {lost:,} of {counted:,} that were counted ({share:.2g})")
+    if summary["samples_left_out"]:
+        print(f"left out: {summary['samples_left_out']:,} examples of epochs in which their workers died")
+    for node, reason in summary["lost"].items():
+        times = summary["replaced"].get(node, 0)
+        then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"
+        print(f"lost: {node} {reason}; {then}")
+    if "folder" in summary:
+        print(f"folder: {summary['folder']}")

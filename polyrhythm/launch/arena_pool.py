@@ -1,0 +1,36 @@
+"""ArenaPool: the shared-memory arenas of a host, and which incarnation of a node works in which."""
+
+from __future__ import annotations
+
+from polyrhythm.core.peer import Peer
+from polyrhythm.wire.arena import Arenas
+
+ARENA = 1 << 38  # bytes of address space per node; only the part that is used becomes memory
+
+
+class ArenaPool:
+    """Assigns an arena to each incarnation of a node.
+
+    A dead worker's arena stays assigned while servers may read or write there, so replacements start in spare
+    arenas. Any thread may release; one thread takes. One more arena, the last, is common to all nodes.
+    """
+
+    def __init__(self, first: int, spare: int) -> None:
+        self.arenas = Arenas(first + spare + 1, ARENA)
+        self._first, self._spare = list(range(first)), list(range(first, first + spare))
+        self._taken: dict[tuple[Peer, int], int] = {}
+
+    def take(self, peer: Peer, incarnation: int) -> int | None:
+        """Assigns an arena to this incarnation; None if all are taken."""
+        free = self._spare if incarnation else self._first
+        if not free:
+            return None
+        arena = self._taken[peer, incarnation] = free.pop(0)
+        return arena
+
+    def release(self, peer: Peer, incarnation: int) -> None:
+        """Frees the arena of this incarnation, if it had one on this host: no node uses it any longer."""
+        arena = self._taken.pop((peer, incarnation), None)
+        if arena is not None:
+            self.arenas.clear(arena)
+            self._spare.append(arena)

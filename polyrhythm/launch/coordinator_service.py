@@ -1,0 +1,102 @@
+"""CoordinatorService: the coordinator on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.core.errors import PolyrhythmError, WaitError
+from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
+from polyrhythm.launch.hosts import HOST
+from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.transport import Transport
+
+
+class CoordinatorService:
+    """Feeds the coordinator with the messages of nodes, in a thread of its own, and tells nodes its notices.
+
+    Whoever touches the coordinator holds `lock`. `from_host` gets the messages of other launchers, `ended` is
+    called when the run is over.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        transport: Transport,
+        lock: threading.RLock,
+        from_host: Callable[[Incoming], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._coordinator, self._transport, self._lock = coordinator, transport, lock
+        self._from_host, self._ended = from_host, ended
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="polyrhythm coordinator")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Makes the thread end soon; `join` waits for it."""
+        self._closed = True
+
+    def join(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Notifies every member except the one that the notice is about."""
+        peer = Peer(fields["role"], fields["rank"]) if fields else None
+        for other in list(self._coordinator.members):
+            if other != peer:
+                with contextlib.suppress(PolyrhythmError):
+                    # No retry: a member that cannot be reached is dead too, and its end will be reported.
+                    self._transport.send(other, kind, fields=fields, retry=False)
+        if peer is not None and kind == "left":
+            self._transport.lost(peer, fields["reason"])
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                incoming = self._transport.receive(timeout=0.2)
+                if incoming is None:
+                    continue
+                with self._lock:
+                    self._handle(incoming)
+                    ended = self._coordinator.failure is not None or self._coordinator.finished
+            except PolyrhythmError:
+                continue
+            except Exception as error:  # such as a full disk: without this thread all nodes would wait
+                with self._lock, contextlib.suppress(OSError):
+                    self._coordinator.fail(f"the coordinator failed: {type(error).__name__}: {error}")
+                ended = True
+            if ended:
+                self._ended()
+
+    def _handle(self, incoming: Incoming) -> None:
+        coordinator, sender = self._coordinator, incoming.sender
+        if sender.role == HOST:
+            return self._from_host(incoming)
+        incarnation = incoming.sequence >> INCARNATION_SHIFT
+        if incoming.kind == "result":
+            self._transport.reply(incoming)
+            if incarnation != coordinator.incarnations[sender]:
+                return  # its replacement will bring the result again
+            blob = bytes(incoming.buffers[0].view)
+            coordinator.result(sender, incoming.fields["digest"], blob)
+            return
+
+        def respond(fields: dict[str, Any]) -> None:
+            if incoming.asked:
+                try:
+                    self._transport.reply(incoming, fields=fields)
+                except WaitError:
+                    pass  # it is gone, and its end will be reported
+                except PolyrhythmError as error:
+                    coordinator.fail(str(error), error.exit_code)
+
+        if incoming.kind == "join" and incarnation == coordinator.incarnations[sender]:
+            self._transport.introduce(sender, incoming.fields["place"][0])
+        coordinator.handle(sender, incoming.kind, incoming.fields, respond, incarnation)

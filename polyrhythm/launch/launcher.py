@@ -1,0 +1,284 @@
+"""The launcher: one run, its coordinator, and the nodes of this host.
+
+The launcher holds the coordinator and never imports torch; `NodeProcesses` are the processes here. Workers
+on other hosts belong to launchers there (`launch/joiner.py`), which take orders from this one. Everything
+ends in `_end`: after success, failure, Ctrl-C or SIGTERM no process, socket or shared memory is left on any
+host.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from typing import Any
+
+from polyrhythm.coordination.coordinator import COORDINATOR, Coordinator
+from polyrhythm.core.errors import Interrupted, UsageError
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.launch.arena_pool import ArenaPool
+from polyrhythm.launch.console import Console, shown
+from polyrhythm.launch.coordinator_service import CoordinatorService
+from polyrhythm.launch.fork_server import ForkServer
+from polyrhythm.launch.hosts import HOST, listing
+from polyrhythm.launch.node_config import NodeConfig
+from polyrhythm.launch.nodes import GRACE, NodeProcesses, threads_each
+from polyrhythm.launch.program import Program
+from polyrhythm.launch.remote_hosts import RemoteHosts
+from polyrhythm.launch.signals import cause, handled_by
+from polyrhythm.record.folder import RunFolder
+from polyrhythm.wire.transport import Transport
+
+SPARE = 16  # arenas for servers that only the script asks for
+FAREWELL = 2 * GRACE + 2.0  # seconds for other hosts to end their nodes
+
+
+class Launcher:
+    """Runs a program on processes of this host, and of those that join."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        strategy: ResolvedStrategy | None = None,
+        key: bytes | None = None,
+        folder: RunFolder | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console(quiet=True)
+        self._plan = plan
+        self._restarts, self._rescued = plan.restarts, False
+        here = plan.local_workers
+        threads = threads_each(plan.threads, here)
+        self._pool = ArenaPool(here + max(plan.servers, SPARE), min(here, plan.restarts) + 1)
+        self._began = time.monotonic()
+        self._deadline = self._began + plan.timeout  # for other hosts to join
+        secret = key or secrets.token_bytes(32)
+        # With TCP on a single host tensors travel over TCP too, as they would between hosts.
+        shared = self._pool.arenas if plan.listen == "unix:" or here < plan.workers else None
+        config = NodeConfig(
+            plan, secret, secrets.token_hex(8), self._began, threads, _any_port(plan.listen), shared, strategy
+        )
+        self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(plan.workers)]
+        self._wake, self._woken = os.pipe()
+        self._lock = threading.RLock()
+        self.started = self._ending = False
+        self._nodes: NodeProcesses | None = None
+        self._transport: Transport | None = None
+        self._service: CoordinatorService | None = None
+        try:
+            self.coordinator = Coordinator(
+                plan, strategy, folder=folder, clock=lambda: time.monotonic() - self._began,
+                start_servers=self._start_servers, tell=self._tell, replace=self._replace,
+                rescue=self._rescue, released=self._released, say=self._console.line,
+            )  # fmt: skip
+            # Before any thread starts: a process with threads should not fork.
+            self._nodes = NodeProcesses(
+                ForkServer(program, config),
+                self._pool,
+                self._console,
+                self._exited,
+                self._broken,
+                self._settled,
+            )
+            self._nodes.watch(self._wake, lambda: os.read(self._wake, 4096))
+            self._transport = _listen(plan, secret, self._console)
+            self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._nudge)
+            self._service = CoordinatorService(
+                self.coordinator, self._transport, self._lock, self._hosts.receive, self._nudge
+            )
+        except BaseException:
+            self._close()
+            raise
+
+    def run(self) -> Coordinator:
+        """Trains to the end; returns the coordinator, which knows the result or the failure."""
+        assert self._service is not None
+        self._service.start()
+        try:
+            self._loop()
+        except Interrupted as end:
+            with self._lock:
+                self.coordinator.fail(str(end), end.exit_code)
+        finally:
+            with handled_by(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleanup
+                try:
+                    self._end()
+                finally:
+                    self._close()
+                    self._console.close()
+        return self.coordinator
+
+    # --- for the coordinator ------------------------------------------------------------------------
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        assert self._service is not None
+        self._service.tell(kind, fields)
+
+    def _replace(self, peer: Peer) -> bool:
+        """Decides whether a dead worker is replaced; its host must still take part."""
+        if self._restarts == 0 or self._hosts.registry.homeless(peer):
+            return False
+        self._restarts -= 1
+        return self._want(peer)
+
+    def _rescue(self, peer: Peer) -> bool:
+        """Replaces the last worker once, so that the parameters that servers hold can be saved."""
+        if self._rescued:
+            return False
+        self._rescued = True
+        return self._want(peer)
+
+    def _want(self, peer: Peer) -> bool:
+        self._wanted.append(peer)
+        self._nudge()
+        return True
+
+    def _released(self, peer: Peer, incarnation: int) -> None:
+        """Frees the memory of a dead worker: no node uses it any longer."""
+        home = self._hosts.registry.home(peer)
+        if home is not None:
+            self._hosts.order(home, "released", rank=peer.rank, incarnation=incarnation)
+        else:
+            self._pool.release(peer, incarnation)
+            self._nudge()
+
+    def _start_servers(self, count: int) -> None:
+        self._wanted += [Peer("server", rank) for rank in range(count)]
+        self._nudge()
+
+    def _nudge(self) -> None:
+        """Wakes the loop."""
+        os.write(self._woken, b"!")
+
+    # --- for other hosts ----------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        return self._ending or self.coordinator.failure is not None
+
+    def terms(self) -> dict[str, Any]:
+        return {"plan": self.coordinator.settled_plan.to_json(), "elapsed": self.coordinator.clock()}
+
+    def died(self, peer: Peer, reason: str) -> None:
+        """Handles the end of a node's process; the coordinator knows whether it was expected."""
+        deaths = self.coordinator.deaths
+        self.coordinator.died(peer, reason)
+        if self.coordinator.deaths > deaths and self.coordinator.failure is None:
+            then = "the others train on"
+            if peer in self.coordinator.expected:
+                left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
+                then = f"another takes its place ({left})"
+            self._console.line(f"{peer} {reason}; {then}")
+
+    # --- processes ----------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        """Starts wanted nodes, forwards output and shows progress until the run has ended."""
+        assert self._nodes is not None and self._transport is not None
+        registry = self._hosts.registry
+        if registry.free:
+            self._hosts.invite()
+        while True:
+            self._nodes.poll(0.2)
+            with self._lock:
+                if registry.free and time.monotonic() > self._deadline:
+                    self.coordinator.fail(
+                        f"waited {self._plan.timeout:.0f} s for another host to bring "
+                        f"{listing(registry.free)}; none did"
+                    )
+                if self.coordinator.failure is not None or self.coordinator.finished:
+                    return
+                if self._nodes.ready and not registry.free:
+                    self._place(self._nodes)
+                text = self._progress()
+            self._nodes.start(self._transport.address)
+            self._console.progress(text)
+
+    def _place(self, nodes: NodeProcesses) -> None:
+        """Has the wanted nodes started on their hosts."""
+        self.started = True
+        wanted, self._wanted = self._wanted, []
+        for peer in wanted:
+            incarnation, home = self.coordinator.incarnations[peer], self._hosts.registry.home(peer)
+            if home is None:
+                nodes.want(peer, incarnation)
+            else:
+                self._hosts.order(home, "fork", rank=peer.rank, incarnation=incarnation)
+
+    def _exited(self, peer: Peer, status: int) -> None:
+        with self._lock:
+            self.died(peer, cause(status))
+
+    def _broken(self, why: str, exit_code: int) -> None:
+        with self._lock:
+            self.coordinator.fail(why, exit_code)
+
+    def _settled(self, strategy: ResolvedStrategy) -> None:
+        """The fork server knows the strategy, from a module that only it has imported."""
+        with self._lock:
+            if self.coordinator.strategy is None:
+                self.coordinator.settle(strategy)
+
+    def _progress(self) -> str:
+        coordinator = self.coordinator
+        if not coordinator.running:
+            starts = self._console.live and not self._hosts.registry.free
+            return f"starting {self._plan.workers} workers ..." if starts else ""
+        steps, samples = coordinator.progress()
+        seconds = max(coordinator.clock() - coordinator.began, 1e-9)
+        epoch, epochs = coordinator.epoch
+        parts = [str(coordinator.strategy), f"{seconds:.0f} s"]
+        parts += [f"epoch {epoch} of {epochs}"] if epochs else []
+        parts += shown(coordinator.metrics)
+        parts += [f"{samples / seconds:,.0f} samples/s", f"step {steps:,}"]
+        return "  ".join(parts)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Waits for nodes that are done, and ends the others, on all hosts."""
+        assert self._nodes is not None
+        with self._lock:
+            self._ending = True
+            failure, hosts = self.coordinator.failure, list(self._hosts.registry.joined)
+        for who in hosts:
+            message, code = (failure.message, failure.exit_code) if failure else ("", 0)
+            self._hosts.order(who, "end", message=message, exit_code=code)
+        self._nodes.end(failed=failure is not None)
+        until = time.monotonic() + FAREWELL
+        while self._hosts.registry.joined and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _close(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+        if self._nodes is not None:
+            self._nodes.close()
+        if self._transport is not None:
+            self._transport.close()
+        if self._service is not None:
+            self._service.join()  # before the pipe that it writes to is closed
+        self._pool.arenas.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+
+def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
+    """The coordinator's transport."""
+    try:
+        transport = Transport(COORDINATOR, key, listen=plan.listen, wait=plan.timeout, on_error=console.line)
+    except OSError as error:
+        where, why = plan.listen.partition(":")[2], str(error.strerror).partition(" (")[0]
+        raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None
+    transport.mourned = HOST
+    return transport
+
+
+def _any_port(listen: str) -> str:
+    """Where nodes listen: on the coordinator's interface, each at a port of its own."""
+    return f"{listen.rsplit(':', 1)[0]}:0" if listen.startswith("tcp:") else "unix:"

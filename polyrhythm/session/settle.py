@@ -1,0 +1,53 @@
+"""Settles which strategy a run trains with, in a process that knows the strategy's class.
+
+That is the launcher, if the strategy is built in; the process that forks the nodes, if it is in a module that
+the plan imports; or the first node, if the script defines or chooses it. All of them do it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polyrhythm.collectives import choose
+from polyrhythm.core.codec import Reduction
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.plan import Plan
+from polyrhythm.core.resolve import ResolvedStrategy, load, resolved
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.session import batch_norm as norms
+
+DEFAULT = "allreduce"
+
+
+def planned(plan: Plan, script: Strategy | None = None) -> Strategy:
+    """The strategy of the plan, else the script's, else the default."""
+    if plan.strategy is not None:
+        return load(plan.strategy, plan.classes)
+    return script if script is not None else load(DEFAULT)
+
+
+def settle(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
+    """Checks that a strategy can do what was planned; raises UsageError if not."""
+    traits = strategy.traits
+    norms.check(plan.batch_norm or norms.DEFAULT, strategy)
+    if plan.servers and not traits.uses_servers:
+        raise UsageError(f"{strategy} needs no servers; leave --servers out")
+    choose.check_codec(plan.collective, strategy)
+    strategy.check(replace(plan, servers=max(1, plan.servers) if traits.uses_servers else 0))
+    if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
+        raise UsageError(
+            f"{strategy} works on memory that all workers share, so they must be on one host: leave --here "
+            "and --listen out, or use a strategy that sends, such as async"
+        )
+    if plan.restarts and not traits.survives:
+        raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
+    return resolved(strategy, _notes(plan, strategy))
+
+
+def _notes(plan: Plan, strategy: Strategy) -> tuple[str, ...]:
+    codecs = [] if strategy.traits.uses_servers else [part.codec for part in strategy.parts]
+    return tuple(
+        f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
+        for codec in codecs
+        if plan.collective == "ring" and codec is not None and codec.reduction is Reduction.HOPS
+    )
