@@ -42,12 +42,12 @@ class Lock(ABC):
 
     @property
     def mutex(self) -> memoryview | None:
-        """The mutex that compiled code may take by itself, again and again (see `row_loops`); None if there
-        is none, as in simulation."""
+        """The mutex that compiled code takes by itself (see `optim.sparse_sgd_loops`); None if there is none,
+        as in simulation."""
         return None
 
     def waited(self, seconds: float) -> None:
-        """Compiled code has waited so long: raises WaitError, which names the holder, if it is in vain."""
+        """Called when compiled code has waited so long. WaitError, which names the holder, if too long."""
 
 
 class Memory(ABC):
@@ -176,3 +176,8 @@ class Node(ABC):
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
         """Notes what this node has done so far, for progress and the summary."""
+
+
+def others(node: Node) -> list[Peer]:
+    """All other workers of the run, as far as this node has been told."""
+    return [peer for peer in node.members.workers if peer != node.me]

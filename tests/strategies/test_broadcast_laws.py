@@ -26,10 +26,11 @@ from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import PolyrhythmError, UsageError, WireError
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
-from polyrhythm.model.replica import Replica
-from polyrhythm.strategies.broadcast import reliable_broadcast as courier
+from polyrhythm.core.plan import Plan
+from polyrhythm.model.vectors import cloned
+from polyrhythm.strategies.broadcast import reliable_broadcast
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
-from polyrhythm.strategies.broadcast.strategy import Broadcast
+from polyrhythm.strategies.broadcast.strategy import BroadcastWorker
 from polyrhythm.worlds.simulated.node import SimulatedNode
 from tests.support.combine import each_value, few
 from tests.support.planes import MODELS, Plane, equal
@@ -59,11 +60,11 @@ class Watch:
     emitted: dict[str, list[Emitted]] = field(default_factory=lambda: defaultdict(list))
     codes: dict[tuple[str, int], tuple[bytes, ...]] = field(default_factory=dict)
 
-    def total(self, replica: Replica, unit: float) -> list[Tensor]:
-        """The sum of all messages that a replica says it has."""
-        book = replica.notes["courier"].ledger
-        sums = [torch.zeros_like(vector) for vector in book.counts]
-        for origin, number in book.have.items():
+    def total(self, worker: BroadcastWorker) -> list[Tensor]:
+        """The sum of all messages that a worker says it knows."""
+        log, unit = worker.broadcast.log, worker.strategy.unit
+        sums = [torch.zeros_like(vector) for vector in log.counts]
+        for origin, number in log.known.items():
             for each in range(1, number + 1):
                 for place, code in zip(sums, self.codes[origin, each], strict=True):
                     selection.count(torch.frombuffer(bytearray(code), dtype=torch.uint8), place, unit)
@@ -74,18 +75,15 @@ class Watch:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """What happens in a simulation, seen from outside."""
     seen = Watch()
-    emit, add = Broadcast._emit, DeliveryLog.add
+    emit, add = BroadcastWorker._emit, DeliveryLog.add
 
-    def emitting(self: Broadcast, node: Any, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
-        before = [part.clone() for part in replica.residual]
-        codes = emit(self, node, replica, update)
+    def emitting(self: BroadcastWorker) -> list[Tensor]:
+        before, update = cloned(self.residual), cloned(self.update)
+        codes = emit(self)
         sent = [torch.zeros(len(part), dtype=torch.int32) for part in update]
         for code, place in zip(codes, sent, strict=False):
-            selection.count(code, place, self.unit)
-        kept = [part.clone() for part in replica.residual]
-        seen.emitted[replica.notes["courier"].origin].append(
-            Emitted(before, [part.clone() for part in update], sent, kept)
-        )
+            selection.count(code, place, self.strategy.unit)
+        seen.emitted[self.broadcast.origin].append(Emitted(before, update, sent, cloned(self.residual)))
         return codes
 
     def adding(
@@ -96,20 +94,20 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
             assert seen.codes.setdefault((origin, number), plain) == plain
         return add(self, origin, number, codes, first)
 
-    monkeypatch.setattr(Broadcast, "_emit", emitting)
+    monkeypatch.setattr(BroadcastWorker, "_emit", emitting)
     monkeypatch.setattr(DeliveryLog, "add", adding)
     return seen
 
 
 @dataclass
 class Training:
-    """A little training, in which workers may kill themselves; keeps the replica of each life."""
+    """A little training, in which workers may kill themselves; keeps the worker of each incarnation."""
 
     epochs: int = 3
     size: int = 96
     pause: float = 0.0
     dies: dict[int, int] = field(default_factory=dict)  # the step before which a worker dies, by rank
-    replicas: dict[tuple[int, int], Replica] = field(default_factory=dict)
+    workers: dict[tuple[int, int], BroadcastWorker] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -120,7 +118,7 @@ class Training:
         model, optimizer, loader = here.prepare(
             model, optimizer, DataLoader(examples, batch_size=4, shuffle=True)
         )
-        self.replicas[here.rank, incarnation] = here._replica
+        self.workers[here.rank, incarnation] = here._worker
         here.log(before=Script.loss(here.consensus(), examples))
         for _ in range(self.epochs):
             for x, y in loader:
@@ -177,17 +175,18 @@ def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
     steps = [step for steps in watch.emitted.values() for step in steps]
     total = [sum(parts) for parts in zip(*(step.sent for step in steps), strict=True)]
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
-    for replica in plane.replicas.values():
-        assert equal(replica.notes["courier"].ledger.counts, total)
-        assert equal(watch.total(replica, 0.25), total)
-    first = plane.replicas[0]
-    shown = first.buffers["consensus"]
-    for start, count, made in zip(first.buffer("base", exact=True), total, shown, strict=True):
+    for worker in plane.workers.values():
+        assert equal(worker.broadcast.log.counts, total)
+        assert equal(watch.total(worker), total)
+    first = plane.workers[0]
+    shown = first.consensus()
+    for start, count, made in zip(first.base, total, shown, strict=True):
         assert start.element_size() >= 4
         assert torch.equal(made, (start + 0.25 * count.to(start.dtype)).to(made.dtype))
     final = trained(summary)
-    for piece in first.layout.pieces:
-        assert torch.equal(final[piece.name], first.layout.view(shown, piece))
+    layout = first.replica.layout
+    for piece in layout.pieces:
+        assert torch.equal(final[piece.name], layout.view(shown, piece))
 
 
 def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_path: Path) -> None:
@@ -250,9 +249,9 @@ def test_broadcast_accumulates_updates_while_the_network_is_behind(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where too much is still to be sent nothing is added to it, and nothing is lost."""
-    monkeypatch.setattr(courier, "FEW", -1)
-    monkeypatch.setattr(courier, "LEAST", -1)
-    monkeypatch.setattr(DeliveryLog, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
+    monkeypatch.setattr(reliable_broadcast, "MIN_MESSAGES", -1)
+    monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", -1)
+    monkeypatch.setattr(DeliveryLog, "kept", lambda log, origin: (1 << 20, 1 << 40))  # so that it always is
     summary = run_in("simulated", Steps(20, lr=1.0), strategy="broadcast:0.25", workers=2, runs=tmp_path)
     for steps in watch.emitted.values():  # each 17th time all the same, for who knows
         assert [step.sent[0].item() for step in steps] == [0] * 16 + [-4 * 17] + [0] * 3
@@ -272,10 +271,10 @@ def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: s
         runs=tmp_path,
         cluster=RANDOM.replace("500 kbit/s", "100 Mbit/s"),
     )
-    for replica in plane.replicas.values():
-        book = replica.notes["courier"].ledger
-        assert len(book.have) == 5 and min(book.have.values()) == 80
-        assert max(book.kept(origin)[0] for origin in book.have) < 50
+    for worker in plane.workers.values():
+        log = worker.broadcast.log
+        assert len(log.known) == 5 and min(log.known.values()) == 80
+        assert max(log.kept(origin)[0] for origin in log.known) < 50
 
 
 # --- who waits, and for whom -----------------------------------------------------------------------
@@ -401,17 +400,17 @@ def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
         receivers[line["sender"]].add(line["node"])
     extra = got - Counter({node: sum(sent.values()) - sent[node] for node in sent})
     assert all(got[node] >= sum(sent.values()) - sent[node] for node in sent)
-    asked = [line for line in events(summary, "deliver") if line["kind"] == "have"]
+    asked = [line for line in events(summary, "deliver") if line["kind"] == "known"]
     done = min(line["t"] for line in events(summary, "residual"))
     assert all(line["t"] >= done for line in asked) and (asked or not extra)
     early = Counter(line["node"] for line in lines if line["t"] < done)
     assert all(early[node] <= sum(sent.values()) - sent[node] for node in sent)
-    for replica in plane.replicas.values():
-        assert replica.notes["courier"].ledger.have == {f"{node.split()[1]}.0": sent[node] for node in sent}
+    for worker in plane.workers.values():
+        assert worker.broadcast.log.known == {f"{node.split()[1]}.0": sent[node] for node in sent}
     strategy = pr.parse(f"broadcast:{shape}")
     most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
     assert max(map(len, receivers.values())) == most
-    assert not [line for line in events(summary, "deliver") if line["kind"] == "whole"]
+    assert not [line for line in events(summary, "deliver") if line["kind"] == "snapshot"]
 
 
 class Wide(nn.Module):
@@ -451,7 +450,7 @@ def test_broadcast_sends_every_step_if_the_network_keeps_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
     """Also where only one trains, and the others have little to confirm."""
-    monkeypatch.setattr(courier, "LEAST", 0)
+    monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", 0)
 
     def main() -> None:
         here = pr.init()
@@ -508,14 +507,13 @@ def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     assert summary["metrics"]["after"] < summary["metrics"]["before"]
     ends = digests(summary)
     assert len(set(ends.values())) == 1
-    incarnations = dict(sorted(training.replicas))  # the last of each rank
-    there = [training.replicas[rank, incarnations[rank]] for rank in (int(name.split()[1]) for name in ends)]
-    for replica in there:
-        assert replica.notes["courier"].ledger.have == there[0].notes["courier"].ledger.have
-        assert equal(replica.notes["courier"].ledger.counts, watch.total(replica, pr.parse(strategy).unit))
-        assert replica.notes["courier"].sent == replica.notes["courier"].ledger.have.get(
-            replica.notes["courier"].origin, 0
-        )
+    incarnations = dict(sorted(training.workers))  # the last of each rank
+    present = [training.workers[rank, incarnations[rank]] for rank in (int(name.split()[1]) for name in ends)]
+    for worker in present:
+        mine = worker.broadcast
+        assert mine.log.known == present[0].broadcast.log.known
+        assert equal(mine.log.counts, watch.total(worker))
+        assert mine.sent == mine.log.known.get(mine.origin, 0)
 
 
 def test_broadcast_with_crashes_is_deterministic_for_a_seed(tmp_path: Path) -> None:
@@ -539,7 +537,7 @@ def test_broadcast_resends_messages_lost_with_a_connection(
         edge = self.me, to
         if kind == "pulses" and fields["number"] == (7 if which == "some" else last) and edge not in lost:
             lost.add(edge)
-        elif kind == "have" and which == "some" and ("asked", *edge) not in lost:
+        elif kind == "known" and which == "some" and ("asked", *edge) not in lost:
             lost.add(("asked", *edge))
         else:
             send(self, to, kind, *tensors, **fields)
@@ -574,7 +572,7 @@ def test_broadcast_continues_after_one_of_four_workers_is_killed(
     assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
 
 
-# --- the ledger ------------------------------------------------------------------------------------
+# --- the delivery log ------------------------------------------------------------------------------
 
 
 def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]]]:
@@ -588,52 +586,51 @@ def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]
     return made
 
 
-def book() -> DeliveryLog:
+def new_log() -> DeliveryLog:
     return DeliveryLog([torch.zeros(40, dtype=torch.int32)], 0.5)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_ledgers_agree_whatever_each_has_missed(data: st.DataObject) -> None:
-    """Messages come to three in any order, again, or never. What all have they forget. Another comes late,
-    with the counts of one. Each tells the next what it has, and they agree."""
+def test_delivery_logs_agree_whatever_each_has_missed(data: st.DataObject) -> None:
+    """Three logs get messages in any order, twice or never, and drop what all have. A fourth starts from a
+    snapshot of one. Each sends the next what it lacks, and all agree."""
     everything = [each for origin in ("0.0", "1.0", "1.1") for each in messages(origin, 6)]
-    books = [book() for _ in range(3)]
-    for each in books:
+    logs = [new_log() for _ in range(3)]
+    for each in logs:
         for place in data.draw(st.lists(st.integers(0, len(everything) - 1), max_size=60)):
             origin, number, codes = everything[place]
-            known = each.have.get(origin, 0)
+            known = each.known.get(origin, 0)
             wanted = "new" if number == known + 1 else "known" if number <= known else "gap"
             assert each.add(origin, number, codes) == wanted
-    for each in books:
-        for origin in each.have:
-            least = min(other.have.get(origin, 0) for other in books)
-            each.settled(origin, least)
-            assert each.kept(origin)[0] == each.have[origin] - least
-    late, giver = book(), data.draw(st.sampled_from(books))
-    tensors, fields = giver.whole()
-    late.check_whole(tensors, fields["have"], fields["kept"])
-    assert late.take(tensors, fields["have"], fields["kept"])
+    for each in logs:
+        for origin in each.known:
+            least = min(other.known.get(origin, 0) for other in logs)
+            each.drop(origin, least)
+            assert each.kept(origin)[0] == each.known[origin] - least
+    late, giver = new_log(), data.draw(st.sampled_from(logs))
+    snapshot = giver.snapshot()
+    late.check(snapshot)
+    assert late.install(snapshot)
     if data.draw(st.booleans()):
-        books.remove(giver)  # it dies
-    books.append(late)
-    for giver in books + books:
-        for taker in books:
+        logs.remove(giver)  # it dies
+    logs.append(late)
+    for giver in logs + logs:
+        for taker in logs:
             if data.draw(st.booleans()):
-                tensors, fields = giver.whole()
-                assert taker.take(tensors, fields["have"], fields["kept"])
-            missing = giver.missing(taker.have)
+                assert taker.install(giver.snapshot())
+            missing = giver.missing(taker.known)
             assert missing is not None
             for origin, number in missing:
                 entry = giver.message(origin, number)
                 assert entry is not None and taker.add(origin, number, entry.codes) == "new"
-            assert not taker.lacks(giver.have)
-    wanted = book()
+            assert not taker.lacks(giver.known)
+    wanted = new_log()
     for origin, number, codes in everything:
-        if number <= books[0].have.get(origin, 0):
+        if number <= logs[0].known.get(origin, 0):
             wanted.add(origin, number, codes)
-    for each in books:
-        assert each.have == wanted.have and torch.equal(each.counts[0], wanted.counts[0])
+    for each in logs:
+        assert each.known == wanted.known and torch.equal(each.counts[0], wanted.counts[0])
         assert each.digest() == wanted.digest()
 
 
@@ -661,20 +658,20 @@ def test_broadcast_refuses_invalid_settings(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("broadcast:first=9,warmup=5", "first is at most 3, for there are no more workers"),
+        ("broadcast:first=9,warmup=5", "first is at most 3, the number of workers"),
         ("broadcast:first=2", "first is for a warmup; say for how many steps, as in warmup=100"),
         ("broadcast:fanout=3", "fanout is for topology=tree; in a mesh each sends to all others"),
     ],
 )
 def test_broadcast_refuses_settings_that_do_not_fit_three_workers(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"^{text.partition(':')[0]}:.*{why}$"):
-        pr.parse(text).check(3, 1)
+        pr.parse(text).check(Plan(pr.parse(text), 3))
 
 
 @pytest.mark.parametrize("text", ["broadcast:first=3,warmup=5", "broadcast:topology=tree,fanout=9"])
 def test_broadcast_accepts_settings_that_fit_three_workers(text: str) -> None:
     strategy = pr.parse(text)
-    strategy.check(3, 1)
+    strategy.check(Plan(strategy, 3))
     assert pr.parse(str(strategy)) == strategy
 
 
@@ -700,7 +697,7 @@ def test_broadcast_error_for_a_malformed_message_names_the_sender(
         model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         bad = Message(Peer("worker", 1), "pulses", 1, fields, tensors)
         with pytest.raises(WireError, match=f"worker 1 sent pulses.*{why}"):
-            here.strategy.hear(here._node, here._replica, bad)
+            here._worker.on_message(bad)
 
     run_in("simulated", main, strategy="broadcast", workers=2, runs=tmp_path)
 

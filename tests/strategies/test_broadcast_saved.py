@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.replica import Replica
+from polyrhythm.strategies.broadcast.delivery_log import digest
+from polyrhythm.strategies.broadcast.strategy import BroadcastWorker
 from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
 from tests.support.runs import run_in
@@ -34,7 +35,7 @@ class Saving:
     begin: int
     end: int
     forgets: int = -1
-    replicas: dict[int, Replica] = field(default_factory=dict)
+    workers: dict[int, BroadcastWorker] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -49,7 +50,7 @@ class Saving:
         model, optimizer, loader = here.prepare(model, optimizer, loader)
         if saved and here.rank != self.forgets:
             here.load_state_dict(saved["session"])
-        self.replicas[here.rank] = here._replica  # type: ignore[attr-defined]
+        self.workers[here.rank] = here._worker  # type: ignore[attr-defined]
         for epoch in range(self.begin, self.end):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -63,7 +64,7 @@ class Saving:
 
 def kept(folder: Path, workers: int, epoch: int) -> list[dict[str, Any]]:
     states = [torch.load(folder / f"{rank}.{epoch}.pt", weights_only=True) for rank in range(workers)]
-    return [state["session"]["kept"] for state in states]
+    return [state["session"]["worker"] for state in states]
 
 
 def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -98,9 +99,9 @@ def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: P
     for origin, steps in watch.emitted.items():
         assert all(map(torch.equal, waited[origin], steps[0].before))
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
-    for replica in script.replicas.values():
-        assert torch.equal(replica.notes["courier"].ledger.counts[0], before + sent(watch))
-        assert torch.equal(replica.buffers["base"][0], first["base"][0])
+    for worker in script.workers.values():
+        assert torch.equal(worker.broadcast.log.counts[0], before + sent(watch))
+        assert torch.equal(worker.base[0], first["base"][0])
 
 
 @each_value(("shape", SHAPES), ("seed", range(4)))
@@ -137,8 +138,8 @@ def test_broadcast_replacement_saves_the_same_state_as_the_others(tmp_path: Path
     for epoch in range(4):
         first, *others = (each for each in kept(tmp_path, 3, epoch) if each)
         assert all(alike(first, each) for each in others) and len(others) >= 1 + (epoch > 1)
-    assert script.replicas[2].steps <= 24
-    assert sum(each.steps for each in script.replicas.values()) >= 3 * 24
+    assert script.workers[2].replica.steps <= 24
+    assert sum(each.replica.steps for each in script.workers.values()) >= 3 * 24
 
 
 SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nbandwidth = "60 kbit/s"\n'
@@ -169,7 +170,7 @@ def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
 
 def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) -> None:
     run_in("simulated", Saving(tmp_path, 0, 2), strategy="broadcast:0.004", workers=3, runs=tmp_path)
-    with pytest.raises(UsageError, match="goes on from something else"):
+    with pytest.raises(UsageError, match="resumed from a different checkpoint"):
         run_in(
             "simulated",
             Saving(tmp_path, 2, 4, forgets=1),
@@ -178,7 +179,7 @@ def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) 
             runs=tmp_path,
         )
     torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # of another time than the others'
-    with pytest.raises(UsageError, match="goes on from something else"):
+    with pytest.raises(UsageError, match="resumed from a different checkpoint"):
         run_in("simulated", Saving(tmp_path, 2, 4), strategy="broadcast:0.004", workers=3, runs=tmp_path)
 
 
@@ -200,9 +201,7 @@ def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) ->
     summary = run_in(
         "simulated", script, strategy="broadcast:0.004", workers=3, runs=tmp_path, cluster=RANDOM
     )
-    saved = torch.load(tmp_path / "alone.pt", weights_only=True)["kept"]
-    from polyrhythm.strategies.broadcast.delivery_log import digest
-
+    saved = torch.load(tmp_path / "alone.pt", weights_only=True)["worker"]
     assert set(digests(summary).values()) == {digest(*saved["counts"])}
 
 

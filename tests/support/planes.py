@@ -69,6 +69,7 @@ class Plane:
     x: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     shown: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     replicas: dict[int, Replica] = field(default_factory=dict)
+    workers: dict[int, Any] = field(default_factory=dict)  # the strategy's worker of each rank
 
     def __call__(self) -> None:
         here = pr.init()
@@ -78,7 +79,7 @@ class Plane:
         if self.early:
             next(iter(loader))  # one batch, and no other
         mine = here.rank
-        self.replicas[mine] = here._replica
+        self.replicas[mine], self.workers[mine] = here._replica, here._worker
         self.x[mine], self.shown[mine] = [], []
         for step in range(1, self.count + 1):
             for number, group in enumerate(optimizer.param_groups):
