@@ -1,6 +1,6 @@
 """HogWild!: time to a training loss for 1 process, 2 processes, and 2 with a lock; what density costs.
 
-Logistic regression in two ways. *Rows*: `RowSGD`, whose steps are compiled and of one row each. *PyTorch
+Logistic regression in two ways. *Rows*: `SparseSGD`, whose steps are compiled and of one row each. *PyTorch
 steps*: a user's loop with `nn.EmbeddingBag(..., sparse=True)`, plain SGD and batches of 8. Synthetic rows
 have 50 of 1,000,000 features; the text is lines of files on this machine, Python's own sources against
 Debian's copyright notices, as hashed words and pairs of words; dense rows have all of 2,000 features. A round
@@ -174,7 +174,7 @@ def _train(problem: Problem, way: str, meeting: Meeting, folder: Path) -> None:
     optimizer: Any
     loader: Any
     if by_rows:
-        optimizer = pr.RowSGD(model.parameters(), lr=0.0)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.0)
         batches = Blocks(len(problem), problem.batch)
         loader = DataLoader(data, batch_sampler=batches, collate_fn=lambda batch: batch)
     else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from polyrhythm.model.shard import Shard
     from polyrhythm.optim.lars_lamb import LAMB, LARS
     from polyrhythm.optim.linear_scaling import LinearScaling
-    from polyrhythm.optim.sparse_sgd import RowSGD
+    from polyrhythm.optim.sparse_sgd import SparseSGD
     from polyrhythm.session.api import Session, init
 
 # Found on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
@@ -33,12 +33,12 @@ _HOME = {
     "PolyrhythmError": "core.errors", "UsageError": "core.errors", "WireError": "core.errors",
     "WaitError": "core.errors", "PeerLost": "core.errors", "NotFinite": "core.errors",
     "LinearScaling": "optim.linear_scaling", "LARS": "optim.lars_lamb", "LAMB": "optim.lars_lamb",
-    "RowSGD": "optim.sparse_sgd",
+    "SparseSGD": "optim.sparse_sgd",
 }  # fmt: skip
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "Message", "Node", "NotFinite", "Peer", "PeerLost",
-    "PolyrhythmError", "Replica", "RowSGD", "Session", "Shard", "Strategy", "UsageError", "WaitError",
+    "PolyrhythmError", "Replica", "Session", "Shard", "SparseSGD", "Strategy", "UsageError", "WaitError",
     "WireError", "init", "integrations", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""RowSGD: PyTorch's steps of one row each, compiled; alone, under HogWild!, and what it refuses."""
+"""SparseSGD: PyTorch's steps of one row each, compiled; alone, under HogWild!, and what it refuses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Rows:
 
     def by_rows(self, loss: str, lr: float) -> tuple[Tensor, float]:
         model = bag(len(self.weights), self.weights.dtype, self.weights)
-        mean = pr.RowSGD(model.parameters(), lr=lr, loss=loss).learn(
+        mean = pr.SparseSGD(model.parameters(), lr=lr, loss=loss).learn(
             self.words, self.offsets, self.labels, self.values
         )
         return model.weight.detach()[:, 0], mean
@@ -110,7 +110,7 @@ def some_rows(draw: Any, whole: bool) -> Rows:
 
 @settings(deadline=None, max_examples=60)
 @given(rows=some_rows(whole=True))
-def test_row_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
+def test_sparse_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
     """With quarters and a power of two for a rate, every sum and product of hinge steps is exact."""
     ours, mean = rows.by_rows("hinge", 2.0**-6)
     theirs, other = rows.by_pytorch("hinge", 2.0**-6)
@@ -120,7 +120,7 @@ def test_row_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_row_sgd_equals_pytorch_up_to_rounding_for_every_loss(loss: str, data: Any) -> None:
+def test_sparse_sgd_equals_pytorch_up_to_rounding_for_every_loss(loss: str, data: Any) -> None:
     rows = data.draw(some_rows(whole=False))
     exact = rows.weights.dtype == torch.float64
     ours, mean = rows.by_rows(loss, 0.05)
@@ -142,32 +142,32 @@ def test_a_matrix_is_rows_of_equal_length() -> None:
         (x.int(), None, values.double()),
     ):
         model = bag(30)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         found.append([optimizer.learn(words, offsets, y, weights) for _ in range(3)])
         found[-1] += model.weight.detach()[:, 0].tolist()
     assert found[0] == found[1] == found[2] == found[3]
     assert found[0][0] > found[0][1] > found[0][2]
 
 
-def test_row_sgd_result_does_not_depend_on_the_batch_size() -> None:
+def test_sparse_sgd_result_does_not_depend_on_the_batch_size() -> None:
     """The weights are the same bits however rows are cut into batches."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     found = []
     for size in (1, 7, 60):
         model = bag(30)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         for some, labels in zip(x.split(size), y.split(size), strict=True):
             optimizer.learn(some, None, labels)
         found.append(model.weight.detach().clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_row_sgd_follows_learning_rate_schedulers() -> None:
+def test_sparse_sgd_follows_learning_rate_schedulers() -> None:
     """And a rate may be a tensor; with none nothing changes."""
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
-    optimizer = pr.RowSGD(model.parameters(), lr=torch.tensor(0.5), loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=torch.tensor(0.5), loss="squared")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     weights = []
     for _ in range(3):
@@ -180,35 +180,35 @@ def test_row_sgd_follows_learning_rate_schedulers() -> None:
     assert optimizer.learn(x, None, y) == 0.0 and model.weight[1].item() == 0.5
 
 
-def test_row_sgd_resumes_exactly_from_state_dict() -> None:
+def test_sparse_sgd_resumes_exactly_from_state_dict() -> None:
     """Rate and loss are in its state; the weights are the model's."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     first = bag(30)
-    optimizer = pr.RowSGD(first.parameters(), lr=0.3, loss="hinge")
+    optimizer = pr.SparseSGD(first.parameters(), lr=0.3, loss="hinge")
     optimizer.learn(x, None, y)
     second = bag(30)
-    other = pr.RowSGD(second.parameters(), lr=9.0)
+    other = pr.SparseSGD(second.parameters(), lr=9.0)
     second.load_state_dict(first.state_dict())
     other.load_state_dict(optimizer.state_dict())
     assert other.learn(x, None, y) == optimizer.learn(x, None, y)
     assert torch.equal(first.weight, second.weight)
 
 
-def test_a_deepcopy_of_row_sgd_trains_independently() -> None:
+def test_a_deepcopy_of_sparse_sgd_trains_independently() -> None:
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
-    optimizer = pr.RowSGD(model.parameters(), lr=0.5, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.5, loss="squared")
     both = copy.deepcopy((model, optimizer))
     assert both[1].learn(x, None, y) == 1.0
     assert not model.weight.any() and both[0].weight[:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-def test_row_sgd_loads_a_state_dict_of_torch_sgd() -> None:
+def test_sparse_sgd_loads_a_state_dict_of_torch_sgd() -> None:
     """The rate is the one that was saved, the loss its own."""
     model = bag(3)
     saved = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
-    optimizer = pr.RowSGD(model.parameters(), lr=9.0, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=9.0, loss="squared")
     optimizer.load_state_dict(saved)
     assert optimizer.learn(torch.tensor([[1, 2]]), None, torch.ones(1)) == 1.0
     assert model.weight[:, 0].tolist() == [0.0, 1.0, 1.0]
@@ -249,8 +249,8 @@ X, OFFSETS, Y = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), torch.tensor([
 )
 def test_bad_batches_change_nothing(args: Any, what: str) -> None:
     model = bag(4)
-    optimizer = pr.RowSGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=f"^RowSGD: {what}"):
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=f"^SparseSGD: {what}"):
         optimizer.learn(*args)
     assert not model.weight.any()
     with pytest.raises(UsageError, match="call learn"):  # nothing is left of it
@@ -258,7 +258,7 @@ def test_bad_batches_change_nothing(args: Any, what: str) -> None:
 
 
 def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
-    optimizer = pr.RowSGD(bag(4).parameters(), lr=0.1, loss="squared")
+    optimizer = pr.SparseSGD(bag(4).parameters(), lr=0.1, loss="squared")
     assert optimizer.learn(X, OFFSETS, torch.tensor([-3.0, 4.0])) == 12.5
     with pytest.raises(UsageError, match="label 1 is inf; it must be a finite number"):
         optimizer.learn(X, OFFSETS, torch.tensor([0.0, torch.inf]))
@@ -278,27 +278,27 @@ def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
         ([torch.zeros(3, 1)], {"loss": "log"}, "loss is 'log'; it may be logistic, hinge, squared"),
     ],
 )
-def test_row_sgd_refuses_unsupported_parameters_and_settings(
+def test_sparse_sgd_refuses_unsupported_parameters_and_settings(
     parameters: list[Tensor], settings: dict[str, Any], what: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^RowSGD: .*{what}"):
-        pr.RowSGD(parameters, **{"lr": 0.1, **settings})
+    with pytest.raises(UsageError, match=f"^SparseSGD: .*{what}"):
+        pr.SparseSGD(parameters, **{"lr": 0.1, **settings})
 
 
-def test_row_sgd_stops_before_a_nonfinite_step() -> None:
+def test_sparse_sgd_stops_before_a_nonfinite_step() -> None:
     """The rows before it are learned, and this one and those behind it are not."""
     model = bag(4, torch.float64, torch.tensor([0.0, 0.0, 1e300, 0.0], dtype=torch.float64))
-    optimizer = pr.RowSGD(model.parameters(), lr=0.1, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.1, loss="squared")
     with pytest.raises(NotFinite, match="row 1 of a batch of 3 would make a step that is not finite"):
         optimizer.learn(torch.tensor([[0], [2], [3]]), None, torch.ones(3))
     assert model.weight[:, 0].tolist() == [0.2, 0.0, 1e300, 0.0]
 
 
-def test_error_for_a_diverging_row_sgd_names_the_worker(tmp_path: Path) -> None:
+def test_error_for_a_diverging_sparse_sgd_names_the_worker(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(4)
-        optimizer = pr.RowSGD(model.parameters(), lr=1e30, loss="squared")
+        optimizer = pr.SparseSGD(model.parameters(), lr=1e30, loss="squared")
         _, optimizer = session.prepare(model, optimizer)
         for _ in range(4):
             optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
@@ -309,10 +309,10 @@ def test_error_for_a_diverging_row_sgd_names_the_worker(tmp_path: Path) -> None:
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
-def test_row_sgd_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_sgd_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(UsageError, match=r"RowSGD needs numba, which is not installed: pip install"):
-        pr.RowSGD(bag(4).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"SparseSGD needs numba, which is not installed: pip install"):
+        pr.SparseSGD(bag(4).parameters(), lr=0.1)
 
 
 # --- under a session --------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Learns:
         x = torch.randint(self.features, (self.size, 6), generator=generator)
         y = (x.sum(1) > 3 * self.features).float()
         model = bag(self.features, self.dtype)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         if self.saved is not None and self.saved.exists():
             state = torch.load(self.saved, weights_only=True)
             model.load_state_dict(state["model"])
@@ -357,7 +357,7 @@ class Learns:
 @both_worlds
 @both_locks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_row_sgd_under_hogwild_with_one_worker_equals_plain_training(
+def test_sparse_sgd_under_hogwild_with_one_worker_equals_plain_training(
     world: str, strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Bit for bit; steps, samples and updates are counted as they are."""
@@ -381,7 +381,7 @@ def test_several_workers_share_the_rows(world: str, strategy: str, tmp_path: Pat
         assert summary["lost_updates"]["lost"] == 0
 
 
-class Slow(pr.RowSGD):
+class Slow(pr.SparseSGD):
     def step(self, closure: Any = None) -> None:
         time.sleep(0.1)
         super().step(closure)
@@ -400,13 +400,13 @@ def test_learning_is_computing_and_not_waiting(tmp_path: Path) -> None:
     assert all(line["compute_s"] >= 0.1 for line in events(summary, "step"))
 
 
-def test_row_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
+def test_sparse_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
     """Of 2^20 one in 256, exactly."""
 
     def main() -> None:
         session = pr.init()
         model = bag(1 << 20)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=1.0, loss="squared"))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=1.0, loss="squared"))
         for step in range(10):
             optimizer.learn((torch.arange(512) + 512 * step).view(16, 32), None, torch.ones(16))
 
@@ -420,7 +420,7 @@ def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         model(torch.arange(8).view(2, 4)).sum().backward()
         optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
 
@@ -433,7 +433,7 @@ def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(4, weights=torch.tensor([2.0, 0.0, 0.0, 0.0]))
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.125, loss="hinge"))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.125, loss="hinge"))
         assert optimizer.learn(torch.tensor([[0], [1]]), None, torch.ones(2)) == 0.5
 
     assert run_hogwild(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 1
@@ -452,7 +452,7 @@ class Disjoint:
         session = pr.init()
         alone = session.strategy is None
         model = bag(self.workers * self.features)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.05))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.05))
         for rank in range(self.workers) if alone else [session.rank]:
             random = np.random.default_rng([self.seed, rank])
             # Neighbours in memory are different workers': lines of the cache go to and fro.
@@ -480,7 +480,7 @@ def ones(rows: int) -> None:
     """Each row adds 2^-24 to the same 8 weights, which is exact: what is missing was lost."""
     session = pr.init()
     model = bag(8)
-    model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=2.0**-24, loss="hinge"))
+    model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=2.0**-24, loss="hinge"))
     for _ in range(4):
         optimizer.learn(torch.arange(8).repeat(rows, 1), None, torch.ones(rows))
 
@@ -502,7 +502,7 @@ def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("strategy", "turns"), [("hogwild", 1), ("hogwild:lock=yes", 4)])
-def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
+def test_simulated_sparse_sgd_with_a_lock_takes_the_serial_time(
     strategy: str, turns: int, tmp_path: Path
 ) -> None:
     """A batch takes what a step takes; under a lock they follow each other."""
@@ -510,7 +510,7 @@ def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         for _ in range(10):
             optimizer.learn(torch.arange(8).view(2, 4), None, torch.ones(2))
 
@@ -518,7 +518,7 @@ def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
     assert summary["wall_s"] == pytest.approx(turns * 10 * 0.010)
 
 
-def test_interrupted_row_sgd_run_resumes_exactly(tmp_path: Path) -> None:
+def test_interrupted_sparse_sgd_run_resumes_exactly(tmp_path: Path) -> None:
     whole = trained(run_hogwild(Learns(epochs=2, schedule=False), "simulated", 1, tmp_path))
     script = Learns(epochs=1, schedule=False, saved=tmp_path / "state.pt")
     assert not same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
@@ -527,19 +527,19 @@ def test_interrupted_row_sgd_run_resumes_exactly(tmp_path: Path) -> None:
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
-def test_gradient_strategies_refuse_row_sgd(world: str, strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{strategy} works on gradients, and RowSGD makes its own"):
+def test_gradient_strategies_refuse_sparse_sgd(world: str, strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{strategy} works on gradients, and SparseSGD makes its own"):
         run_hogwild(Learns(), world, 2, tmp_path, strategy)
 
 
-def test_row_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
+def test_sparse_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        _, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        _, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         optimizer.step()
 
-    with pytest.raises(UsageError, match=r"RowSGD: call learn\(words, offsets, labels\), which takes the"):
+    with pytest.raises(UsageError, match=r"SparseSGD: call learn\(words, offsets, labels\), which takes the"):
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
@@ -556,7 +556,7 @@ class Killed:
     def __call__(self) -> None:
         session = pr.init()
         model = bag(1000)
-        optimizer = pr.RowSGD(model.parameters(), lr=1e-3, loss="hinge")
+        optimizer = pr.SparseSGD(model.parameters(), lr=1e-3, loss="hinge")
         x = torch.randint(1000, (400, 6), generator=torch.Generator().manual_seed(1))
         loader = DataLoader(TensorDataset(x, torch.ones(400)), batch_size=10)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
@@ -582,7 +582,7 @@ class Killed:
 
 @both_locks
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_row_sgd_run_continues_after_a_worker_is_killed_within_a_row(
+def test_sparse_sgd_run_continues_after_a_worker_is_killed_within_a_row(
     strategy: str, restarts: int, tmp_path: Path
 ) -> None:
     """With the mutex or without: the others have it next, and all is learned."""
@@ -607,7 +607,7 @@ class Stopped:
         x, y = torch.arange(1000).view(10, 100), torch.ones(10)
         optimizer: Any
         if self.rows:
-            optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+            optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer)
@@ -650,7 +650,7 @@ if not holder:
 os.waitpid(holder, os.WUNTRACED)
 import torch, polyrhythm as pr
 from polyrhythm.optim.sparse_sgd import Counts
-optimizer = pr.RowSGD([torch.zeros(4, 1)], lr=0.1)
+optimizer = pr.SparseSGD([torch.zeros(4, 1)], lr=0.1)
 batch = torch.tensor([[1, 2]]), None, torch.ones(1)
 optimizer.share(0, Counts(), SharedRegion(arenas).lock("free"))
 optimizer.learn(*batch)  # compiled by now

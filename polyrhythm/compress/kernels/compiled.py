@@ -1,4 +1,4 @@
-"""How every loop is compiled: those in this folder, those in `dense`, and those of `row_loops`."""
+"""How every loop is compiled: those in this folder, in `dense`, and in `optim.sparse_sgd_loops`."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class HogWild(Legacy):
     its own. Sparse gradients (`nn.Embedding` and `nn.EmbeddingBag` with sparse=True) touch their rows only.
     Two that write to one place in the same moment may lose an update. How many are lost is counted, on a
     sample of the rows, by integers that are incremented beside them in the same way; the summary tells.
-    With `RowSGD`, whose steps are compiled, a step is one row of a batch.
+    With `SparseSGD`, whose steps are compiled, a step is one row of a batch.
 
-    With `lock` each holds one lock from its forward pass to the end of its step; `RowSGD` has it row by row.
+    With `lock` each holds one lock from its forward pass to the end of its step; `SparseSGD` has it row by row.
     Nothing is lost then, and nothing is won by more workers; it is there to compare with.
 
     >>> import polyrhythm as pr
@@ -68,7 +68,7 @@ class HogWild(Legacy):
     def start(self, node: Node, replica: Replica) -> None:
         import torch
 
-        from polyrhythm.optim.sparse_sgd import RowSGD
+        from polyrhythm.optim.sparse_sgd import SparseSGD
 
         check_rows(self, replica.model, replica.optimizer)
         layout = replica.layout
@@ -87,7 +87,7 @@ class HogWild(Legacy):
         replica.move(w)
         tally = replica.notes["tally"] = Tally(node, replica, int(begun))
         lock = node.memory.lock("step") if self.lock else None
-        if isinstance(replica.optimizer, RowSGD):
+        if isinstance(replica.optimizer, SparseSGD):
             compiled = lock is not None and lock.mutex is not None
             replica.optimizer.share(node.rank, tally.of(0), lock if compiled else None)
             lock = None if compiled else lock  # for each row is enough
@@ -128,11 +128,11 @@ class Tally:
     def __init__(self, node: Node, replica: Replica, workers: int) -> None:
         import torch
 
-        from polyrhythm.optim.sparse_sgd import RowSGD
+        from polyrhythm.optim.sparse_sgd import SparseSGD
 
         # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
         self._places: list[tuple[int, int, int]] = []
-        self._by_loop = isinstance(replica.optimizer, RowSGD)  # which counts what it does by itself
+        self._by_loop = isinstance(replica.optimizer, SparseSGD)  # which counts what it does by itself
         most = MOST_COMPILED if self._by_loop else MOST
         stop = 0
         for piece in replica.layout.pieces:
