@@ -24,9 +24,11 @@ from benchmarks.sparse import Logistic
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.data import mix
+from polyrhythm.strategies.hogwild.checks import check_devices
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
 from tests.support.runs import run_hogwild
+from tests.support.stopping import CLUSTERS, Stopping, saved_states, went_on_and_resumed
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
@@ -348,6 +350,118 @@ def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
         replica.gradients.bind()
 
 
+# --- saving -----------------------------------------------------------------------------------------
+
+LOCKS = ["hogwild", "hogwild:lock=yes"]
+
+
+@each_value(("strategy", LOCKS), ("stop", [3, 8]), ("workers", [2, 4]), ("cluster", CLUSTERS))
+def test_resumed_hogwild_run_has_the_bits_of_the_run_that_went_on(
+    strategy: str, stop: int, workers: int, cluster: str, tmp_path: Path
+) -> None:
+    went_on, resumed = went_on_and_resumed(strategy, tmp_path, stop, workers, cluster)
+    assert went_on["digest"] == resumed["digest"]
+    assert went_on["lost_updates"] == resumed["lost_updates"]
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", LOCKS)
+def test_hogwild_workers_save_the_same_parameters(world: str, strategy: str, tmp_path: Path) -> None:
+    """No worker steps while another saves; and the run can be resumed."""
+    run_hogwild(Stopping(tmp_path, 40, 80), world, 3, tmp_path, strategy)
+    first, *others = saved_states(tmp_path, 3)
+    for other in others:
+        assert all(map(torch.equal, first["parameters"], other["parameters"]))
+        assert (first["counted"], first["lost"]) == (other["counted"], other["lost"])
+    assert first["counted"] == (3 * 40 - 3) * (8 + 8 + 3 + 3) and 0 <= first["lost"] <= first["counted"]
+    summary = run_hogwild(Stopping(tmp_path, 40, 80, resumes=True), world, 3, tmp_path, strategy)
+    assert summary["lost_updates"]["counted"] == (3 * 80 - 3) * (8 + 8 + 3 + 3)
+
+
+@both_worlds
+def test_hogwild_refuses_to_resume_from_different_checkpoints(world: str, tmp_path: Path) -> None:
+    run_hogwild(Stopping(tmp_path, 5, 9), world, 3, tmp_path)
+    message = "resumed from a different checkpoint"
+    with pytest.raises(UsageError, match=message):
+        run_hogwild(Stopping(tmp_path, 5, 500, resumes=True, forgets=1), world, 3, tmp_path)
+    state = torch.load(tmp_path / "2.pt", weights_only=True)
+    state["session"]["worker"]["parameters"][0][0] += 1
+    torch.save(state, tmp_path / "2.pt")
+    with pytest.raises(UsageError, match=message):
+        run_hogwild(Stopping(tmp_path, 5, 9, resumes=True), world, 3, tmp_path)
+
+
+def test_hogwild_refuses_to_load_after_a_step(tmp_path: Path) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = Bowl(4)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = session.state_dict()
+        model().backward()
+        optimizer.step()
+        session.load_state_dict(state)
+
+    with pytest.raises(UsageError, match="must come before the first step"):
+        run_hogwild(main, "simulated", 2, tmp_path)
+
+
+def test_saving_with_a_lock_between_forward_and_backward_does_not_deadlock(tmp_path: Path) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = Bowl(4)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model()
+            if step == 2:
+                session.state_dict()
+            loss.backward()
+            optimizer.step()
+
+    assert run_hogwild(main, "simulated", 3, tmp_path, "hogwild:lock=yes")["steps"] == 12
+
+
+@dataclass
+class Saves:
+    """Trains some epochs, and saves after each."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = Bag()
+        x = torch.arange(96 * 6).view(96, 6) % 100
+        loader = DataLoader(TensorDataset(x, x[:, 0] % 2), batch_size=4)
+        model, optimizer, loader = session.prepare(model, OPTIMIZERS["sgd"](model), loader)
+        for epoch in range(4):
+            for batch, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch), y).backward()
+                optimizer.step()
+            state = session.state_dict()["worker"]
+            if state:
+                torch.save(state, self.folder / f"{epoch}.{session.rank}.{session._node.incarnation}.pt")
+
+
+@each_value(("strategy", LOCKS), ("seed", range(6)))
+def test_hogwild_saves_consistently_while_workers_die_and_are_replaced(
+    strategy: str, seed: int, tmp_path: Path
+) -> None:
+    """No save waits for ever, and all workers that save after an epoch save the same."""
+    at = (40 + 25 * seed) * (3 if "lock" in strategy else 1)
+    deaths = "".join(
+        f'[[failures]]\nworkers = [{who}]\nat = "{at + more} ms"\n{back}'
+        for who, more, back in ((seed % 3, 0, f'back = "{at + 35} ms"\n'), ((seed + 1) % 3, 20, ""))
+    )
+    cluster = f"{SPEEDS['exponential']}\n{deaths}"
+    summary = run_hogwild(Saves(tmp_path), "simulated", 4, tmp_path, strategy, cluster=cluster, seed=seed)
+    assert summary["batches_undone"] == 0 and len(summary["lost"]) == 2
+    for epoch in range(4):
+        first, *others = (torch.load(path, weights_only=True) for path in tmp_path.glob(f"{epoch}.*.pt"))
+        assert all(map(torch.equal, *(state["parameters"] for state in (first, other))) for other in others)
+        assert others
+
+
 # --- who dies ---------------------------------------------------------------------------------------
 
 
@@ -539,7 +653,7 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
 def test_hogwild_refuses_parameters_that_are_not_on_the_cpu() -> None:
     groups = [{"params": [torch.zeros(1), torch.zeros(1, device="meta")]}]
     with pytest.raises(UsageError, match="hogwild works on memory that processes share, and the model is on"):
-        pr.parse("hogwild").check_groups(groups)
+        check_devices(pr.parse("hogwild"), groups)
 
 
 def test_no_worker_left_is_a_clear_failure(tmp_path: Path) -> None:
