@@ -1,4 +1,4 @@
-"""SparseSGD: PyTorch's steps of one row each, compiled; alone, under HogWild!, and what it refuses."""
+"""SparseSGD takes the steps of PyTorch with batches of one row: alone, under HogWild!, and its refusals."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Rows:
     offsets: Tensor
     labels: Tensor
     values: Tensor | None
-    weights: Tensor  # to begin with
+    weights: Tensor  # at the beginning
 
     def by_pytorch(self, loss: str, lr: float) -> tuple[Tensor, float]:
-        """The weights after batches of one row each, and the mean of the losses before each."""
+        """The weights after batches of one row each, and the mean of the losses before the steps."""
         dtype = self.weights.dtype
         model = bag(len(self.weights), dtype, self.weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -84,7 +84,7 @@ class Rows:
 
 @st.composite
 def some_rows(draw: Any, whole: bool) -> Rows:
-    """Few features, so that some come several times in a row; rows may be empty."""
+    """Few features, so that rows contain some several times; rows may be empty."""
     features = draw(st.integers(1, 12))
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -111,7 +111,7 @@ def some_rows(draw: Any, whole: bool) -> Rows:
 @settings(deadline=None, max_examples=60)
 @given(rows=some_rows(whole=True))
 def test_sparse_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
-    """With quarters and a power of two for a rate, every sum and product of hinge steps is exact."""
+    """With multiples of 1/4 and a power of two as the rate, hinge steps are exact."""
     ours, mean = rows.by_rows("hinge", 2.0**-6)
     theirs, other = rows.by_pytorch("hinge", 2.0**-6)
     assert torch.equal(ours, theirs) and mean == pytest.approx(other, rel=1e-12)
@@ -150,7 +150,7 @@ def test_a_matrix_is_rows_of_equal_length() -> None:
 
 
 def test_sparse_sgd_result_does_not_depend_on_the_batch_size() -> None:
-    """The weights are the same bits however rows are cut into batches."""
+    """The weights have the same bits, however rows are divided into batches."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     found = []
@@ -164,7 +164,7 @@ def test_sparse_sgd_result_does_not_depend_on_the_batch_size() -> None:
 
 
 def test_sparse_sgd_follows_learning_rate_schedulers() -> None:
-    """And a rate may be a tensor; with none nothing changes."""
+    """A rate may be a tensor; with rate 0 nothing changes."""
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
     optimizer = pr.SparseSGD(model.parameters(), lr=torch.tensor(0.5), loss="squared")
@@ -181,7 +181,7 @@ def test_sparse_sgd_follows_learning_rate_schedulers() -> None:
 
 
 def test_sparse_sgd_resumes_exactly_from_state_dict() -> None:
-    """Rate and loss are in its state; the weights are the model's."""
+    """Its state has the rate and the loss; the weights are the model's."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     first = bag(30)
@@ -205,7 +205,7 @@ def test_a_deepcopy_of_sparse_sgd_trains_independently() -> None:
 
 
 def test_sparse_sgd_loads_a_state_dict_of_torch_sgd() -> None:
-    """The rate is the one that was saved, the loss its own."""
+    """It takes the saved rate, and keeps its own loss."""
     model = bag(3)
     saved = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
     optimizer = pr.SparseSGD(model.parameters(), lr=9.0, loss="squared")
@@ -214,7 +214,7 @@ def test_sparse_sgd_loads_a_state_dict_of_torch_sgd() -> None:
     assert model.weight[:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-# --- what cannot be ---------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 X, OFFSETS, Y = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), torch.tensor([0.0, 1.0])
 
@@ -253,7 +253,7 @@ def test_bad_batches_change_nothing(args: Any, what: str) -> None:
     with pytest.raises(UsageError, match=f"^SparseSGD: {what}"):
         optimizer.learn(*args)
     assert not model.weight.any()
-    with pytest.raises(UsageError, match="call learn"):  # nothing is left of it
+    with pytest.raises(UsageError, match="call learn"):  # the batch is forgotten
         optimizer.step()
 
 
@@ -286,7 +286,7 @@ def test_sparse_sgd_refuses_unsupported_parameters_and_settings(
 
 
 def test_sparse_sgd_stops_before_a_nonfinite_step() -> None:
-    """The rows before it are learned, and this one and those behind it are not."""
+    """The rows before it are learned; this row and the later ones are not."""
     model = bag(4, torch.float64, torch.tensor([0.0, 0.0, 1e300, 0.0], dtype=torch.float64))
     optimizer = pr.SparseSGD(model.parameters(), lr=0.1, loss="squared")
     with pytest.raises(NotFinite, match="row 1 of a batch of 3 would make a step that is not finite"):
@@ -327,7 +327,7 @@ class Learns:
     features: int = 100
     dtype: torch.dtype = torch.float32
     schedule: bool = True
-    saved: Path | None = None  # begins with what is there, and leaves there what it has come to
+    saved: Path | None = None  # resumes from this file if it exists, and saves to it
 
     def __call__(self) -> nn.Module:
         session = pr.init()
@@ -360,7 +360,7 @@ class Learns:
 def test_sparse_sgd_under_hogwild_with_one_worker_equals_plain_training(
     world: str, strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Bit for bit; steps, samples and updates are counted as they are."""
+    """Bit for bit; steps, samples and updates are counted."""
     script = Learns(dtype=dtype)
     summary = run_hogwild(script, world, 1, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
@@ -401,7 +401,7 @@ def test_learning_is_computing_and_not_waiting(tmp_path: Path) -> None:
 
 
 def test_sparse_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
-    """Of 2^20 one in 256, exactly."""
+    """Of 2^20 features exactly one in 256 is counted."""
 
     def main() -> None:
         session = pr.init()
@@ -415,7 +415,7 @@ def test_sparse_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) 
 
 
 def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
-    """Nobody steps on them."""
+    """No step uses them."""
 
     def main() -> None:
         session = pr.init()
@@ -428,7 +428,7 @@ def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
-    """What is beyond the margin of a hinge is not touched, and not counted."""
+    """A row beyond the margin of the hinge changes no weight, and is not counted."""
 
     def main() -> None:
         session = pr.init()
@@ -441,7 +441,7 @@ def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
 
 @dataclass
 class Disjoint:
-    """Each worker learns rows of features that are its own; alone, one learns them for all in turn."""
+    """Each worker learns rows of its own features; alone, one worker learns them for all in turn."""
 
     workers: int
     seed: int
@@ -455,7 +455,7 @@ class Disjoint:
         model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.05))
         for rank in range(self.workers) if alone else [session.rank]:
             random = np.random.default_rng([self.seed, rank])
-            # Neighbours in memory are different workers': lines of the cache go to and fro.
+            # Neighbors in memory belong to different workers: cache lines travel between them.
             words = random.integers(0, self.features, (self.rows, 7)) * self.workers + rank
             labels = random.integers(0, 2, self.rows)
             for some in np.array_split(np.arange(self.rows), 5):
@@ -469,7 +469,7 @@ class Disjoint:
 def test_disjoint_features_give_the_bits_of_one_worker(
     world: str, strategy: str, seed: int, tmp_path: Path
 ) -> None:
-    """Where no two touch the same weight it does not matter who is when."""
+    """If no two workers touch the same weight, the order of steps does not matter."""
     script = Disjoint(workers=2, seed=seed)
     summary = run_hogwild(script, world, 2, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
@@ -477,7 +477,7 @@ def test_disjoint_features_give_the_bits_of_one_worker(
 
 
 def ones(rows: int) -> None:
-    """Each row adds 2^-24 to the same 8 weights, which is exact: what is missing was lost."""
+    """Each row adds 2^-24 to the same 8 weights, exactly: a lower sum means lost updates."""
     session = pr.init()
     model = bag(8)
     model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=2.0**-24, loss="hinge"))
@@ -488,7 +488,7 @@ def ones(rows: int) -> None:
 @both_worlds
 @both_locks
 def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path) -> None:
-    """Exactly. Without it no more is missing than was made, in the weights and where it is counted."""
+    """Without a lock no more updates are lost than made, by the weights and by the counters."""
     rows = 50_000
     summary = run_hogwild(lambda: ones(rows), world, 2, tmp_path, strategy)
     made = 2 * 4 * rows
@@ -505,7 +505,7 @@ def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path)
 def test_simulated_sparse_sgd_with_a_lock_takes_the_serial_time(
     strategy: str, turns: int, tmp_path: Path
 ) -> None:
-    """A batch takes what a step takes; under a lock they follow each other."""
+    """A batch takes the time of a step; with a lock batches are serial."""
 
     def main() -> None:
         session = pr.init()
@@ -543,12 +543,12 @@ def test_sparse_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
-# --- who dies, and who is stopped -------------------------------------------------------------------
+# --- workers that die or are stopped ----------------------------------------------------------------
 
 
 @dataclass
 class Killed:
-    """Worker 1 is killed in the midst of a long row, once; the others learn what it left."""
+    """Worker 1 is killed once, in the middle of a long row; the others learn the rest of its data."""
 
     mark: Path
     long: int = 30_000_000
@@ -562,15 +562,15 @@ class Killed:
         model, optimizer, loader = session.prepare(model, optimizer, loader)
         for batch, labels in loader:
             optimizer.learn(batch, None, labels)
-            time.sleep(0.005)  # so that others are there when word of a death comes
+            time.sleep(0.005)  # so that the others are still there when they hear of a death
             if session.rank == 1 and not self.mark.exists():
                 self.mark.touch()
                 threading.Thread(target=self.kill, args=(optimizer,)).start()
-                # Compiled in `learn` above, so that nearly all of the time is in the row.
+                # The loop is compiled in `learn` above, so nearly all of the time is spent in the row.
                 optimizer.learn(
                     torch.arange(1000).repeat(self.long // 1000), torch.tensor([0]), torch.ones(1)
                 )
-                os.kill(os.getpid(), signal.SIGKILL)  # should the thread have come too late
+                os.kill(os.getpid(), signal.SIGKILL)  # in case the thread came too late
 
     def kill(self, optimizer: Any) -> None:
         lock = optimizer._lock
@@ -585,7 +585,7 @@ class Killed:
 def test_sparse_sgd_run_continues_after_a_worker_is_killed_within_a_row(
     strategy: str, restarts: int, tmp_path: Path
 ) -> None:
-    """With the mutex or without: the others have it next, and all is learned."""
+    """With the mutex or without: the others take it next, and all rows are learned."""
     summary = run_hogwild(
         Killed(tmp_path / "killed"), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
     )
@@ -596,7 +596,7 @@ def test_sparse_sgd_run_continues_after_a_worker_is_killed_within_a_row(
 
 @dataclass
 class Stopped:
-    """Worker 1 has the lock and is stopped; the other one wants it, in a compiled loop or in a step."""
+    """Worker 1 holds the lock and is stopped; the other waits for it, in a compiled loop or in a step."""
 
     mark: Path
     rows: bool
@@ -629,7 +629,7 @@ class Stopped:
 @pytest.mark.slow
 @few("rows", [True, False], quick=1)
 def test_waiting_for_the_lock_of_a_stopped_worker_times_out_and_names_it(rows: bool, tmp_path: Path) -> None:
-    """Whoever waits for it gives up when its time is over, and says for whom it waited."""
+    """A worker that waits for it gives up after the timeout, and names the holder."""
     began = time.monotonic()
     with pytest.raises(
         PolyrhythmError, match=r"worker 0 waited \d+\.\d s for worker 1 to release the lock 'step'"
@@ -674,7 +674,7 @@ finally:
 
 
 def test_ctrl_c_is_heard_while_a_compiled_loop_waits() -> None:
-    """For a lock that nobody will release."""
+    """It waits for a lock that is never released."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False,
         cwd=Path(pr.__file__).parents[1],

@@ -1,4 +1,4 @@
-"""The laws of `broadcast`: nothing is lost, nothing counts twice, nobody waits, and all come to the same."""
+"""The laws of `broadcast`: no pulse is lost or counted twice, no worker waits, and all replicas agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @dataclass
 class Emitted:
-    """One step of one worker: what waited, what came, what was sent, and what waits then."""
+    """One step of one worker: the residual before it, the update, the sent pulses, the residual after it."""
 
     before: list[Tensor]
     update: list[Tensor]
@@ -55,7 +55,7 @@ class Emitted:
 
 @dataclass
 class Watch:
-    """All that workers emit, and all that is taken in, by origin and number."""
+    """All pulses that workers send, and all messages that they receive, by origin and number."""
 
     emitted: dict[str, list[Emitted]] = field(default_factory=lambda: defaultdict(list))
     codes: dict[tuple[str, int], tuple[bytes, ...]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """What happens in a simulation, seen from outside."""
+    """Records the pulses and messages of a simulation."""
     seen = Watch()
     emit, add = BroadcastWorker._emit, DeliveryLog.add
 
@@ -101,7 +101,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @dataclass
 class Training:
-    """A little training, in which workers may kill themselves; keeps the worker of each incarnation."""
+    """A short training run in which workers may kill themselves; keeps the worker of each incarnation."""
 
     epochs: int = 3
     size: int = 96
@@ -132,11 +132,11 @@ class Training:
 
 
 def digests(summary: dict[str, Any]) -> dict[str, str]:
-    """What each worker had in the end."""
+    """The digest of each worker's counts at the end."""
     return {line["peer"]: line["digest"] for line in events(summary, "replica")}
 
 
-# --- what is sent and what waits -------------------------------------------------------------------
+# --- pulses and residuals --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pulses", ["one", "many"])
@@ -144,7 +144,7 @@ def digests(summary: dict[str, Any]) -> dict[str, str]:
 def test_broadcast_sent_pulses_plus_residual_equal_the_updates(
     watch: Watch, tmp_path: Path, kind: str, pulses: str
 ) -> None:
-    """r + u = r' + tau · sent, bit for bit in each step; and so, but for rounding, over all steps."""
+    """r + u = r' + tau · sent, bit for bit in each step, and up to rounding over all steps."""
     plane = Plane(12, model=MODELS[kind])
     strategy = pr.parse(f"broadcast:0.3,pulses={pulses}")
     run_in("simulated", plane, strategy=str(strategy), workers=3, runs=tmp_path, cluster=RANDOM)
@@ -167,7 +167,7 @@ def test_broadcast_sent_pulses_plus_residual_equal_the_updates(
 def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
     watch: Watch, tmp_path: Path, kind: str, shape: str
 ) -> None:
-    """At the end every replica is w0 + tau · (all pulses of all), bit for bit, whatever came when."""
+    """At the end every replica is w0 + tau · (all pulses of all), bit for bit, in any order of arrival."""
     plane = Plane(9, model=MODELS[kind])
     summary = run_in(
         "simulated", plane, strategy=f"broadcast:0.25,{shape}", workers=5, runs=tmp_path, cluster=RANDOM
@@ -190,7 +190,7 @@ def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
 
 
 def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_path: Path) -> None:
-    """With one worker w = w0 + all that its optimizer did, less what waits: to within tau of plain SGD."""
+    """With one worker w = w0 + the steps of its optimizer - the residual: within tau of plain SGD."""
     walk = Walk(20, lr=0.3, slope=lambda rank, x: torch.full_like(x, 0.7))
     run_in("simulated", walk, strategy="broadcast:0.01", workers=1, runs=tmp_path)
     tau = 2.0**-7
@@ -204,7 +204,7 @@ def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_pat
 def test_one_pulse_falls_behind_where_many_do_not(
     watch: Watch, tmp_path: Path, pulses: str, behind: float
 ) -> None:
-    """With steps of 3 tau one pulse leaves 2 tau behind in each step; whole multiples leave nothing."""
+    """With steps of 3 tau, one pulse leaves a residual of 2 tau in each step; whole multiples leave none."""
     run_in(
         "simulated", Steps(10, lr=0.75), strategy=f"broadcast:0.25,pulses={pulses}", workers=2, runs=tmp_path
     )
@@ -214,7 +214,7 @@ def test_one_pulse_falls_behind_where_many_do_not(
 
 
 def test_broadcast_reduce_sum_moves_n_times_as_far_as_mean(tmp_path: Path) -> None:
-    """`sum` goes N times as far as `mean`."""
+    """`sum` moves the parameters N times as far as `mean`."""
     for reduce, far in (("sum", 4.0), ("mean", 1.0)):
         walk = Walk(8, lr=1.0, slope=lambda rank, x: torch.ones_like(x))
         summary = run_in(
@@ -224,7 +224,7 @@ def test_broadcast_reduce_sum_moves_n_times_as_far_as_mean(tmp_path: Path) -> No
 
 
 def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
-    """What comes from others is taken in between steps only: forward and backward see one w."""
+    """Pulses of others are applied between steps only: forward and backward see the same w."""
 
     def main() -> None:
         here = pr.init()
@@ -248,12 +248,12 @@ def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
 def test_broadcast_accumulates_updates_while_the_network_is_behind(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where too much is still to be sent nothing is added to it, and nothing is lost."""
+    """While too much waits to be sent, updates stay in the residual, and none is lost."""
     monkeypatch.setattr(reliable_broadcast, "MIN_MESSAGES", -1)
     monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", -1)
-    monkeypatch.setattr(DeliveryLog, "kept", lambda log, origin: (1 << 20, 1 << 40))  # so that it always is
+    monkeypatch.setattr(DeliveryLog, "kept", lambda log, origin: (1 << 20, 1 << 40))  # always too much
     summary = run_in("simulated", Steps(20, lr=1.0), strategy="broadcast:0.25", workers=2, runs=tmp_path)
-    for steps in watch.emitted.values():  # each 17th time all the same, for who knows
+    for steps in watch.emitted.values():  # the worker sends every 17th time in any case
         assert [step.sent[0].item() for step in steps] == [0] * 16 + [-4 * 17] + [0] * 3
         assert [step.after[0].item() for step in steps] == [*range(-1, -17, -1), 0, -1, -2, -3]
     assert trained(summary)["x"].item() == -34
@@ -261,7 +261,7 @@ def test_broadcast_accumulates_updates_while_the_network_is_behind(
 
 @every_shape
 def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: str) -> None:
-    """However long a run is, what is kept is what is on its way: a few messages of each."""
+    """However long a run is, only the messages that are on their way are kept: a few of each origin."""
     plane = Plane(80)
     run_in(
         "simulated",
@@ -277,12 +277,12 @@ def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: s
         assert max(log.kept(origin)[0] for origin in log.known) < 50
 
 
-# --- who waits, and for whom -----------------------------------------------------------------------
+# --- waiting ---------------------------------------------------------------------------------------
 
 
 @every_shape
 def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
-    """The others' steps are over when they would be without it, to the last bit."""
+    """The steps of the others end at the same times as without a straggler, to the last bit."""
 
     def times(cluster: str) -> dict[str, list[float]]:
         lines = events(
@@ -311,7 +311,7 @@ def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
 @pytest.mark.parametrize("first", [1, 2])
 @every_shape
 def test_broadcast_warmup_trains_only_the_first_workers(tmp_path: Path, shape: str, first: int) -> None:
-    """The others take no step before worker 0 has taken `warmup`, and begin with what it has learned."""
+    """The others take no step before worker 0 has taken `warmup` steps, and start from its parameters."""
     plane = Plane(10)
     summary = run_in(
         "simulated",
@@ -330,7 +330,7 @@ def test_broadcast_warmup_trains_only_the_first_workers(tmp_path: Path, shape: s
 
 
 def test_broadcast_warmup_ends_if_the_first_worker_runs_out_of_data(tmp_path: Path) -> None:
-    """With less data than that the others train on what is left: nobody waits for ever."""
+    """With less data than the warm-up needs, the others train on what is left: no worker waits for ever."""
     summary = run_in(
         "simulated",
         Training(epochs=1, size=12),
@@ -342,7 +342,7 @@ def test_broadcast_warmup_ends_if_the_first_worker_runs_out_of_data(tmp_path: Pa
 
 
 @pytest.mark.parametrize("back", ["", 'back = "60 ms"\n'])
-def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) -> None:
+def test_the_first_worker_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) -> None:
     crash = f'[[failures]]\nworkers = [0]\nat = "35 ms"\n{back}'
     summary = run_in(
         "simulated",
@@ -356,7 +356,7 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
 
 
 def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, tmp_path: Path) -> None:
-    """In place of the first, after the warm-up: the mean is over all, also in its own first steps."""
+    """A replacement of worker 0 divides by the number of all workers, from its first step on."""
 
     def main() -> None:
         here = pr.init()
@@ -381,13 +381,15 @@ def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, 
     assert watch.emitted["0.1"] and {step.update[0].item() for step in watch.emitted["0.1"]} == {-0.25}
 
 
-# --- what goes where -------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------
 
 
 @every_shape
 def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
-    """Everybody gets every message of every other exactly once, and sends to as few as the tree says. Only at
-    the end some come again, to those who are asked whether they have all while it is on its way."""
+    """Each worker gets every message of every other exactly once, and sends to its neighbors only.
+
+    At the end some messages come again: a worker that is asked if it has all asks for those on their way.
+    """
     workers = 11
     plane = Plane(6)
     summary = run_in(
@@ -414,7 +416,7 @@ def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
 
 
 class Wide(nn.Module):
-    """Many numbers."""
+    """A model with 100,000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +424,7 @@ class Wide(nn.Module):
 
 
 def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: Path) -> None:
-    """With steps of which one in a hundred parameters is due, messages have about a tenth of a bit each."""
+    """If 1 % of the parameters reach tau in a step, messages have about a tenth of a bit per parameter."""
 
     def main() -> None:
         here = pr.init()
@@ -439,7 +441,7 @@ def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: P
         for each in ("broadcast:0.25", "allreduce")
     }
     dense = 4 * 3 * 5 * 100_000 * 4 + 3 * 400_000
-    messages = 4 * 3 * (5 + 1)  # at the end the last comes twice
+    messages = 4 * 3 * (5 + 1)  # the last message comes twice at the end
     bits = (sent["broadcast:0.25"] - 3 * 400_000) / (messages * 100_000) * 8
     assert 0.08 < bits < 0.12
     assert 250 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
@@ -449,7 +451,7 @@ def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: P
 def test_broadcast_sends_every_step_if_the_network_keeps_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
-    """Also where only one trains, and the others have little to confirm."""
+    """Even if only one worker trains, and the others have few messages to confirm."""
     monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", 0)
 
     def main() -> None:
@@ -469,11 +471,11 @@ def test_broadcast_sends_every_step_if_the_network_keeps_up(
     assert sent.pop("worker 0") == 120 and set(sent.values()) == {1}
 
 
-# --- who comes and goes ----------------------------------------------------------------------------
+# --- workers that join and leave -------------------------------------------------------------------
 
 
 def troubled(seed: int) -> tuple[int, str, str]:
-    """A number of workers, a strategy and a cluster in which anything may happen."""
+    """A random number of workers, strategy, and cluster with crashes, rejoins and stragglers."""
     lots = random.Random(seed)
     workers = lots.choice([2, 3, 5, 8])
     latency, width = lots.choice([0, 1, 7, 30]), lots.choice(["200 kbit/s", "1 Mbit/s", "1 Gbit/s"])
@@ -496,8 +498,8 @@ def troubled(seed: int) -> tuple[int, str, str]:
 def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     watch: Watch, tmp_path: Path, seed: int
 ) -> None:
-    """Delays, stragglers, crashes and rejoins: those who are there at the end have the same messages, each
-    once, and so the same bits."""
+    """With delays, stragglers, crashes and rejoins, the workers that are left at the end have the same
+    messages, each once, and so the same bits."""
     workers, strategy, cluster = troubled(seed)
     training = Training()
     summary = run_in(
@@ -530,7 +532,7 @@ def test_broadcast_with_crashes_is_deterministic_for_a_seed(tmp_path: Path) -> N
 def test_broadcast_resends_messages_lost_with_a_connection(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, which: str
 ) -> None:
-    """One message to each is lost, in the middle or the very last, and so is the first question after it."""
+    """One message to each peer is lost, in the middle or at the end, and so is the first request for it."""
     send, last, lost = SimulatedNode.send, 40, set()
 
     def dropping(self: SimulatedNode, to: Peer, kind: str, *tensors: Tensor, **fields: Any) -> None:
@@ -561,7 +563,7 @@ def test_broadcast_replicas_agree_on_real_processes(tmp_path: Path, shape: str) 
 def test_broadcast_continues_after_one_of_four_workers_is_killed(
     tmp_path: Path, shape: str, restarts: int, victim: int
 ) -> None:
-    """With kill -9, with and without another in its place: the others train on and end equal."""
+    """With kill -9, with and without a replacement: the others continue and end equal."""
     summary = pr.run(
         Training(epochs=6, pause=0.01, dies={victim: 8}), workers=4, strategy=f"broadcast:{shape}",
         runs=tmp_path, threads=1, restarts=restarts, timeout=60.0,
@@ -634,7 +636,7 @@ def test_delivery_logs_agree_whatever_each_has_missed(data: st.DataObject) -> No
         assert each.digest() == wanted.digest()
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -724,7 +726,7 @@ def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None
 
 
 def test_broadcast_raises_if_tau_is_too_small_for_32_bit_counts(tmp_path: Path) -> None:
-    """Before a count leaves the whole numbers that 32 bits hold."""
+    """It raises before a count overflows."""
     with pytest.raises(PolyrhythmError, match=r"pulses from where it began.* tau \(9\.09e-13\) is too small"):
         run_in("simulated", Steps(80), strategy=f"broadcast:{2.0**-40}", workers=2, runs=tmp_path)
 

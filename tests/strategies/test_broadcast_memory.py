@@ -1,4 +1,4 @@
-"""The laws of what `broadcast` keeps for others: it has a bound, by which nothing is lost or comes twice."""
+"""The laws of the messages that `broadcast` keeps: their size is bounded, none is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 150
 
 
 def is_right(log: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor, ...]]) -> bool:
-    """Its counts are those of all messages that it says it has, and what it keeps is of the last of them."""
+    """True if its counts are the sum of all messages that it knows, and it keeps the last of them."""
 
     def total(origin: str, first: int, last: int) -> Tensor:
         found = torch.zeros(40, dtype=torch.int32)
@@ -106,7 +106,7 @@ def tell(giver: DeliveryLog, taker: DeliveryLog) -> None:
 
 @pytest.fixture
 def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The most bytes that any worker has ever kept of an origin, where even little is merged."""
+    """The most bytes that any worker has kept of an origin, if even short logs are merged."""
     monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", 0)
     monkeypatch.setattr(reliable_broadcast, "PATIENCE", 0)
     found: Counter[str] = Counter()
@@ -125,8 +125,8 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
     watch: Watch, most: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Nothing comes through to some workers, nor from them, for as long as others take hundreds of steps:
-    of each origin no more is kept than a few vectors, and at the end all have the same, each pulse once."""
+    """Some workers can neither send nor receive while others take hundreds of steps. Of each origin no more
+    than a few vectors are kept, and at the end all workers have every pulse once."""
     lots = random.Random(seed)
     stops = [(lots.randrange(5), begin, begin + lots.uniform(0.2, 1.0)) for begin in (0.1, 0.9, 1.4)]
     send = SimulatedNode.send
@@ -159,7 +159,7 @@ def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
     for (origin, _), codes in watch.codes.items():
         told[origin] += sum(map(len, codes))
     waiting = most.pop("waiting")
-    assert max(told.values()) > 10 * vector  # what would have been kept
+    assert max(told.values()) > 10 * vector  # the bytes that would have been kept
     assert max(most.values()) < 4 * vector and waiting < 100
 
 
@@ -171,7 +171,7 @@ class Long(nn.Module):
 
 @dataclass
 class Stopped:
-    """Worker 2 stops itself; worker 0 lets it go on when it has taken all its steps."""
+    """Worker 2 stops itself; worker 0 continues it after all its own steps."""
 
     folder: Path
 
@@ -202,7 +202,7 @@ def stopped(mark: Path) -> bool:
 
 
 def test_broadcast_with_a_sigstopped_worker_keeps_little_and_agrees(tmp_path: Path) -> None:
-    """With SIGSTOP: the others train on, keep little for it, and all come to the same."""
+    """With SIGSTOP: the others continue and keep little for it, and all agree at the end."""
     summary = pr.run(Stopped(tmp_path), workers=3, strategy="broadcast:1", runs=tmp_path, threads=1)
     assert len(digests(summary)) == 3 and len(set(digests(summary).values())) == 1
     sent = STEPS * 100_000 / 5  # bytes of an origin: five parameters to a byte

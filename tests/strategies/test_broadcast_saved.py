@@ -1,4 +1,4 @@
-"""The laws of `broadcast` when it is saved: what is saved is one and the same, and nothing counts twice."""
+"""The laws of saving `broadcast`: all workers save the same state, and no pulse counts twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @dataclass
 class Saving:
-    """Trains some epochs and saves after each; begins with what was saved last, if there is anything."""
+    """Trains some epochs and saves after each; resumes from the last save unless it begins with epoch 0."""
 
     folder: Path
     begin: int
@@ -83,8 +83,8 @@ def sent(watch: Watch) -> Tensor:
 
 @every_shape
 def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: Path, shape: str) -> None:
-    """All save the same k, which is all that was sent; each goes on with what waited. In the end all have
-    all that was sent before and after, to the last pulse."""
+    """All workers save the same k, the sum of all sent pulses, and each resumes with its residual. In the end
+    all have all pulses that were sent before and after."""
     text = f"broadcast:0.004,{shape}"
     run_in("simulated", Saving(tmp_path, 0, 2), strategy=text, workers=5, runs=tmp_path, cluster=RANDOM)
     before, waited = sent(watch), {origin: steps[-1].after for origin, steps in watch.emitted.items()}
@@ -109,7 +109,7 @@ def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: P
 def test_resumed_broadcast_run_has_the_bits_of_the_run_that_went_on(
     tmp_path: Path, shape: str, stop: int, workers: int, cluster: str
 ) -> None:
-    """Where messages take no time: otherwise they are on their way while others continue."""
+    """In a cluster without latency: otherwise messages are on their way when workers continue."""
     strategy = f"broadcast:0.004,reduce=mean,{shape}"
     went_on, resumed = went_on_and_resumed(strategy, tmp_path, stop, workers, cluster)
     assert went_on["digest"] == resumed["digest"]
@@ -119,7 +119,7 @@ def test_resumed_broadcast_run_has_the_bits_of_the_run_that_went_on(
 def test_saving_broadcast_state_never_deadlocks_despite_crashes(
     tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Whoever dies and comes while others save: the run ends, and all have the same."""
+    """Workers die and are replaced while others save: the run ends, and all agree."""
     at = 60 + 45 * seed
     deaths = "".join(
         f'[[failures]]\nworkers = [{who}]\nat = "{at + more} ms"\n{back}'
@@ -138,7 +138,7 @@ def test_saving_broadcast_state_never_deadlocks_despite_crashes(
 
 @pytest.mark.parametrize("back", [150, 200, 210, 320])
 def test_broadcast_replacement_saves_the_same_state_as_the_others(tmp_path: Path, back: int) -> None:
-    """Though nothing is left to train on in the epoch that it comes in: the next ones it shares with them."""
+    """Even if no data is left in the epoch in which it joins: it shares the next ones."""
     dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
     script = Saving(tmp_path, 0, 4)
     cluster = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n'
@@ -160,8 +160,8 @@ SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nban
 def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
     tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Links are so slow that one rest takes as long as an epoch. Who comes then, or has waited for others to
-    train before it, begins with nothing that some have noted and others not."""
+    """Links are so slow that one save takes as long as an epoch. A worker that joins meanwhile, or has waited
+    for the warm-up, adds nothing that is in the state of some and not of others."""
     lots = random.Random(seed)
     at = lots.randrange(300, 1500)
     dies = f'[[failures]]\nworkers = [{lots.randrange(4)}]\nat = "{at} ms"\nback = "{at + 100} ms"\n'
@@ -189,13 +189,13 @@ def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) 
             workers=3,
             runs=tmp_path,
         )
-    torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # of another time than the others'
+    torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # older than those of the others
     with pytest.raises(UsageError, match="resumed from a different checkpoint"):
         run_in("simulated", Saving(tmp_path, 2, 4), strategy="broadcast:0.004", workers=3, runs=tmp_path)
 
 
-def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) -> None:
-    """It is not the same place for all, but what is saved is what all have."""
+def test_a_worker_that_saves_alone_waits_for_the_others_to_finish(tmp_path: Path) -> None:
+    """The others never save, but the saved state is that of all workers."""
 
     def script() -> None:
         here = pr.init()
