@@ -90,10 +90,9 @@ class HogWildWorker(Worker):
         if not started.item():  # otherwise this worker is a replacement
             if node.rank == 0:
                 copied(replica.parameters, shared)
+            # After this the parameters are there, and all workers have seen that none had started.
             workers = torch.ones(1, dtype=torch.int64)
-            self.group.all_reduce(
-                workers
-            )  # the parameters are there, and all have seen that none had started
+            self.group.all_reduce(workers)
             started.copy_(workers)
         replica.move(shared)
         self.tally = Tally(node, replica, int(started))
