@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyrhythm.compress.kernels import missing
 from polyrhythm.core.errors import NotFinite, UsageError, WaitError
+from polyrhythm.strategies.hogwild.tally import UpdateCounters
 
 if TYPE_CHECKING:
     from polyrhythm.core.node import Lock
@@ -28,14 +29,6 @@ Array = np.ndarray[Any, Any]
 LOSSES = ("logistic", "hinge", "squared")  # in the order of `sparse_sgd_loops`
 INDEXES = (torch.int32, torch.int64)
 _NOTHING = np.zeros(0, np.int64)
-
-
-class Counts(NamedTuple):
-    """Where updates are counted: one counter per 2^shift rows of the weights, and this worker's own count."""
-
-    counts: Array = _NOTHING
-    shift: int = 0
-    made: Array = _NOTHING
 
 
 class Batch(NamedTuple):
@@ -73,7 +66,7 @@ class SparseSGD(torch.optim.Optimizer):
     # Defaults of the class: a copy of an optimizer has its settings only, and shares nothing.
     _batch: Batch | None = None
     _loss = math.nan
-    _rank, _name, _counts = 0, "SparseSGD", Counts()
+    _rank, _name, _counters = 0, "SparseSGD", UpdateCounters(_NOTHING, 0, _NOTHING)
     _lock: Lock | None = None
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor, loss: str = "logistic") -> None:
@@ -132,7 +125,7 @@ class SparseSGD(torch.optim.Optimizer):
         rows = len(batch.labels)
         loops, weights = _loops(), group["params"][0].detach().view(-1).numpy()
         kind = LOSSES.index(group["loss"])
-        args = (weights, *batch, float(group["lr"]), kind, *self._counts)
+        args = (weights, *batch, float(group["lr"]), kind, *self._counters)
         if self._lock is None:
             end, total, row = loops.learn(*args)
         else:
@@ -144,9 +137,9 @@ class SparseSGD(torch.optim.Optimizer):
             )
         self._loss = total / rows
 
-    def share(self, rank: int, counts: Counts, lock: Lock | None) -> None:
+    def share(self, rank: int, counters: UpdateCounters, lock: Lock | None) -> None:
         """Counts updates in shared memory from here on, and takes the lock, if any, for each row."""
-        self._rank, self._name, self._counts, self._lock = rank, f"worker {rank}", counts, lock
+        self._rank, self._name, self._counters, self._lock = rank, f"worker {rank}", counters, lock
 
     def _learn_locked(self, loops: ModuleType, args: Any, lock: Lock) -> tuple[int, float, int]:
         assert lock.mutex is not None

@@ -11,7 +11,7 @@ from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.hogwild.checks import GradientCheck, check_devices, check_modules
-from polyrhythm.strategies.hogwild.tally import Tally
+from polyrhythm.strategies.hogwild.tally import CountsUpdates, Tally
 from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
 
 if TYPE_CHECKING:
@@ -102,13 +102,8 @@ class HogWildWorker(Worker):
         self.barrier.begin(later=bool(node.incarnation))
 
     def share_loop(self, lock: Lock | None) -> bool:
-        """Has the compiled loop of `SparseSGD` count its updates, and take the lock for each row.
-
-        False if the optimizer is another one.
-        """
-        from polyrhythm.optim.sparse_sgd import SparseSGD
-
-        if not isinstance(self.replica.optimizer, SparseSGD):
+        """Has a compiled loop count its updates, and take the lock for each row; False if there is none."""
+        if not isinstance(self.replica.optimizer, CountsUpdates):
             return False
         self.replica.optimizer.share(self.node.rank, self.tally.counters(0), lock)
         return True

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from polyrhythm.core.node import Node
+    import numpy as np
+
+    from polyrhythm.core.node import Lock, Node
     from polyrhythm.model.replica import Replica
-    from polyrhythm.optim.sparse_sgd import Counts
+
+    Array = np.ndarray[Any, Any]
 
 MAX_ROWS = 1 << 16  # of a tensor on which updates are counted
-MAX_COMPILED = 1 << 12  # the same for `SparseSGD`: its steps are so short that more would double their time
+MAX_COMPILED = 1 << 12  # the same for compiled loops: their steps are so short that more would double them
 LINE = 8  # words of a cache line
+
+
+class UpdateCounters(NamedTuple):
+    """Where a compiled loop counts updates: one counter per 2^shift rows, and this worker's own count."""
+
+    counts: Array
+    shift: int
+    made: Array
+
+
+@runtime_checkable
+class CountsUpdates(Protocol):
+    """An optimizer whose compiled loop counts updates by itself, such as `SparseSGD`."""
+
+    def share(self, rank: int, counters: UpdateCounters, lock: Lock | None) -> None:
+        """Counts updates in shared memory from here on, and takes the lock, if any, for each row."""
 
 
 class Tally:
@@ -26,11 +45,9 @@ class Tally:
     def __init__(self, node: Node, replica: Replica, workers: int) -> None:
         import torch
 
-        from polyrhythm.optim.sparse_sgd import SparseSGD
-
         # Of each parameter: where its counters begin and end, and log2 of the rows for each counter.
         self._places: list[tuple[int, int, int]] = []
-        self._compiled = isinstance(replica.optimizer, SparseSGD)  # its compiled loop counts by itself
+        self._compiled = isinstance(replica.optimizer, CountsUpdates)
         most = MAX_COMPILED if self._compiled else MAX_ROWS
         stop = 0
         for piece in replica.layout.pieces:
@@ -67,12 +84,10 @@ class Tally:
                 self._made[made] += stop - start
                 counts += 1
 
-    def counters(self, number: int) -> Counts:
+    def counters(self, number: int) -> UpdateCounters:
         """Where a compiled loop counts the updates of one parameter."""
-        from polyrhythm.optim.sparse_sgd import Counts
-
         start, stop, shift = self._places[number]
-        return Counts(self._counts[start:stop], shift, self._made[self._mine : self._mine + 1])
+        return UpdateCounters(self._counts[start:stop], shift, self._made[self._mine : self._mine + 1])
 
     def result(self) -> tuple[int, int]:
         """The number of updates that all workers have counted, and how many of these were lost."""
