@@ -21,7 +21,7 @@ from polyrhythm.strategies.broadcast.strategy import BroadcastWorker
 from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
 from tests.support.runs import run_in
-from tests.support.stopping import CLUSTERS, went_on_and_resumed
+from tests.support.saving import CLUSTERS, went_on_and_resumed
 
 __all__ = ["watch"]  # a fixture
 
@@ -105,11 +105,19 @@ def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: P
         assert torch.equal(worker.base[0], first["base"][0])
 
 
-@each_value(("shape", SHAPES), ("stop", [3, 8]), ("workers", [2, 4]), ("cluster", CLUSTERS))
+@each_value(
+    ("shape", [*SHAPES, "warmup=6", "warmup=6,first=2"]),
+    ("stop", [4, 8]),
+    ("workers", [2, 4]),
+    ("cluster", CLUSTERS),
+)
 def test_resumed_broadcast_run_has_the_bits_of_the_run_that_went_on(
     tmp_path: Path, shape: str, stop: int, workers: int, cluster: str
 ) -> None:
-    """In a cluster without latency: otherwise messages are on their way when workers continue."""
+    """In a cluster without latency: otherwise messages are on their way when workers continue.
+
+    A save ends the warm-up, so that all workers come to the place where they save.
+    """
     strategy = f"broadcast:0.004,reduce=mean,{shape}"
     went_on, resumed = went_on_and_resumed(strategy, tmp_path, stop, workers, cluster)
     assert went_on["digest"] == resumed["digest"]

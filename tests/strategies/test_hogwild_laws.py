@@ -28,7 +28,7 @@ from polyrhythm.strategies.hogwild.checks import check_devices
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
 from tests.support.runs import run_hogwild
-from tests.support.stopping import CLUSTERS, Stopping, saved_states, went_on_and_resumed
+from tests.support.saving import CLUSTERS, Stopping, saved_states, went_on_and_resumed
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
@@ -355,7 +355,7 @@ def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
 LOCKS = ["hogwild", "hogwild:lock=yes"]
 
 
-@each_value(("strategy", LOCKS), ("stop", [3, 8]), ("workers", [2, 4]), ("cluster", CLUSTERS))
+@each_value(("strategy", LOCKS), ("stop", [4, 8]), ("workers", [2, 4]), ("cluster", CLUSTERS))
 def test_resumed_hogwild_run_has_the_bits_of_the_run_that_went_on(
     strategy: str, stop: int, workers: int, cluster: str, tmp_path: Path
 ) -> None:
@@ -368,27 +368,27 @@ def test_resumed_hogwild_run_has_the_bits_of_the_run_that_went_on(
 @pytest.mark.parametrize("strategy", LOCKS)
 def test_hogwild_workers_save_the_same_parameters(world: str, strategy: str, tmp_path: Path) -> None:
     """No worker steps while another saves; and the run can be resumed."""
-    run_hogwild(Stopping(tmp_path, 40, 80), world, 3, tmp_path, strategy)
+    run_hogwild(Stopping(tmp_path, 0, 40, 80, staggered=True), world, 3, tmp_path, strategy)
     first, *others = saved_states(tmp_path, 3)
     for other in others:
         assert all(map(torch.equal, first["parameters"], other["parameters"]))
         assert (first["counted"], first["lost"]) == (other["counted"], other["lost"])
     assert first["counted"] == (3 * 40 - 3) * (8 + 8 + 3 + 3) and 0 <= first["lost"] <= first["counted"]
-    summary = run_hogwild(Stopping(tmp_path, 40, 80, resumes=True), world, 3, tmp_path, strategy)
+    summary = run_hogwild(Stopping(tmp_path, 40, 40, 80), world, 3, tmp_path, strategy)
     assert summary["lost_updates"]["counted"] == (3 * 80 - 3) * (8 + 8 + 3 + 3)
 
 
 @both_worlds
 def test_hogwild_refuses_to_resume_from_different_checkpoints(world: str, tmp_path: Path) -> None:
-    run_hogwild(Stopping(tmp_path, 5, 9), world, 3, tmp_path)
+    run_hogwild(Stopping(tmp_path, 0, 5, 9), world, 3, tmp_path)
     message = "resumed from a different checkpoint"
     with pytest.raises(UsageError, match=message):
-        run_hogwild(Stopping(tmp_path, 5, 500, resumes=True, forgets=1), world, 3, tmp_path)
+        run_hogwild(Stopping(tmp_path, 5, 5, 500, forgets=1), world, 3, tmp_path)
     state = torch.load(tmp_path / "2.pt", weights_only=True)
     state["session"]["worker"]["parameters"][0][0] += 1
     torch.save(state, tmp_path / "2.pt")
     with pytest.raises(UsageError, match=message):
-        run_hogwild(Stopping(tmp_path, 5, 9, resumes=True), world, 3, tmp_path)
+        run_hogwild(Stopping(tmp_path, 5, 5, 9), world, 3, tmp_path)
 
 
 def test_hogwild_refuses_to_load_after_a_step(tmp_path: Path) -> None:

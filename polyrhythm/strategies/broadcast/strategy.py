@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.compress.kernels import selection
-from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
-from polyrhythm.core.node import others
+from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, digest
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
+from polyrhythm.strategies.broadcast.warmup import WarmUp
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Broadcast(Strategy):
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
     the same messages: k is saved with r, so no pulse is lost and none counts twice. A replacement skips the
-    places where the others saved before it joined. A resumed run repeats its warm-up.
+    places where the others saved before it joined. Saving ends the warm-up, and a resumed run has none.
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10
@@ -129,8 +129,7 @@ class BroadcastWorker(Worker):
         counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]  # k
         fanout = strategy.fanout if strategy.topology == "tree" else None
         self.broadcast = ReliableBroadcast(node, DeliveryLog(counts, strategy.unit), self.base, fanout)
-        self.finished = False
-        self._to_begin: list[Message] = []  # requests of workers that wait until the warm-up is over
+        self.warmup = WarmUp(node, replica, strategy.warmup, strategy.first)
 
     # --- start --------------------------------------------------------------------------------------
 
@@ -142,51 +141,21 @@ class BroadcastWorker(Worker):
             self.group.broadcast(*replica.parameters)
         copied(replica.parameters, self.base)
         _refuse_loading(replica.model)
-        node.subscribe(self.on_message, "begin", *ReliableBroadcast.kinds)
+        node.subscribe(self.on_message, *WarmUp.kinds, *ReliableBroadcast.kinds)
         if node.incarnation:
             self.broadcast.catch_up()
-        follows = bool(strategy.warmup) and node.rank >= strategy.first
-        if follows:
-            self._wait_for_warmup()
-        self.broadcast.barrier.begin(later=follows or bool(node.incarnation))
+        if self.warmup.follows:
+            self.warmup.wait()
+        self.broadcast.barrier.begin(later=self.warmup.follows or bool(node.incarnation))
+        self.warmup.begin()
         self._place(replica.parameters)
-
-    def _wait_for_warmup(self) -> None:
-        """Waits until the first of the other workers has taken the steps of the warm-up."""
-        node = self.node
-        while True:
-            before = [peer for peer in others(node) if peer < node.me]
-            if not before:
-                return
-            try:
-                if node.request(before[0], "begin").wait()["now"]:
-                    return
-            except PeerLost:  # the next one is the first then
-                continue
 
     def on_message(self, message: Message | None) -> None:
         """Takes a message of another worker; None if a worker joined or left."""
-        if message is not None and message.kind == "begin":
-            with self.node.lock():
-                self._to_begin.append(message)
-            if self._warmed_up:
-                self._let_begin()
-            return
-        if message is None:
-            with self.node.lock():
-                self._to_begin = [each for each in self._to_begin if self.node.members.alive(each)]
-        self.broadcast.on_message(message)
-
-    @property
-    def _warmed_up(self) -> bool:
-        return self.finished or self.replica.steps >= self.strategy.warmup
-
-    def _let_begin(self) -> None:
-        """Answers the workers that wait to begin. Those that may not yet ask again."""
-        with self.node.lock():
-            waiting, self._to_begin = self._to_begin, []
-        for message in waiting:
-            self.node.reply(message, now=self._warmed_up)
+        if message is None or message.kind in WarmUp.kinds:
+            self.warmup.on_message(message)
+        if message is None or message.kind not in WarmUp.kinds:
+            self.broadcast.on_message(message)
 
     # --- the step -----------------------------------------------------------------------------------
 
@@ -199,7 +168,7 @@ class BroadcastWorker(Worker):
         self._place(self.replica.parameters)
         if codes:
             self.broadcast.publish()
-        self._let_begin()
+        self.warmup.tell()
 
     def _compute_update(self) -> None:
         """u: the optimizer's step from the present parameters."""
@@ -210,16 +179,11 @@ class BroadcastWorker(Worker):
         replica.apply()
         for place, after in zip(update, replica.parameters, strict=True):
             torch.sub(after, place, out=place)
-            if self.strategy.reduce == "mean":
-                place.div_(self._training())
+        if self.strategy.reduce == "mean":
+            training = self.warmup.training(len(self.broadcast.topology.everyone))
+            for part in update:
+                part.div_(training)
         replica.layout.check_finite(update, f"{self.node.me}, step {replica.steps}")
-
-    def _training(self) -> int:
-        """The number of workers that train now."""
-        count, strategy = len(self.broadcast.topology.everyone), self.strategy
-        # A replacement finds the others training.
-        first = self.node.rank < strategy.first and not self.node.incarnation
-        return min(count, strategy.first) if first and self.replica.steps <= strategy.warmup else count
 
     def _emit(self) -> list[Tensor]:
         """r <- r + u, less the pulses that are returned, one code per vector; empty if there are none."""
@@ -251,8 +215,7 @@ class BroadcastWorker(Worker):
         import torch
 
         broadcast = self.broadcast
-        self.finished = True
-        self._let_begin()
+        self.warmup.end()
         broadcast.barrier.end()
         norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in self.residual))
         self.node.log("residual", messages=broadcast.sent, tau=self.strategy.unit, norm=norm)
@@ -275,6 +238,7 @@ class BroadcastWorker(Worker):
         barrier, state = self.broadcast.barrier, State()
         if not barrier.come():  # a replacement runs through epochs that are over
             return state
+        self.warmup.wait_for_all()
 
         def note() -> None:
             state["base"] = cloned(self.base)
@@ -297,6 +261,7 @@ class BroadcastWorker(Worker):
                 "session.load_state_dict() must come before the first step: other workers rely on it"
             )
         log = self.broadcast.log
+        self.warmup.end()
         copied(state["residual"], self.residual)
         with self.node.lock():
             copied(state["base"], self.base)
