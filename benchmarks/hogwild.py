@@ -1,15 +1,15 @@
-"""HogWild!: time to a training loss for 1 process, 2 processes, and 2 with a lock; what density costs.
+"""HogWild!: time to a training loss for 1 process, 2 processes, and 2 with a lock; and the cost of density.
 
-Logistic regression in two ways. *Rows*: `RowSGD`, whose steps are compiled and of one row each. *PyTorch
+Logistic regression is trained in two ways. *Rows*: `SparseSGD`, with compiled steps of one row each. *PyTorch
 steps*: a user's loop with `nn.EmbeddingBag(..., sparse=True)`, plain SGD and batches of 8. Synthetic rows
-have 50 of 1,000,000 features; the text is lines of files on this machine, Python's own sources against
-Debian's copyright notices, as hashed words and pairs of words; dense rows have all of 2,000 features. A round
-takes all systems one after the other, and ratios are within rounds. The clock starts when all have compiled,
-loaded and taken a step.
+have 50 of 1,000,000 features. The text is lines of files on this machine, Python's own sources against
+Debian's copyright notices, as hashed words and pairs of words. Dense rows have all of 2,000 features. A round
+measures all systems in turn, and ratios are taken within rounds. The clock starts when all workers have
+compiled, loaded and taken a step.
 
-Then density: what two real processes lose on one table, which is known exactly where every update adds one,
-beside what is counted; and in simulation, exactly, how often a row was changed between reading and writing,
-and how many updates more than one worker eight need.
+The cost of density: the updates that two real processes lose on one table, which are known exactly because
+every update adds one, beside the counted ones; and, in simulation, how often a row changed between reading
+and writing, and how many more updates eight workers need than one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from benchmarks.sparse import Blocks, Logistic, Problem, Rows, dense, synthetic,
 ONE, TWO, LOCK, PLAIN = "1 process", "2 processes", "2 with a lock", "plain PyTorch"
 SYSTEMS = {ONE: (1, "hogwild"), TWO: (2, "hogwild"), LOCK: (2, "hogwild:lock=yes")}
 FASTER, FASTER_THAN_LOCKED = 1.5, 3.0
-LOOK, LONGEST = 0.25, 120.0  # seconds between two looks at the loss, and until it is given up
+LOOK, LONGEST = 0.25, 120.0  # seconds between two evaluations of the loss, and until giving up
 LOOKED_AT = 2000  # rows
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and the way in which it is trained: by compiled rows, or by steps of PyTorch."""
+    """A problem, and how it is trained: by compiled rows, or by steps of PyTorch."""
 
     way: str
     problem: Callable[[], Problem]
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """By rows one process takes some 5 seconds to the target, or a second if it has to be quick."""
+    """By rows one process takes about 5 seconds to the target; about one if `quick`."""
     rows, steps = functools.partial(Case, "rows"), functools.partial(Case, "PyTorch steps")
     if quick:
         return [
@@ -118,7 +118,7 @@ def _spread(values: list[float]) -> str:
 
 
 class Meeting:
-    """What the workers of one measurement share. It is made before they are forked."""
+    """Shared by the workers of one measurement. It is made before they are forked."""
 
     def __init__(self, workers: int) -> None:
         self.barrier = _fork.Barrier(workers)
@@ -153,7 +153,7 @@ def _launch(problem: Problem, way: str, workers: int, strategy: str, meeting: Me
 
 
 def _train(problem: Problem, way: str, meeting: Meeting, folder: Path) -> None:
-    """A user's script, but for the first worker's looks at the loss."""
+    """A user's script, in which the first worker also evaluates the loss."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -174,7 +174,7 @@ def _train(problem: Problem, way: str, meeting: Meeting, folder: Path) -> None:
     optimizer: Any
     loader: Any
     if by_rows:
-        optimizer = pr.RowSGD(model.parameters(), lr=0.0)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.0)
         batches = Blocks(len(problem), problem.batch)
         loader = DataLoader(data, batch_sampler=batches, collate_fn=lambda batch: batch)
     else:
@@ -203,10 +203,10 @@ def _train(problem: Problem, way: str, meeting: Meeting, folder: Path) -> None:
                 losses.append(F.binary_cross_entropy_with_logits(forward(words, offsets, values), labels))
         return torch.stack(losses).mean().item()
 
-    # In pieces that have as many rows as a batch: of dense words there are no more.
+    # In pieces of as many rows as a batch has: there are no more dense words.
     size = min(problem.batch, LOOKED_AT)
     looked_at = [range(start, start + size) for start in range(0, LOOKED_AT - size + 1, size)]
-    step(*data.__getitems__(range(min(len(problem), problem.batch))))  # compiles; its rate is 0
+    step(*data.__getitems__(range(min(len(problem), problem.batch))))  # compiles the loop, at rate 0
     optimizer.param_groups[0]["lr"] = problem.lr
     look()
     meeting.barrier.wait()
@@ -236,7 +236,7 @@ DENSITIES = (1 / 4096, 1 / 256, 1 / 16, 1.0)
 
 
 def _density(quick: bool) -> list[Row]:
-    """What two processes lose on one table of which each touches a part at a time."""
+    """The updates that two processes lose on one table, of which each touches a part at a time."""
     rows = []
     for density in DENSITIES[1::2] if quick else DENSITIES:
         true, counted = apart(_lose, density, 1.0 if quick else 6.0)
@@ -251,7 +251,7 @@ def _share(density: float) -> str:
 
 
 def _lose(density: float, seconds: float) -> tuple[float, float]:
-    """The share of updates that is lost, truly and as it is counted."""
+    """The share of lost updates: the true one, and the counted one."""
     import safetensors.torch
 
     from polyrhythm.launch import run
@@ -266,7 +266,7 @@ def _lose(density: float, seconds: float) -> tuple[float, float]:
 
 
 def _add_ones(density: float, seconds: float, meeting: Meeting, folder: Path) -> None:
-    """Each step adds one to every row that it touches, which is exact: what is missing was lost."""
+    """Each step adds one to every row that it touches, exactly: a lower sum means lost updates."""
     import torch
     from torch import nn
 

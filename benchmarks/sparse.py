@@ -108,7 +108,7 @@ def _lines(files: list[Path]) -> Iterator[list[int]]:
 
 
 class Rows:
-    """The rows of a problem, by batches: words, offsets, labels and values, as `RowSGD.learn` takes them.
+    """The rows of a problem, by batches: words, offsets, labels and values, as `SparseSGD.learn` takes them.
 
     Rows that lie one after the other are slices, and are not copied.
     """

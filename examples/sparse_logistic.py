@@ -44,14 +44,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.3)
-    parser.add_argument("--compiled", action="store_true", help="a step for each row, by RowSGD")
+    parser.add_argument("--compiled", action="store_true", help="a step for each row, by SparseSGD")
     args = parser.parse_args()
 
     session = pr.init("hogwild")
     rows = Rows(args.rows)
     model = nn.EmbeddingBag(FEATURES, 1, mode="sum", sparse=True)  # the gradient has the touched rows only
     nn.init.zeros_(model.weight)
-    kind = pr.RowSGD if args.compiled else torch.optim.SGD
+    kind = pr.SparseSGD if args.compiled else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=args.lr)
     loader = DataLoader(rows, batch_size=args.batch, shuffle=True, collate_fn=lambda batch: batch)
     model, optimizer, loader = session.prepare(model, optimizer, loader)

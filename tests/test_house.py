@@ -118,14 +118,14 @@ def test_dependency_check_accepts_allowed_imports(text: str) -> None:
 LAYERS = (
     {"core"},
     {"model", "wire", "record", "data"},
-    {"collectives", "optim"},
+    {"collectives"},
     {"compress"},
     {"strategies", "parallel"},
     {"session"},
     {"coordination"},
     {"worlds"},
     {"launch"},
-    {"lab", "integrations"},
+    {"lab", "integrations", "optim"},
     {"cli"},
 )
 RANK = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

@@ -26,10 +26,6 @@ class Legacy(Strategy):
     optimizers: ClassVar[str] = "any"
     remembers: ClassVar[tuple[str, ...]] = ()
     stays: ClassVar[bool] = False
-    sparse: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
-    lease: ClassVar[int] = 8
-    one_host: ClassVar[bool] = False
 
     @property
     def lockstep(self) -> bool:
@@ -40,10 +36,6 @@ class Legacy(Strategy):
         return not self.lockstep
 
     @property
-    def watches_forward(self) -> bool:
-        return False
-
-    @property
     def traits(self) -> Traits:
         return Traits(
             lockstep=self.lockstep,
@@ -51,10 +43,6 @@ class Legacy(Strategy):
             uses_servers=self.servers,
             parameters_held_by_peers=self.stays,
             optimizer=self.optimizers,
-            sparse_gradients=self.sparse,
-            steps_in_place=self.in_place,
-            one_host=self.one_host,
-            max_lease=self.lease,
         )
 
     def check(self, plan: Plan) -> None:
@@ -66,10 +54,6 @@ class Legacy(Strategy):
 
     def start(self, node: Node, replica: Replica) -> None:
         node.group().broadcast(*replica.parameters)
-
-    def enter(self, node: Node, replica: Replica) -> None: ...
-
-    def before_forward(self, node: Node, replica: Replica) -> None: ...
 
     def ready(self, node: Node, replica: Replica) -> None: ...
 
@@ -96,8 +80,7 @@ class Legacy(Strategy):
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         self.check_groups(replica.optimizer.param_groups)
-        cls = LegacyForward if self.watches_forward else LegacyWorker
-        return cls(self, node, replica, group)
+        return LegacyWorker(self, node, replica, group)
 
     def server(self, node: Node, shard: Shard) -> Server:
         self.check_groups(shard.optimizer.param_groups)
@@ -109,7 +92,6 @@ class LegacyWorker(Worker):
 
     def start(self) -> None:
         self.strategy.start(self.node, self.replica)
-        self.strategy.enter(self.node, self.replica)
 
     def on_gradient(self) -> None:
         self.strategy.ready(self.node, self.replica)
@@ -134,11 +116,6 @@ class LegacyWorker(Worker):
     def load_state_dict(self, state: State) -> None:
         self.replica.remember(state["memory"])
         self.strategy.resume(self.node, self.replica, state.get("kept", {}))
-
-
-class LegacyForward(LegacyWorker):
-    def before_forward(self) -> None:
-        self.strategy.before_forward(self.node, self.replica)
 
 
 class LegacyServer(Server):

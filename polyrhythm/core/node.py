@@ -42,12 +42,12 @@ class Lock(ABC):
 
     @property
     def mutex(self) -> memoryview | None:
-        """The mutex that compiled code may take by itself, again and again (see `row_loops`); None if there
-        is none, as in simulation."""
+        """The mutex that compiled code takes by itself (see `optim.sparse_sgd_loops`); None if there is none,
+        as in simulation."""
         return None
 
     def waited(self, seconds: float) -> None:
-        """Compiled code has waited so long: raises WaitError, which names the holder, if it is in vain."""
+        """Called when compiled code has waited so long. WaitError, which names the holder, if too long."""
 
 
 class Memory(ABC):

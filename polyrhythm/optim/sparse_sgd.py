@@ -1,7 +1,7 @@
-"""RowSGD: plain SGD on a linear model over sparse rows, one row a step, compiled.
+"""SparseSGD: plain SGD on a linear model over sparse rows, one row per step, compiled.
 
-What HogWild! was made for. A row takes a fraction of a microsecond, where PyTorch's own step takes hundreds
-of them for its bookkeeping alone. Under `hogwild` several processes go through rows of their own on weights
+This is the problem that HogWild! was made for. A row takes a fraction of a microsecond; the bookkeeping alone
+of a PyTorch step takes hundreds. Under `hogwild` several processes train on rows of their own, on weights
 that they share.
 """
 
@@ -19,27 +19,20 @@ from torch import Tensor
 
 from polyrhythm.core.errors import NotFinite, UsageError, WaitError
 from polyrhythm.core.extras import missing
+from polyrhythm.strategies.hogwild.tally import UpdateCounters
 
 if TYPE_CHECKING:
     from polyrhythm.core.node import Lock
 
 Array = np.ndarray[Any, Any]
 
-LOSSES = ("logistic", "hinge", "squared")  # in the order of `row_loops`
+LOSSES = ("logistic", "hinge", "squared")  # in the order of `sparse_sgd_loops`
 INDEXES = (torch.int32, torch.int64)
 _NOTHING = np.zeros(0, np.int64)
 
 
-class Counts(NamedTuple):
-    """Where updates are counted: of one row of the weights in 2^shift, and how many this worker has made."""
-
-    counts: Array = _NOTHING
-    shift: int = 0
-    made: Array = _NOTHING
-
-
 class Batch(NamedTuple):
-    """Rows end to end, checked: where each begins, its label, and values, if they are not all 1."""
+    """Checked rows end to end: their features, where each begins, the labels, and values if not all are 1."""
 
     words: Array
     offsets: Array
@@ -47,19 +40,19 @@ class Batch(NamedTuple):
     values: Array
 
 
-class RowSGD(torch.optim.Optimizer):
-    """SGD on one weight a feature, by rows that have few features each, one row a step.
+class SparseSGD(torch.optim.Optimizer):
+    """SGD on one weight per feature, over rows that have few features each, one row per step.
 
     For each row, in order: z = sum_k v_k w[i_k], then w[i_k] <- w[i_k] - lr dl/dz v_k for each k. The loss l
     is `logistic` or `hinge` (labels are 0 and 1), or `squared`: (z - y)^2. The parameter is one tensor of
     shape (features, 1) on the CPU, such as the weight of `nn.EmbeddingBag(features, 1, mode="sum",
-    sparse=True)`. `learn` takes the place of the forward pass, `backward()` and `step()`. Only `hogwild`
-    takes it, for all others want gradients.
+    sparse=True)`. `learn` takes the place of the forward pass, `backward()` and `step()`. Of the strategies
+    only `hogwild` takes it, because all others exchange gradients.
 
     >>> import torch, polyrhythm as pr
     >>> model = torch.nn.EmbeddingBag(1000, 1, mode="sum", sparse=True)
     >>> _ = torch.nn.init.zeros_(model.weight)
-    >>> optimizer = pr.RowSGD(model.parameters(), lr=0.5)
+    >>> optimizer = pr.SparseSGD(model.parameters(), lr=0.5)
     >>> x, y = torch.tensor([[3, 141, 592], [65, 3, 58]]), torch.tensor([1.0, 0.0])
     >>> for _ in range(3):
     ...     print(f"{optimizer.learn(x, None, y):.3f}")
@@ -68,12 +61,12 @@ class RowSGD(torch.optim.Optimizer):
     0.356
     """
 
-    own_gradients: ClassVar[bool] = True  # it needs none of `backward()`, and no strategy sees any
+    own_gradients: ClassVar[bool] = True  # it computes its gradients itself, and no strategy sees them
 
-    # Of the class, for a copy of an optimizer has its settings only, and shares nothing with anybody.
+    # Defaults of the class: a copy of an optimizer has its settings only, and shares nothing.
     _batch: Batch | None = None
     _loss = math.nan
-    _rank, _name, _counts = 0, "RowSGD", Counts()
+    _rank, _name, _counters = 0, "SparseSGD", UpdateCounters(_NOTHING, 0, _NOTHING)
     _lock: Lock | None = None
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor, loss: str = "logistic") -> None:
@@ -82,7 +75,7 @@ class RowSGD(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # what torch.optim.SGD saved tells of no loss
+        for group in self.param_groups:  # the state of torch.optim.SGD has no loss
             group.setdefault("loss", self.defaults["loss"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,32 +83,33 @@ class RowSGD(torch.optim.Optimizer):
         rate, loss = settings["lr"], settings["loss"]
         number = isinstance(rate, numbers.Real) or (isinstance(rate, Tensor) and rate.numel() == 1)
         if not number or not 0 <= rate < float("inf"):
-            raise UsageError(f"RowSGD: lr is {rate!r}; it must be a finite number, 0 or more")
+            raise UsageError(f"SparseSGD: lr is {rate!r}; it must be a finite number, 0 or more")
         if loss not in LOSSES:
-            raise UsageError(f"RowSGD: loss is {loss!r}; it may be {', '.join(LOSSES)}")
+            raise UsageError(f"SparseSGD: loss is {loss!r}; it may be {', '.join(LOSSES)}")
         super().add_param_group(param_group)
         found = [each for group in self.param_groups for each in group["params"]]
         one = found[0] if len(found) == 1 else torch.zeros(0)
         if one.dim() != 2 or one.shape[1] != 1 or one.device.type != "cpu":
             shapes = ", ".join(f"{tuple(each.shape)} on {each.device.type}" for each in found) or "none"
             raise UsageError(
-                "RowSGD: it trains one tensor of shape (features, 1) on the CPU, such as the weight of "
+                "SparseSGD: it trains one tensor of shape (features, 1) on the CPU, such as the weight of "
                 f'nn.EmbeddingBag(features, 1, mode="sum", sparse=True), and was given {shapes}'
             )
         if one.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"RowSGD: weights are float32 or float64, and these are {one.dtype}")
+            raise UsageError(f"SparseSGD: weights are float32 or float64, and these are {one.dtype}")
 
     def learn(
         self, words: Tensor, offsets: Tensor | None, labels: Tensor, values: Tensor | None = None
     ) -> float:
-        """Learns the rows of a batch, one after the other; the mean of the losses each had before its step.
+        """Takes a step for each row of a batch, in order; returns the mean of their losses before the step.
 
-        As `nn.EmbeddingBag` takes them: the features of all rows end to end, with where each row begins, or a
-        matrix, and no offsets. A feature may come several times in a row. `values` are 1 if there are none.
+        The arguments are those of `nn.EmbeddingBag`: the features of all rows end to end with offsets where
+        each row begins, or a matrix without offsets. A row may contain a feature several times. `values` are
+        1 by default.
         """
         self._batch = self._checked(words, offsets, labels, values)
         try:
-            self.step()  # under a session this is the strategy's, which comes back to ours
+            self.step()  # in a session this is the worker's step, which calls ours
         finally:
             self._batch = None
         return self._loss
@@ -124,12 +118,14 @@ class RowSGD(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         batch = self._batch
         if closure is not None or batch is None:
-            raise UsageError("RowSGD: call learn(words, offsets, labels), which takes the steps, not step()")
+            raise UsageError(
+                "SparseSGD: call learn(words, offsets, labels), which takes the steps, not step()"
+            )
         group = self.param_groups[0]
         rows = len(batch.labels)
         loops, weights = _loops(), group["params"][0].detach().view(-1).numpy()
         kind = LOSSES.index(group["loss"])
-        args = (weights, *batch, float(group["lr"]), kind, *self._counts)
+        args = (weights, *batch, float(group["lr"]), kind, *self._counters)
         if self._lock is None:
             end, total, row = loops.learn(*args)
         else:
@@ -141,9 +137,9 @@ class RowSGD(torch.optim.Optimizer):
             )
         self._loss = total / rows
 
-    def share(self, rank: int, counts: Counts, lock: Lock | None) -> None:
-        """From here on counts its updates where others count theirs, and learns each row under this lock."""
-        self._rank, self._name, self._counts, self._lock = rank, f"worker {rank}", counts, lock
+    def share(self, rank: int, counters: UpdateCounters, lock: Lock | None) -> None:
+        """Counts updates in shared memory from here on, and takes the lock, if any, for each row."""
+        self._rank, self._name, self._counters, self._lock = rank, f"worker {rank}", counters, lock
 
     def _learn_locked(self, loops: ModuleType, args: Any, lock: Lock) -> tuple[int, float, int]:
         assert lock.mutex is not None
@@ -154,35 +150,35 @@ class RowSGD(torch.optim.Optimizer):
             end, some, row = loops.learn_locked(*args, row, line, self._rank, until)
             total += some
             if end == loops.FAILED:
-                raise WaitError("RowSGD: the lock cannot be had any longer")
+                raise WaitError("SparseSGD: the lock is broken: the system refuses to take it")
             if end != loops.TIMED_OUT:
                 return end, total, row
             slices = slices + 1 if row == before else 1
             lock.waited(slices * loops.SLICE / 1e9)
 
     def _checked(self, words: Tensor, offsets: Tensor | None, labels: Tensor, values: Tensor | None) -> Batch:
-        """The batch for the compiled loops; UsageError if it cannot be learned whole."""
+        """The batch for the compiled loops; UsageError, before any step, if a part of it is wrong."""
         weight = self.param_groups[0]["params"][0]
         given = {"words": words, "offsets": offsets, "labels": labels, "values": values}
         for name, each in given.items():
             if not isinstance(each, Tensor) and (each is not None or name in ("words", "labels")):
-                raise UsageError(f"RowSGD: {name} are a tensor, and this is {type(each).__name__}")
+                raise UsageError(f"SparseSGD: {name} are a tensor, and this is {type(each).__name__}")
             if name in ("words", "offsets") and each is not None and each.dtype not in INDEXES:
-                raise UsageError(f"RowSGD: {name} are int32 or int64, and these are {each.dtype}")
+                raise UsageError(f"SparseSGD: {name} are int32 or int64, and these are {each.dtype}")
         rows = labels.numel()
         if words.dim() != (2 if offsets is None else 1):
             raise UsageError(
-                f"RowSGD: words have {words.dim()} dimensions: they are a matrix and offsets are None, or "
+                f"SparseSGD: words have {words.dim()} dimensions: they are a matrix and offsets are None, or "
                 "they are all rows end to end and offsets tell where each begins"
             )
         if offsets is not None and offsets.dim() != 1:
-            raise UsageError(f"RowSGD: offsets have {offsets.dim()} dimensions; they are a vector")
+            raise UsageError(f"SparseSGD: offsets have {offsets.dim()} dimensions; they are a vector")
         many = len(words) if offsets is None else len(offsets)
         if labels.dim() != 1 or many != rows or not rows:
-            raise UsageError(f"RowSGD: there are {many} rows, and labels of shape {tuple(labels.shape)}")
+            raise UsageError(f"SparseSGD: there are {many} rows, and labels of shape {tuple(labels.shape)}")
         if values is not None and values.shape != words.shape:
             raise UsageError(
-                f"RowSGD: values have the shape {tuple(values.shape)}, and words {tuple(words.shape)}"
+                f"SparseSGD: values have the shape {tuple(values.shape)}, and words {tuple(words.shape)}"
             )
         starts = (
             np.arange(rows, dtype=np.int64) * words.shape[1]
@@ -199,17 +195,19 @@ class RowSGD(torch.optim.Optimizer):
         loops, kind = _loops(), self.param_groups[0]["loss"]
         wrong, at = loops.check(*batch, len(weight), kind != "squared")
         if wrong == loops.OUT_OF_RANGE:
-            raise UsageError(f"RowSGD: word {at} is {batch.words[at]}, and there are {len(weight)} features")
+            raise UsageError(
+                f"SparseSGD: word {at} is {batch.words[at]}, and there are {len(weight)} features"
+            )
         if wrong == loops.BAD_OFFSET:
             raise UsageError(
-                f"RowSGD: offset {at} is {starts[at]}: they begin with 0, do not fall, and do not go beyond "
-                f"the {len(batch.words)} words"
+                f"SparseSGD: offset {at} is {starts[at]}: they begin with 0, do not fall, and do not go "
+                f"beyond the {len(batch.words)} words"
             )
         if wrong == loops.BAD_LABEL:
             what = "a finite number" if kind == "squared" else f"0 or 1 for the {kind} loss"
-            raise UsageError(f"RowSGD: label {at} is {batch.labels[at]:g}; it must be {what}")
+            raise UsageError(f"SparseSGD: label {at} is {batch.labels[at]:g}; it must be {what}")
         if wrong == loops.BAD_VALUE:
-            raise UsageError(f"RowSGD: value {at} is {batch.values[at]}; it must be a finite number")
+            raise UsageError(f"SparseSGD: value {at} is {batch.values[at]}; it must be a finite number")
         return batch
 
 
@@ -219,9 +217,9 @@ def _array(tensor: Tensor, dtype: torch.dtype) -> Array:
 
 
 def _loops() -> ModuleType:
-    """The compiled loops; UsageError if what they need is not there."""
+    """The compiled loops; UsageError if numba is missing."""
     if why := missing(checksums=False):
-        raise UsageError(f"RowSGD needs {why}")
-    from polyrhythm.optim import sparse_sgd_loops as row_loops
+        raise UsageError(f"SparseSGD needs {why}")
+    from polyrhythm.optim import sparse_sgd_loops
 
-    return row_loops
+    return sparse_sgd_loops

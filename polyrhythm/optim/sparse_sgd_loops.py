@@ -1,11 +1,11 @@
-"""The loops of `RowSGD`, compiled by numba: a microsecond holds several rows.
+"""The loops of `SparseSGD`, compiled by numba: several rows per microsecond.
 
-Nothing in here keeps two processes apart: they read and write the same weights, each with plain loads and
-stores. With a mutex each row is learned by one at a time. Words were checked: as unsigned numbers they are
-not looked at again for being below 0.
+Nothing here synchronizes processes: they read and write the same weights with plain loads and stores. With a
+mutex, one process at a time learns a row. Words have been checked; as unsigned numbers they spare numba the
+test for negative indexes.
 
-All are in one file because they call each other: what numba keeps on disk it takes to be fresh as long as the
-file of the outermost loop is the same.
+All loops are in one file because they call each other: numba takes its cache for fresh as long as the file of
+the outermost loop has not changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Array = np.ndarray[Any, Any]
 
 LOGISTIC, HINGE, SQUARED = range(3)
 DONE, NOT_FINITE, TIMED_OUT, FAILED = range(4)  # how a loop over rows ends
-FINE, OUT_OF_RANGE, BAD_OFFSET, BAD_LABEL, BAD_VALUE = range(5)  # what a batch is like
+FINE, OUT_OF_RANGE, BAD_OFFSET, BAD_LABEL, BAD_VALUE = range(5)  # the verdict on a batch
 
-AHEAD, MOST_AHEAD = 2, 64  # which row to come is brought near, and how much of it
+AHEAD, MOST_AHEAD = 2, 64  # the row that is prefetched, counted from this one, and how many words of it
 
 _trylock: Any = types.ExternalFunction("pthread_mutex_trylock", types.intc(types.intp))
 _timedlock: Any = types.ExternalFunction("pthread_mutex_timedlock", types.intc(types.intp, types.intp))
@@ -34,14 +34,14 @@ _consistent: Any = types.ExternalFunction("pthread_mutex_consistent", types.intc
 _gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.intp))
 
 _BUSY, _TIMED_OUT, _OWNER_DEAD = errno.EBUSY, errno.ETIMEDOUT, errno.EOWNERDEAD
-SLICE = 500_000_000  # nanoseconds that a loop waits for the mutex before it comes back and is called again
+SLICE = 500_000_000  # nanoseconds that a loop waits for the mutex before it returns and is called again
 
 
 @compiled
 def check(
     words: Array, offsets: Array, labels: Array, values: Array, features: int, classes: bool
 ) -> tuple[int, int]:
-    """What is wrong with a batch, and where: the row, or the place among the words."""
+    """The verdict on a batch, and where the fault is: the row, or the place among the words."""
     low, high = np.int64(0), np.int64(-1)
     for k in range(len(words)):
         low = min(low, np.int64(words[k]))
@@ -66,9 +66,9 @@ def check(
 
 @part
 def _slope(z: float, label: float, kind: int) -> tuple[float, float]:
-    """The loss of a row, and its derivative by z."""
+    """The loss of a row, and its derivative with respect to z."""
     if kind == LOGISTIC:
-        small = math.exp(-abs(z))  # never too large
+        small = math.exp(-abs(z))  # cannot overflow
         loss = max(z, 0.0) - label * z + math.log1p(small)
         return loss, (1.0 if z >= 0 else small) / (1.0 + small) - label
     if kind == HINGE:
@@ -80,7 +80,7 @@ def _slope(z: float, label: float, kind: int) -> tuple[float, float]:
 
 @part
 def _dot(w: Array, words: Array, values: Array, start: int, stop: int) -> float:
-    """The sum of the row's weights, in four parts: each addition waits for the one before it."""
+    """The sum of the row's weights, as four sums, because each addition waits for the one before it."""
     a = b = c = d = w.dtype.type(0)
     k = start
     if len(values):
@@ -111,7 +111,7 @@ def _row(
     w: Array, words: Array, values: Array, start: int, stop: int, label: float, rate: float, kind: int,
     counts: Array, shift: int, made: Array,
 ) -> tuple[float, bool]:  # fmt: skip
-    """One step of SGD on one row: its loss before, and whether it could be taken."""
+    """One step of SGD on one row: its loss before the step, and False if the step is not finite."""
     z = _dot(w, words, values, start, stop)
     loss, slope = _slope(z, label, kind)
     step = w.dtype.type(rate * slope)
@@ -129,14 +129,14 @@ def _row(
         mask = words.dtype.type((1 << shift) - 1)
         for k in range(start, stop):
             if words[k] & mask == 0:
-                made[0] += 1  # first, so that one who dies in between has not counted more than it made
+                made[0] += 1  # first: a worker that dies in between must not have counted too little
                 counts[np.uint64(words[k] >> shift)] += 1
     return loss, True
 
 
 @part
 def _ahead(w: Array, words: Array, offsets: Array, row: int) -> None:
-    """The weights of a row to come are brought near, from memory or from the other worker's cache."""
+    """Prefetches the weights of a later row, from memory or from the other worker's cache."""
     if row < len(offsets):
         start = offsets[row]
         stop = offsets[row + 1] if row + 1 < len(offsets) else len(words)
@@ -149,7 +149,7 @@ def learn(
     w: Array, words: Array, offsets: Array, labels: Array, values: Array, rate: float, kind: int,
     counts: Array, shift: int, made: Array,
 ) -> tuple[int, float, int]:  # fmt: skip
-    """Learns the rows one after the other: how it ended, the sum of the losses, and at which row."""
+    """Learns the rows in order; returns how the loop ended, the sum of the losses, and at which row."""
     total = 0.0
     for i in range(len(labels)):
         start, stop = offsets[i], offsets[i + 1] if i + 1 < len(labels) else len(words)
@@ -163,15 +163,15 @@ def learn(
 
 @part
 def _take(mutex: int, until: Array) -> Any:
-    """Takes a mutex, or gives up after a slice. 0, or the error."""
+    """Takes a mutex, or gives up after a slice; returns 0 or the error."""
     code = _trylock(mutex)
     if code == _BUSY:
-        _gettime(0, until.ctypes.data)  # CLOCK_REALTIME, which timedlock goes by
+        _gettime(0, until.ctypes.data)  # CLOCK_REALTIME is the clock of timedlock
         later = until[1] + SLICE
         until[0] += later // 1_000_000_000
         until[1] = later % 1_000_000_000
         code = _timedlock(mutex, until.ctypes.data)
-    if code == _OWNER_DEAD:  # in the middle of a row, of which some is learned and some is not
+    if code == _OWNER_DEAD:  # in the middle of a row, which is learned in part
         code = _consistent(mutex)
     return code
 
@@ -181,9 +181,9 @@ def learn_locked(
     w: Array, words: Array, offsets: Array, labels: Array, values: Array, rate: float, kind: int,
     counts: Array, shift: int, made: Array, first: int, line: Array, rank: int, until: Array,
 ) -> tuple[int, float, int]:  # fmt: skip
-    """The same from row `first` on, each row under the mutex in this line; it may end for want of it.
+    """The same from row `first` on, taking the mutex in this cache line for each row; it may time out.
 
-    At the end of the line is the rank of whoever has it, plus 1: see `wire.mutex`.
+    The last word of the line is the rank of the holder plus 1: see `wire.mutex`.
     """
     total, mutex = 0.0, line.ctypes.data
     for i in range(first, len(labels)):

@@ -1,65 +1,78 @@
-"""Rest: a place where workers that wait for nobody wait for all, so that what they save is one and the same.
+"""SnapshotBarrier: where workers that normally wait for nobody meet, so that all save the same state.
 
-Each comes to rest when its script says so. Nothing new comes of it then, so once all are there all can get
-what there is; each notes it, and nobody goes on before all have. Rests are numbered, for one may have gone on
-to the next while another still hears that all have noted this one. Who has not begun, or is done, is at rest.
-One that begins later than others does not do so in the midst of a rest, or some would note what it does first
-and others not. It runs through the script from its beginning, and passes by the places that they have left.
+Each worker comes to the barrier when its script saves. It produces nothing new while it is there, so once all
+have come, all can get everything that was sent. Each then takes its snapshot, and none continues before all
+have taken theirs. They continue in rank order, as they do at the start of a run, so that a resumed simulation
+repeats the order of their steps.
+
+Snapshots are numbered: a worker may already be at the next one while another still waits for the last answer
+of this one. A worker that has not started yet, or has finished, does not hold the others up. A worker that
+joins late waits until no snapshot is being taken; otherwise some snapshots would contain its first updates
+and others would not. It runs the script from the beginning, and skips the places where the others have saved
+before it joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import PeerLost, WaitError
-from polyrhythm.strategies.decentralized.base import others
+from polyrhythm.core.node import others
 
 if TYPE_CHECKING:
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.peer import Peer
 
 
 class SnapshotBarrier:
-    """Where a worker is, and who waits for it. `level` waits until all have what there is."""
+    """Where one worker is, and which workers wait for it.
+
+    `level` blocks until all workers have everything that was sent. Pass messages of the kind `kind`, and
+    membership changes, to `hear`.
+    """
+
+    kind: ClassVar[str] = "rest"
 
     def __init__(self, node: Node, level: Callable[[], None]) -> None:
         self.node, self._level = node, level
-        self.numbers = [0, 0]  # of the rest that it has come to last, and of the last one that it has noted
-        self._places = 0  # of the script, where it saves, that this worker has come to
-        self._at: Literal["idle", "work", "rest", "noted"] = "idle"
+        self.numbers = [0, 0]  # of the snapshot that this worker came to last, and of the last it has taken
+        self._places = 0  # of the script where it saves, that this worker has come to
+        self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
         self._held: list[Message] = []  # not answered yet
 
     def begin(self, later: bool) -> None:
-        """From here on something new may come of this worker: whoever comes to rest waits for it.
+        """From here on this worker may produce something new, and snapshots wait for it.
 
-        `later` than of others: some may be at rest already, and do not wait for it. So it waits for them.
+        `later` than the others: a snapshot that is being taken does not wait for this worker, so it waits
+        until that is done.
         """
         while True:
             known = self.numbers[0]
-            found = self._ask("noted") if later else [known]
+            found = self._ask("taken") if later else [known]
             with self.node.lock():
                 self.numbers[0] = max(self.numbers[0], *found)
-                if self.numbers[0] == known:  # nor has another come to rest meanwhile
+                if self.numbers[0] == known:  # and no other snapshot was begun meanwhile
                     self.numbers[1], self._at = known, "work"
                     return
 
     def end(self) -> None:
-        """Nothing new comes of it any longer."""
+        """From here on this worker produces nothing new."""
         self._at = "idle"
         self._answer()
 
     def come(self) -> bool:
-        """The script has come to a place where it saves; False if the others have left it before this one
-        began."""
+        """The script has come to a place where it saves. False if the others left it before this worker
+        started: there is nothing to save."""
         self._places += 1
         return self._places > self.numbers[1]
 
     def take(self, note: Callable[[], None]) -> None:
-        """Waits until all are at rest and have everything. What there is is noted before anybody goes on."""
+        """Waits until all workers have come and have everything, and calls `note` before any continues."""
         with self.node.lock():
             self.numbers[0] = self.numbers[1] + 1
-            self._at = "rest"
+            self._at = "waiting"
         self._answer()
         found = self._ask("come")
         with self.node.lock():
@@ -68,13 +81,15 @@ class SnapshotBarrier:
         with self.node.lock():
             note()
             self.numbers[1] = self.numbers[0]
-            self._at = "noted"
+            self._at = "taken"
         self._answer()
-        self._ask("noted")
+        self._ask("taken")
+        self._ask("left", [peer for peer in others(self.node) if peer < self.node.me])
         self._at = "work"
+        self._answer()
 
     def hear(self, message: Message | None) -> None:
-        """Another is at rest, and asks whether this one has come as far; None if one has come or gone."""
+        """Another worker asks if this one has come as far; None if a worker joined or left."""
         with self.node.lock():
             if message is None:
                 self._held = [each for each in self._held if self.node.members.alive(each)]
@@ -82,10 +97,14 @@ class SnapshotBarrier:
                 self._held.append(message)
         self._answer()
 
-    def _ask(self, what: str) -> list[int]:
-        """Waits until all others have come as far; which rest each is at, this one first."""
+    def _ask(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
+        """Waits until all others, or these, have come as far.
+
+        Returns the number of the snapshot that each is at, this worker's first.
+        """
         node, found, late = self.node, [self.numbers[0]], []
-        asked = {peer: node.request(peer, "rest", what=what, number=found[0]) for peer in others(node)}
+        peers = others(node) if peers is None else peers
+        asked = {peer: node.request(peer, self.kind, what=what, number=found[0]) for peer in peers}
         for peer, reply in asked.items():
             try:
                 found.append(reply.wait()["number"])
@@ -96,12 +115,12 @@ class SnapshotBarrier:
         if late:
             raise WaitError(
                 f"{node.me} waits where the state is saved, and {', '.join(late)} did not come to the same "
-                "place: under broadcast all workers call session.state_dict() together"
+                "place: all workers must call session.state_dict() together"
             )
         return found
 
     def _answer(self) -> None:
-        """Answers those that this worker has come as far as."""
+        """Answers the workers that this one has come as far as."""
         with self.node.lock():
             ready = [each for each in self._held if self._has_come(each)]
             self._held = [each for each in self._held if each not in ready]
@@ -110,8 +129,11 @@ class SnapshotBarrier:
             self.node.reply(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
+        """True if this worker has come to a snapshot, has taken it, or has left it, as the message asks."""
         number, idle = message["number"], self._at == "idle"
-        if message["what"] == "come" and (idle or self._at == "rest"):
+        if message["what"] == "come" and (idle or self._at == "waiting"):
             self.numbers[0] = max(self.numbers[0], number)
             return True
+        if message["what"] == "left":
+            return self._at != "taken" or self.numbers[1] != number
         return idle or number <= self.numbers[1]

@@ -33,7 +33,7 @@ COMMANDS = {
         "unknown strategy 'diloc'; did you mean 'diloco'",
     ),
     "receivers": (["-s", "push:fanout=9", "-n", "3"], 2, "with 3 workers fanout is at most 2"),
-    "the first": (["-s", "broadcast:first=9,warmup=2", "-n", "3"], 2, "first is at most 3, for there are no"),
+    "the first": (["-s", "broadcast:first=9,warmup=2", "-n", "3"], 2, "first is at most 3, the number of"),
     "a graph of others": (["-s", "gossip:0-1/1-2"], 2, "names worker 2, and the 2 workers are 0 to 1"),
     "a grid": (["-s", "adpsgd:torus", "-n", "3"], 2, r"an odd grid, one row of 3; 4 \(2x2\) would work"),
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),

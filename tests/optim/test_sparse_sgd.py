@@ -1,4 +1,4 @@
-"""RowSGD: PyTorch's steps of one row each, compiled; alone, under HogWild!, and what it refuses."""
+"""SparseSGD takes the steps of PyTorch with batches of one row: alone, under HogWild!, and its refusals."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Rows:
     offsets: Tensor
     labels: Tensor
     values: Tensor | None
-    weights: Tensor  # to begin with
+    weights: Tensor  # at the beginning
 
     def by_pytorch(self, loss: str, lr: float) -> tuple[Tensor, float]:
-        """The weights after batches of one row each, and the mean of the losses before each."""
+        """The weights after batches of one row each, and the mean of the losses before the steps."""
         dtype = self.weights.dtype
         model = bag(len(self.weights), dtype, self.weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -76,7 +76,7 @@ class Rows:
 
     def by_rows(self, loss: str, lr: float) -> tuple[Tensor, float]:
         model = bag(len(self.weights), self.weights.dtype, self.weights)
-        mean = pr.RowSGD(model.parameters(), lr=lr, loss=loss).learn(
+        mean = pr.SparseSGD(model.parameters(), lr=lr, loss=loss).learn(
             self.words, self.offsets, self.labels, self.values
         )
         return model.weight.detach()[:, 0], mean
@@ -84,7 +84,7 @@ class Rows:
 
 @st.composite
 def some_rows(draw: Any, whole: bool) -> Rows:
-    """Few features, so that some come several times in a row; rows may be empty."""
+    """Few features, so that rows contain some several times; rows may be empty."""
     features = draw(st.integers(1, 12))
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -110,8 +110,8 @@ def some_rows(draw: Any, whole: bool) -> Rows:
 
 @settings(deadline=None, max_examples=60)
 @given(rows=some_rows(whole=True))
-def test_row_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
-    """With quarters and a power of two for a rate, every sum and product of hinge steps is exact."""
+def test_sparse_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None:
+    """With multiples of 1/4 and a power of two as the rate, hinge steps are exact."""
     ours, mean = rows.by_rows("hinge", 2.0**-6)
     theirs, other = rows.by_pytorch("hinge", 2.0**-6)
     assert torch.equal(ours, theirs) and mean == pytest.approx(other, rel=1e-12)
@@ -120,7 +120,7 @@ def test_row_sgd_equals_pytorch_exactly_where_sums_are_exact(rows: Rows) -> None
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_row_sgd_equals_pytorch_up_to_rounding_for_every_loss(loss: str, data: Any) -> None:
+def test_sparse_sgd_equals_pytorch_up_to_rounding_for_every_loss(loss: str, data: Any) -> None:
     rows = data.draw(some_rows(whole=False))
     exact = rows.weights.dtype == torch.float64
     ours, mean = rows.by_rows(loss, 0.05)
@@ -142,32 +142,32 @@ def test_a_matrix_is_rows_of_equal_length() -> None:
         (x.int(), None, values.double()),
     ):
         model = bag(30)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         found.append([optimizer.learn(words, offsets, y, weights) for _ in range(3)])
         found[-1] += model.weight.detach()[:, 0].tolist()
     assert found[0] == found[1] == found[2] == found[3]
     assert found[0][0] > found[0][1] > found[0][2]
 
 
-def test_row_sgd_result_does_not_depend_on_the_batch_size() -> None:
-    """The weights are the same bits however rows are cut into batches."""
+def test_sparse_sgd_result_does_not_depend_on_the_batch_size() -> None:
+    """The weights have the same bits, however rows are divided into batches."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     found = []
     for size in (1, 7, 60):
         model = bag(30)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         for some, labels in zip(x.split(size), y.split(size), strict=True):
             optimizer.learn(some, None, labels)
         found.append(model.weight.detach().clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_row_sgd_follows_learning_rate_schedulers() -> None:
-    """And a rate may be a tensor; with none nothing changes."""
+def test_sparse_sgd_follows_learning_rate_schedulers() -> None:
+    """A rate may be a tensor; with rate 0 nothing changes."""
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
-    optimizer = pr.RowSGD(model.parameters(), lr=torch.tensor(0.5), loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=torch.tensor(0.5), loss="squared")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     weights = []
     for _ in range(3):
@@ -180,41 +180,41 @@ def test_row_sgd_follows_learning_rate_schedulers() -> None:
     assert optimizer.learn(x, None, y) == 0.0 and model.weight[1].item() == 0.5
 
 
-def test_row_sgd_resumes_exactly_from_state_dict() -> None:
-    """Rate and loss are in its state; the weights are the model's."""
+def test_sparse_sgd_resumes_exactly_from_state_dict() -> None:
+    """Its state has the rate and the loss; the weights are the model's."""
     x = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 70).float()
     first = bag(30)
-    optimizer = pr.RowSGD(first.parameters(), lr=0.3, loss="hinge")
+    optimizer = pr.SparseSGD(first.parameters(), lr=0.3, loss="hinge")
     optimizer.learn(x, None, y)
     second = bag(30)
-    other = pr.RowSGD(second.parameters(), lr=9.0)
+    other = pr.SparseSGD(second.parameters(), lr=9.0)
     second.load_state_dict(first.state_dict())
     other.load_state_dict(optimizer.state_dict())
     assert other.learn(x, None, y) == optimizer.learn(x, None, y)
     assert torch.equal(first.weight, second.weight)
 
 
-def test_a_deepcopy_of_row_sgd_trains_independently() -> None:
+def test_a_deepcopy_of_sparse_sgd_trains_independently() -> None:
     x, y = torch.tensor([[1, 2]]), torch.ones(1)
     model = bag(3)
-    optimizer = pr.RowSGD(model.parameters(), lr=0.5, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.5, loss="squared")
     both = copy.deepcopy((model, optimizer))
     assert both[1].learn(x, None, y) == 1.0
     assert not model.weight.any() and both[0].weight[:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-def test_row_sgd_loads_a_state_dict_of_torch_sgd() -> None:
-    """The rate is the one that was saved, the loss its own."""
+def test_sparse_sgd_loads_a_state_dict_of_torch_sgd() -> None:
+    """It takes the saved rate, and keeps its own loss."""
     model = bag(3)
     saved = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
-    optimizer = pr.RowSGD(model.parameters(), lr=9.0, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=9.0, loss="squared")
     optimizer.load_state_dict(saved)
     assert optimizer.learn(torch.tensor([[1, 2]]), None, torch.ones(1)) == 1.0
     assert model.weight[:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-# --- what cannot be ---------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 X, OFFSETS, Y = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), torch.tensor([0.0, 1.0])
 
@@ -249,16 +249,16 @@ X, OFFSETS, Y = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), torch.tensor([
 )
 def test_bad_batches_change_nothing(args: Any, what: str) -> None:
     model = bag(4)
-    optimizer = pr.RowSGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=f"^RowSGD: {what}"):
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=f"^SparseSGD: {what}"):
         optimizer.learn(*args)
     assert not model.weight.any()
-    with pytest.raises(UsageError, match="call learn"):  # nothing is left of it
+    with pytest.raises(UsageError, match="call learn"):  # the batch is forgotten
         optimizer.step()
 
 
 def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
-    optimizer = pr.RowSGD(bag(4).parameters(), lr=0.1, loss="squared")
+    optimizer = pr.SparseSGD(bag(4).parameters(), lr=0.1, loss="squared")
     assert optimizer.learn(X, OFFSETS, torch.tensor([-3.0, 4.0])) == 12.5
     with pytest.raises(UsageError, match="label 1 is inf; it must be a finite number"):
         optimizer.learn(X, OFFSETS, torch.tensor([0.0, torch.inf]))
@@ -278,27 +278,27 @@ def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
         ([torch.zeros(3, 1)], {"loss": "log"}, "loss is 'log'; it may be logistic, hinge, squared"),
     ],
 )
-def test_row_sgd_refuses_unsupported_parameters_and_settings(
+def test_sparse_sgd_refuses_unsupported_parameters_and_settings(
     parameters: list[Tensor], settings: dict[str, Any], what: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^RowSGD: .*{what}"):
-        pr.RowSGD(parameters, **{"lr": 0.1, **settings})
+    with pytest.raises(UsageError, match=f"^SparseSGD: .*{what}"):
+        pr.SparseSGD(parameters, **{"lr": 0.1, **settings})
 
 
-def test_row_sgd_stops_before_a_nonfinite_step() -> None:
-    """The rows before it are learned, and this one and those behind it are not."""
+def test_sparse_sgd_stops_before_a_nonfinite_step() -> None:
+    """The rows before it are learned; this row and the later ones are not."""
     model = bag(4, torch.float64, torch.tensor([0.0, 0.0, 1e300, 0.0], dtype=torch.float64))
-    optimizer = pr.RowSGD(model.parameters(), lr=0.1, loss="squared")
+    optimizer = pr.SparseSGD(model.parameters(), lr=0.1, loss="squared")
     with pytest.raises(NotFinite, match="row 1 of a batch of 3 would make a step that is not finite"):
         optimizer.learn(torch.tensor([[0], [2], [3]]), None, torch.ones(3))
     assert model.weight[:, 0].tolist() == [0.2, 0.0, 1e300, 0.0]
 
 
-def test_error_for_a_diverging_row_sgd_names_the_worker(tmp_path: Path) -> None:
+def test_error_for_a_diverging_sparse_sgd_names_the_worker(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(4)
-        optimizer = pr.RowSGD(model.parameters(), lr=1e30, loss="squared")
+        optimizer = pr.SparseSGD(model.parameters(), lr=1e30, loss="squared")
         _, optimizer = session.prepare(model, optimizer)
         for _ in range(4):
             optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
@@ -309,10 +309,10 @@ def test_error_for_a_diverging_row_sgd_names_the_worker(tmp_path: Path) -> None:
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
-def test_row_sgd_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_sgd_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(UsageError, match=r"RowSGD needs numba, which is not installed: pip install"):
-        pr.RowSGD(bag(4).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"SparseSGD needs numba, which is not installed: pip install"):
+        pr.SparseSGD(bag(4).parameters(), lr=0.1)
 
 
 # --- under a session --------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Learns:
     features: int = 100
     dtype: torch.dtype = torch.float32
     schedule: bool = True
-    saved: Path | None = None  # begins with what is there, and leaves there what it has come to
+    saved: Path | None = None  # resumes from this file if it exists, and saves to it
 
     def __call__(self) -> nn.Module:
         session = pr.init()
@@ -335,7 +335,7 @@ class Learns:
         x = torch.randint(self.features, (self.size, 6), generator=generator)
         y = (x.sum(1) > 3 * self.features).float()
         model = bag(self.features, self.dtype)
-        optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+        optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         if self.saved is not None and self.saved.exists():
             state = torch.load(self.saved, weights_only=True)
             model.load_state_dict(state["model"])
@@ -357,10 +357,10 @@ class Learns:
 @both_worlds
 @both_locks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_row_sgd_under_hogwild_with_one_worker_equals_plain_training(
+def test_sparse_sgd_under_hogwild_with_one_worker_equals_plain_training(
     world: str, strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Bit for bit; steps, samples and updates are counted as they are."""
+    """Bit for bit; steps, samples and updates are counted."""
     script = Learns(dtype=dtype)
     summary = run_hogwild(script, world, 1, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
@@ -381,7 +381,7 @@ def test_several_workers_share_the_rows(world: str, strategy: str, tmp_path: Pat
         assert summary["lost_updates"]["lost"] == 0
 
 
-class Slow(pr.RowSGD):
+class Slow(pr.SparseSGD):
     def step(self, closure: Any = None) -> None:
         time.sleep(0.1)
         super().step(closure)
@@ -400,13 +400,13 @@ def test_learning_is_computing_and_not_waiting(tmp_path: Path) -> None:
     assert all(line["compute_s"] >= 0.1 for line in events(summary, "step"))
 
 
-def test_row_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
-    """Of 2^20 one in 256, exactly."""
+def test_sparse_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> None:
+    """Of 2^20 features exactly one in 256 is counted."""
 
     def main() -> None:
         session = pr.init()
         model = bag(1 << 20)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=1.0, loss="squared"))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=1.0, loss="squared"))
         for step in range(10):
             optimizer.learn((torch.arange(512) + 512 * step).view(16, 32), None, torch.ones(16))
 
@@ -415,12 +415,12 @@ def test_row_sgd_counts_lost_updates_on_a_sample_of_features(tmp_path: Path) -> 
 
 
 def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
-    """Nobody steps on them."""
+    """No step uses them."""
 
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         model(torch.arange(8).view(2, 4)).sum().backward()
         optimizer.learn(torch.arange(4).view(1, 4), None, torch.ones(1))
 
@@ -428,12 +428,12 @@ def test_gradients_that_backward_left_are_no_updates(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
-    """What is beyond the margin of a hinge is not touched, and not counted."""
+    """A row beyond the margin of the hinge changes no weight, and is not counted."""
 
     def main() -> None:
         session = pr.init()
         model = bag(4, weights=torch.tensor([2.0, 0.0, 0.0, 0.0]))
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.125, loss="hinge"))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.125, loss="hinge"))
         assert optimizer.learn(torch.tensor([[0], [1]]), None, torch.ones(2)) == 0.5
 
     assert run_hogwild(main, "simulated", 1, tmp_path)["lost_updates"]["counted"] == 1
@@ -441,7 +441,7 @@ def test_rows_without_a_step_are_no_updates(tmp_path: Path) -> None:
 
 @dataclass
 class Disjoint:
-    """Each worker learns rows of features that are its own; alone, one learns them for all in turn."""
+    """Each worker learns rows of its own features; alone, one worker learns them for all in turn."""
 
     workers: int
     seed: int
@@ -452,10 +452,10 @@ class Disjoint:
         session = pr.init()
         alone = session.strategy is None
         model = bag(self.workers * self.features)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.05))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.05))
         for rank in range(self.workers) if alone else [session.rank]:
             random = np.random.default_rng([self.seed, rank])
-            # Neighbours in memory are different workers': lines of the cache go to and fro.
+            # Neighbors in memory belong to different workers: cache lines travel between them.
             words = random.integers(0, self.features, (self.rows, 7)) * self.workers + rank
             labels = random.integers(0, 2, self.rows)
             for some in np.array_split(np.arange(self.rows), 5):
@@ -469,7 +469,7 @@ class Disjoint:
 def test_disjoint_features_give_the_bits_of_one_worker(
     world: str, strategy: str, seed: int, tmp_path: Path
 ) -> None:
-    """Where no two touch the same weight it does not matter who is when."""
+    """If no two workers touch the same weight, the order of steps does not matter."""
     script = Disjoint(workers=2, seed=seed)
     summary = run_hogwild(script, world, 2, tmp_path, strategy)
     assert same(trained(summary), dict(script().state_dict()))
@@ -477,10 +477,10 @@ def test_disjoint_features_give_the_bits_of_one_worker(
 
 
 def ones(rows: int) -> None:
-    """Each row adds 2^-24 to the same 8 weights, which is exact: what is missing was lost."""
+    """Each row adds 2^-24 to the same 8 weights, exactly: a lower sum means lost updates."""
     session = pr.init()
     model = bag(8)
-    model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=2.0**-24, loss="hinge"))
+    model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=2.0**-24, loss="hinge"))
     for _ in range(4):
         optimizer.learn(torch.arange(8).repeat(rows, 1), None, torch.ones(rows))
 
@@ -488,7 +488,7 @@ def ones(rows: int) -> None:
 @both_worlds
 @both_locks
 def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path) -> None:
-    """Exactly. Without it no more is missing than was made, in the weights and where it is counted."""
+    """Without a lock no more updates are lost than made, by the weights and by the counters."""
     rows = 50_000
     summary = run_hogwild(lambda: ones(rows), world, 2, tmp_path, strategy)
     made = 2 * 4 * rows
@@ -502,15 +502,15 @@ def test_under_a_lock_nothing_is_lost(world: str, strategy: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("strategy", "turns"), [("hogwild", 1), ("hogwild:lock=yes", 4)])
-def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
+def test_simulated_sparse_sgd_with_a_lock_takes_the_serial_time(
     strategy: str, turns: int, tmp_path: Path
 ) -> None:
-    """A batch takes what a step takes; under a lock they follow each other."""
+    """A batch takes the time of a step; with a lock batches are serial."""
 
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        model, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         for _ in range(10):
             optimizer.learn(torch.arange(8).view(2, 4), None, torch.ones(2))
 
@@ -518,7 +518,7 @@ def test_simulated_row_sgd_with_a_lock_takes_the_serial_time(
     assert summary["wall_s"] == pytest.approx(turns * 10 * 0.010)
 
 
-def test_interrupted_row_sgd_run_resumes_exactly(tmp_path: Path) -> None:
+def test_interrupted_sparse_sgd_run_resumes_exactly(tmp_path: Path) -> None:
     whole = trained(run_hogwild(Learns(epochs=2, schedule=False), "simulated", 1, tmp_path))
     script = Learns(epochs=1, schedule=False, saved=tmp_path / "state.pt")
     assert not same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
@@ -527,28 +527,28 @@ def test_interrupted_row_sgd_run_resumes_exactly(tmp_path: Path) -> None:
 
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
-def test_gradient_strategies_refuse_row_sgd(world: str, strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{strategy} works on gradients, and RowSGD makes its own"):
+def test_gradient_strategies_refuse_sparse_sgd(world: str, strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{strategy} works on gradients, and SparseSGD makes its own"):
         run_hogwild(Learns(), world, 2, tmp_path, strategy)
 
 
-def test_row_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
+def test_sparse_sgd_refuses_step_without_learn_in_a_run(tmp_path: Path) -> None:
     def main() -> None:
         session = pr.init()
         model = bag(8)
-        _, optimizer = session.prepare(model, pr.RowSGD(model.parameters(), lr=0.1))
+        _, optimizer = session.prepare(model, pr.SparseSGD(model.parameters(), lr=0.1))
         optimizer.step()
 
-    with pytest.raises(UsageError, match=r"RowSGD: call learn\(words, offsets, labels\), which takes the"):
+    with pytest.raises(UsageError, match=r"SparseSGD: call learn\(words, offsets, labels\), which takes the"):
         run_hogwild(main, "simulated", 1, tmp_path)
 
 
-# --- who dies, and who is stopped -------------------------------------------------------------------
+# --- workers that die or are stopped ----------------------------------------------------------------
 
 
 @dataclass
 class Killed:
-    """Worker 1 is killed in the midst of a long row, once; the others learn what it left."""
+    """Worker 1 is killed once, in the middle of a long row; the others learn the rest of its data."""
 
     mark: Path
     long: int = 30_000_000
@@ -556,21 +556,21 @@ class Killed:
     def __call__(self) -> None:
         session = pr.init()
         model = bag(1000)
-        optimizer = pr.RowSGD(model.parameters(), lr=1e-3, loss="hinge")
+        optimizer = pr.SparseSGD(model.parameters(), lr=1e-3, loss="hinge")
         x = torch.randint(1000, (400, 6), generator=torch.Generator().manual_seed(1))
         loader = DataLoader(TensorDataset(x, torch.ones(400)), batch_size=10)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
         for batch, labels in loader:
             optimizer.learn(batch, None, labels)
-            time.sleep(0.005)  # so that others are there when word of a death comes
+            time.sleep(0.005)  # so that the others are still there when they hear of a death
             if session.rank == 1 and not self.mark.exists():
                 self.mark.touch()
                 threading.Thread(target=self.kill, args=(optimizer,)).start()
-                # Compiled in `learn` above, so that nearly all of the time is in the row.
+                # The loop is compiled in `learn` above, so nearly all of the time is spent in the row.
                 optimizer.learn(
                     torch.arange(1000).repeat(self.long // 1000), torch.tensor([0]), torch.ones(1)
                 )
-                os.kill(os.getpid(), signal.SIGKILL)  # should the thread have come too late
+                os.kill(os.getpid(), signal.SIGKILL)  # in case the thread came too late
 
     def kill(self, optimizer: Any) -> None:
         lock = optimizer._lock
@@ -582,10 +582,10 @@ class Killed:
 
 @both_locks
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_row_sgd_run_continues_after_a_worker_is_killed_within_a_row(
+def test_sparse_sgd_run_continues_after_a_worker_is_killed_within_a_row(
     strategy: str, restarts: int, tmp_path: Path
 ) -> None:
-    """With the mutex or without: the others have it next, and all is learned."""
+    """With the mutex or without: the others take it next, and all rows are learned."""
     summary = run_hogwild(
         Killed(tmp_path / "killed"), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
     )
@@ -596,7 +596,7 @@ def test_row_sgd_run_continues_after_a_worker_is_killed_within_a_row(
 
 @dataclass
 class Stopped:
-    """Worker 1 has the lock and is stopped; the other one wants it, in a compiled loop or in a step."""
+    """Worker 1 holds the lock and is stopped; the other waits for it, in a compiled loop or in a step."""
 
     mark: Path
     rows: bool
@@ -607,7 +607,7 @@ class Stopped:
         x, y = torch.arange(1000).view(10, 100), torch.ones(10)
         optimizer: Any
         if self.rows:
-            optimizer = pr.RowSGD(model.parameters(), lr=0.1)
+            optimizer = pr.SparseSGD(model.parameters(), lr=0.1)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer)
@@ -629,7 +629,7 @@ class Stopped:
 @pytest.mark.slow
 @few("rows", [True, False], quick=1)
 def test_waiting_for_the_lock_of_a_stopped_worker_times_out_and_names_it(rows: bool, tmp_path: Path) -> None:
-    """Whoever waits for it gives up when its time is over, and says for whom it waited."""
+    """A worker that waits for it gives up after the timeout, and names the holder."""
     began = time.monotonic()
     with pytest.raises(
         PolyrhythmError, match=r"worker 0 waited \d+\.\d s for worker 1 to release the lock 'step'"
@@ -650,7 +650,7 @@ if not holder:
 os.waitpid(holder, os.WUNTRACED)
 import torch, polyrhythm as pr
 from polyrhythm.optim.sparse_sgd import Counts
-optimizer = pr.RowSGD([torch.zeros(4, 1)], lr=0.1)
+optimizer = pr.SparseSGD([torch.zeros(4, 1)], lr=0.1)
 batch = torch.tensor([[1, 2]]), None, torch.ones(1)
 optimizer.share(0, Counts(), SharedRegion(arenas).lock("free"))
 optimizer.learn(*batch)  # compiled by now
@@ -674,7 +674,7 @@ finally:
 
 
 def test_ctrl_c_is_heard_while_a_compiled_loop_waits() -> None:
-    """For a lock that nobody will release."""
+    """It waits for a lock that is never released."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False,
         cwd=Path(pr.__file__).parents[1],

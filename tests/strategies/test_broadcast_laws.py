@@ -1,4 +1,4 @@
-"""The laws of `broadcast`: nothing is lost, nothing counts twice, nobody waits, and all come to the same."""
+"""The laws of `broadcast`: no pulse is lost or counted twice, no worker waits, and all replicas agree."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import PolyrhythmError, UsageError, WireError
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
-from polyrhythm.model.replica import Replica
-from polyrhythm.strategies.broadcast import reliable_broadcast as courier
+from polyrhythm.core.plan import Plan
+from polyrhythm.model.vectors import cloned
+from polyrhythm.strategies.broadcast import reliable_broadcast
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
-from polyrhythm.strategies.broadcast.strategy import Broadcast
+from polyrhythm.strategies.broadcast.strategy import BroadcastWorker
 from polyrhythm.worlds.simulated.node import SimulatedNode
 from tests.support.combine import each_value, few
 from tests.support.planes import MODELS, Plane, equal
@@ -44,7 +45,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @dataclass
 class Emitted:
-    """One step of one worker: what waited, what came, what was sent, and what waits then."""
+    """One step of one worker: the residual before it, the update, the sent pulses, the residual after it."""
 
     before: list[Tensor]
     update: list[Tensor]
@@ -54,16 +55,16 @@ class Emitted:
 
 @dataclass
 class Watch:
-    """All that workers emit, and all that is taken in, by origin and number."""
+    """All pulses that workers send, and all messages that they receive, by origin and number."""
 
     emitted: dict[str, list[Emitted]] = field(default_factory=lambda: defaultdict(list))
     codes: dict[tuple[str, int], tuple[bytes, ...]] = field(default_factory=dict)
 
-    def total(self, replica: Replica, unit: float) -> list[Tensor]:
-        """The sum of all messages that a replica says it has."""
-        book = replica.notes["courier"].ledger
-        sums = [torch.zeros_like(vector) for vector in book.counts]
-        for origin, number in book.have.items():
+    def total(self, worker: BroadcastWorker) -> list[Tensor]:
+        """The sum of all messages that a worker says it knows."""
+        log, unit = worker.broadcast.log, worker.strategy.unit
+        sums = [torch.zeros_like(vector) for vector in log.counts]
+        for origin, number in log.known.items():
             for each in range(1, number + 1):
                 for place, code in zip(sums, self.codes[origin, each], strict=True):
                     selection.count(torch.frombuffer(bytearray(code), dtype=torch.uint8), place, unit)
@@ -72,20 +73,17 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """What happens in a simulation, seen from outside."""
+    """Records the pulses and messages of a simulation."""
     seen = Watch()
-    emit, add = Broadcast._emit, DeliveryLog.add
+    emit, add = BroadcastWorker._emit, DeliveryLog.add
 
-    def emitting(self: Broadcast, node: Any, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
-        before = [part.clone() for part in replica.residual]
-        codes = emit(self, node, replica, update)
+    def emitting(self: BroadcastWorker) -> list[Tensor]:
+        before, update = cloned(self.residual), cloned(self.update)
+        codes = emit(self)
         sent = [torch.zeros(len(part), dtype=torch.int32) for part in update]
         for code, place in zip(codes, sent, strict=False):
-            selection.count(code, place, self.unit)
-        kept = [part.clone() for part in replica.residual]
-        seen.emitted[replica.notes["courier"].origin].append(
-            Emitted(before, [part.clone() for part in update], sent, kept)
-        )
+            selection.count(code, place, self.strategy.unit)
+        seen.emitted[self.broadcast.origin].append(Emitted(before, update, sent, cloned(self.residual)))
         return codes
 
     def adding(
@@ -96,20 +94,20 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
             assert seen.codes.setdefault((origin, number), plain) == plain
         return add(self, origin, number, codes, first)
 
-    monkeypatch.setattr(Broadcast, "_emit", emitting)
+    monkeypatch.setattr(BroadcastWorker, "_emit", emitting)
     monkeypatch.setattr(DeliveryLog, "add", adding)
     return seen
 
 
 @dataclass
 class Training:
-    """A little training, in which workers may kill themselves; keeps the replica of each life."""
+    """A short training run in which workers may kill themselves; keeps the worker of each incarnation."""
 
     epochs: int = 3
     size: int = 96
     pause: float = 0.0
     dies: dict[int, int] = field(default_factory=dict)  # the step before which a worker dies, by rank
-    replicas: dict[tuple[int, int], Replica] = field(default_factory=dict)
+    workers: dict[tuple[int, int], BroadcastWorker] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -120,7 +118,7 @@ class Training:
         model, optimizer, loader = here.prepare(
             model, optimizer, DataLoader(examples, batch_size=4, shuffle=True)
         )
-        self.replicas[here.rank, incarnation] = here._replica
+        self.workers[here.rank, incarnation] = here._worker
         here.log(before=Script.loss(here.consensus(), examples))
         for _ in range(self.epochs):
             for x, y in loader:
@@ -134,11 +132,11 @@ class Training:
 
 
 def digests(summary: dict[str, Any]) -> dict[str, str]:
-    """What each worker had in the end."""
+    """The digest of each worker's counts at the end."""
     return {line["peer"]: line["digest"] for line in events(summary, "replica")}
 
 
-# --- what is sent and what waits -------------------------------------------------------------------
+# --- pulses and residuals --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pulses", ["one", "many"])
@@ -146,7 +144,7 @@ def digests(summary: dict[str, Any]) -> dict[str, str]:
 def test_broadcast_sent_pulses_plus_residual_equal_the_updates(
     watch: Watch, tmp_path: Path, kind: str, pulses: str
 ) -> None:
-    """r + u = r' + tau · sent, bit for bit in each step; and so, but for rounding, over all steps."""
+    """r + u = r' + tau · sent, bit for bit in each step, and up to rounding over all steps."""
     plane = Plane(12, model=MODELS[kind])
     strategy = pr.parse(f"broadcast:0.3,pulses={pulses}")
     run_in("simulated", plane, strategy=str(strategy), workers=3, runs=tmp_path, cluster=RANDOM)
@@ -169,7 +167,7 @@ def test_broadcast_sent_pulses_plus_residual_equal_the_updates(
 def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
     watch: Watch, tmp_path: Path, kind: str, shape: str
 ) -> None:
-    """At the end every replica is w0 + tau · (all pulses of all), bit for bit, whatever came when."""
+    """At the end every replica is w0 + tau · (all pulses of all), bit for bit, in any order of arrival."""
     plane = Plane(9, model=MODELS[kind])
     summary = run_in(
         "simulated", plane, strategy=f"broadcast:0.25,{shape}", workers=5, runs=tmp_path, cluster=RANDOM
@@ -177,21 +175,22 @@ def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
     steps = [step for steps in watch.emitted.values() for step in steps]
     total = [sum(parts) for parts in zip(*(step.sent for step in steps), strict=True)]
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
-    for replica in plane.replicas.values():
-        assert equal(replica.notes["courier"].ledger.counts, total)
-        assert equal(watch.total(replica, 0.25), total)
-    first = plane.replicas[0]
-    shown = first.buffers["consensus"]
-    for start, count, made in zip(first.buffer("base", exact=True), total, shown, strict=True):
+    for worker in plane.workers.values():
+        assert equal(worker.broadcast.log.counts, total)
+        assert equal(watch.total(worker), total)
+    first = plane.workers[0]
+    shown = first.consensus()
+    for start, count, made in zip(first.base, total, shown, strict=True):
         assert start.element_size() >= 4
         assert torch.equal(made, (start + 0.25 * count.to(start.dtype)).to(made.dtype))
     final = trained(summary)
-    for piece in first.layout.pieces:
-        assert torch.equal(final[piece.name], first.layout.view(shown, piece))
+    layout = first.replica.layout
+    for piece in layout.pieces:
+        assert torch.equal(final[piece.name], layout.view(shown, piece))
 
 
 def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_path: Path) -> None:
-    """With one worker w = w0 + all that its optimizer did, less what waits: to within tau of plain SGD."""
+    """With one worker w = w0 + the steps of its optimizer - the residual: within tau of plain SGD."""
     walk = Walk(20, lr=0.3, slope=lambda rank, x: torch.full_like(x, 0.7))
     run_in("simulated", walk, strategy="broadcast:0.01", workers=1, runs=tmp_path)
     tau = 2.0**-7
@@ -205,7 +204,7 @@ def test_broadcast_with_one_worker_stays_within_tau_of_sgd(watch: Watch, tmp_pat
 def test_one_pulse_falls_behind_where_many_do_not(
     watch: Watch, tmp_path: Path, pulses: str, behind: float
 ) -> None:
-    """With steps of 3 tau one pulse leaves 2 tau behind in each step; whole multiples leave nothing."""
+    """With steps of 3 tau, one pulse leaves a residual of 2 tau in each step; whole multiples leave none."""
     run_in(
         "simulated", Steps(10, lr=0.75), strategy=f"broadcast:0.25,pulses={pulses}", workers=2, runs=tmp_path
     )
@@ -215,7 +214,7 @@ def test_one_pulse_falls_behind_where_many_do_not(
 
 
 def test_broadcast_reduce_sum_moves_n_times_as_far_as_mean(tmp_path: Path) -> None:
-    """`sum` goes N times as far as `mean`."""
+    """`sum` moves the parameters N times as far as `mean`."""
     for reduce, far in (("sum", 4.0), ("mean", 1.0)):
         walk = Walk(8, lr=1.0, slope=lambda rank, x: torch.ones_like(x))
         summary = run_in(
@@ -225,7 +224,7 @@ def test_broadcast_reduce_sum_moves_n_times_as_far_as_mean(tmp_path: Path) -> No
 
 
 def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
-    """What comes from others is taken in between steps only: forward and backward see one w."""
+    """Pulses of others are applied between steps only: forward and backward see the same w."""
 
     def main() -> None:
         here = pr.init()
@@ -249,12 +248,12 @@ def test_parameters_stay_while_a_step_is_computed(tmp_path: Path) -> None:
 def test_broadcast_accumulates_updates_while_the_network_is_behind(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where too much is still to be sent nothing is added to it, and nothing is lost."""
-    monkeypatch.setattr(courier, "FEW", -1)
-    monkeypatch.setattr(courier, "LEAST", -1)
-    monkeypatch.setattr(DeliveryLog, "kept", lambda book, origin: (1 << 20, 1 << 40))  # so that it always is
+    """While too much waits to be sent, updates stay in the residual, and none is lost."""
+    monkeypatch.setattr(reliable_broadcast, "MIN_MESSAGES", -1)
+    monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", -1)
+    monkeypatch.setattr(DeliveryLog, "kept", lambda log, origin: (1 << 20, 1 << 40))  # always too much
     summary = run_in("simulated", Steps(20, lr=1.0), strategy="broadcast:0.25", workers=2, runs=tmp_path)
-    for steps in watch.emitted.values():  # each 17th time all the same, for who knows
+    for steps in watch.emitted.values():  # the worker sends every 17th time in any case
         assert [step.sent[0].item() for step in steps] == [0] * 16 + [-4 * 17] + [0] * 3
         assert [step.after[0].item() for step in steps] == [*range(-1, -17, -1), 0, -1, -2, -3]
     assert trained(summary)["x"].item() == -34
@@ -262,7 +261,7 @@ def test_broadcast_accumulates_updates_while_the_network_is_behind(
 
 @every_shape
 def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: str) -> None:
-    """However long a run is, what is kept is what is on its way: a few messages of each."""
+    """However long a run is, only the messages that are on their way are kept: a few of each origin."""
     plane = Plane(80)
     run_in(
         "simulated",
@@ -272,18 +271,18 @@ def test_broadcast_drops_messages_that_every_worker_has(tmp_path: Path, shape: s
         runs=tmp_path,
         cluster=RANDOM.replace("500 kbit/s", "100 Mbit/s"),
     )
-    for replica in plane.replicas.values():
-        book = replica.notes["courier"].ledger
-        assert len(book.have) == 5 and min(book.have.values()) == 80
-        assert max(book.kept(origin)[0] for origin in book.have) < 50
+    for worker in plane.workers.values():
+        log = worker.broadcast.log
+        assert len(log.known) == 5 and min(log.known.values()) == 80
+        assert max(log.kept(origin)[0] for origin in log.known) < 50
 
 
-# --- who waits, and for whom -----------------------------------------------------------------------
+# --- waiting ---------------------------------------------------------------------------------------
 
 
 @every_shape
 def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
-    """The others' steps are over when they would be without it, to the last bit."""
+    """The steps of the others end at the same times as without a straggler, to the last bit."""
 
     def times(cluster: str) -> dict[str, list[float]]:
         lines = events(
@@ -312,7 +311,7 @@ def test_nobody_waits_for_a_straggler(tmp_path: Path, shape: str) -> None:
 @pytest.mark.parametrize("first", [1, 2])
 @every_shape
 def test_broadcast_warmup_trains_only_the_first_workers(tmp_path: Path, shape: str, first: int) -> None:
-    """The others take no step before worker 0 has taken `warmup`, and begin with what it has learned."""
+    """The others take no step before worker 0 has taken `warmup` steps, and start from its parameters."""
     plane = Plane(10)
     summary = run_in(
         "simulated",
@@ -331,7 +330,7 @@ def test_broadcast_warmup_trains_only_the_first_workers(tmp_path: Path, shape: s
 
 
 def test_broadcast_warmup_ends_if_the_first_worker_runs_out_of_data(tmp_path: Path) -> None:
-    """With less data than that the others train on what is left: nobody waits for ever."""
+    """With less data than the warm-up needs, the others train on what is left: no worker waits for ever."""
     summary = run_in(
         "simulated",
         Training(epochs=1, size=12),
@@ -343,7 +342,7 @@ def test_broadcast_warmup_ends_if_the_first_worker_runs_out_of_data(tmp_path: Pa
 
 
 @pytest.mark.parametrize("back", ["", 'back = "60 ms"\n'])
-def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) -> None:
+def test_the_first_worker_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) -> None:
     crash = f'[[failures]]\nworkers = [0]\nat = "35 ms"\n{back}'
     summary = run_in(
         "simulated",
@@ -357,7 +356,7 @@ def test_the_first_may_die_before_the_warmup_is_over(tmp_path: Path, back: str) 
 
 
 def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, tmp_path: Path) -> None:
-    """In place of the first, after the warm-up: the mean is over all, also in its own first steps."""
+    """A replacement of worker 0 divides by the number of all workers, from its first step on."""
 
     def main() -> None:
         here = pr.init()
@@ -382,13 +381,15 @@ def test_broadcast_replacement_after_warmup_scales_by_all_workers(watch: Watch, 
     assert watch.emitted["0.1"] and {step.update[0].item() for step in watch.emitted["0.1"]} == {-0.25}
 
 
-# --- what goes where -------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------
 
 
 @every_shape
 def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
-    """Everybody gets every message of every other exactly once, and sends to as few as the tree says. Only at
-    the end some come again, to those who are asked whether they have all while it is on its way."""
+    """Each worker gets every message of every other exactly once, and sends to its neighbors only.
+
+    At the end some messages come again: a worker that is asked if it has all asks for those on their way.
+    """
     workers = 11
     plane = Plane(6)
     summary = run_in(
@@ -401,21 +402,21 @@ def test_each_message_comes_once(tmp_path: Path, shape: str) -> None:
         receivers[line["sender"]].add(line["node"])
     extra = got - Counter({node: sum(sent.values()) - sent[node] for node in sent})
     assert all(got[node] >= sum(sent.values()) - sent[node] for node in sent)
-    asked = [line for line in events(summary, "deliver") if line["kind"] == "have"]
+    asked = [line for line in events(summary, "deliver") if line["kind"] == "known"]
     done = min(line["t"] for line in events(summary, "residual"))
     assert all(line["t"] >= done for line in asked) and (asked or not extra)
     early = Counter(line["node"] for line in lines if line["t"] < done)
     assert all(early[node] <= sum(sent.values()) - sent[node] for node in sent)
-    for replica in plane.replicas.values():
-        assert replica.notes["courier"].ledger.have == {f"{node.split()[1]}.0": sent[node] for node in sent}
+    for worker in plane.workers.values():
+        assert worker.broadcast.log.known == {f"{node.split()[1]}.0": sent[node] for node in sent}
     strategy = pr.parse(f"broadcast:{shape}")
     most = workers - 1 if strategy.topology == "mesh" else strategy.fanout + 1
     assert max(map(len, receivers.values())) == most
-    assert not [line for line in events(summary, "deliver") if line["kind"] == "whole"]
+    assert not [line for line in events(summary, "deliver") if line["kind"] == "snapshot"]
 
 
 class Wide(nn.Module):
-    """Many numbers."""
+    """A model with 100,000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +424,7 @@ class Wide(nn.Module):
 
 
 def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: Path) -> None:
-    """With steps of which one in a hundred parameters is due, messages have about a tenth of a bit each."""
+    """If 1 % of the parameters reach tau in a step, messages have about a tenth of a bit per parameter."""
 
     def main() -> None:
         here = pr.init()
@@ -440,7 +441,7 @@ def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: P
         for each in ("broadcast:0.25", "allreduce")
     }
     dense = 4 * 3 * 5 * 100_000 * 4 + 3 * 400_000
-    messages = 4 * 3 * (5 + 1)  # at the end the last comes twice
+    messages = 4 * 3 * (5 + 1)  # the last message comes twice at the end
     bits = (sent["broadcast:0.25"] - 3 * 400_000) / (messages * 100_000) * 8
     assert 0.08 < bits < 0.12
     assert 250 * (sent["broadcast:0.25"] - 3 * 400_000) < dense - 3 * 400_000
@@ -450,8 +451,8 @@ def test_broadcast_sends_a_tenth_of_a_bit_per_parameter_at_1_percent(tmp_path: P
 def test_broadcast_sends_every_step_if_the_network_keeps_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
-    """Also where only one trains, and the others have little to confirm."""
-    monkeypatch.setattr(courier, "LEAST", 0)
+    """Even if only one worker trains, and the others have few messages to confirm."""
+    monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", 0)
 
     def main() -> None:
         here = pr.init()
@@ -470,11 +471,11 @@ def test_broadcast_sends_every_step_if_the_network_keeps_up(
     assert sent.pop("worker 0") == 120 and set(sent.values()) == {1}
 
 
-# --- who comes and goes ----------------------------------------------------------------------------
+# --- workers that join and leave -------------------------------------------------------------------
 
 
 def troubled(seed: int) -> tuple[int, str, str]:
-    """A number of workers, a strategy and a cluster in which anything may happen."""
+    """A random number of workers, strategy, and cluster with crashes, rejoins and stragglers."""
     lots = random.Random(seed)
     workers = lots.choice([2, 3, 5, 8])
     latency, width = lots.choice([0, 1, 7, 30]), lots.choice(["200 kbit/s", "1 Mbit/s", "1 Gbit/s"])
@@ -497,8 +498,8 @@ def troubled(seed: int) -> tuple[int, str, str]:
 def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     watch: Watch, tmp_path: Path, seed: int
 ) -> None:
-    """Delays, stragglers, crashes and rejoins: those who are there at the end have the same messages, each
-    once, and so the same bits."""
+    """With delays, stragglers, crashes and rejoins, the workers that are left at the end have the same
+    messages, each once, and so the same bits."""
     workers, strategy, cluster = troubled(seed)
     training = Training()
     summary = run_in(
@@ -508,14 +509,13 @@ def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     assert summary["metrics"]["after"] < summary["metrics"]["before"]
     ends = digests(summary)
     assert len(set(ends.values())) == 1
-    incarnations = dict(sorted(training.replicas))  # the last of each rank
-    there = [training.replicas[rank, incarnations[rank]] for rank in (int(name.split()[1]) for name in ends)]
-    for replica in there:
-        assert replica.notes["courier"].ledger.have == there[0].notes["courier"].ledger.have
-        assert equal(replica.notes["courier"].ledger.counts, watch.total(replica, pr.parse(strategy).unit))
-        assert replica.notes["courier"].sent == replica.notes["courier"].ledger.have.get(
-            replica.notes["courier"].origin, 0
-        )
+    incarnations = dict(sorted(training.workers))  # the last of each rank
+    present = [training.workers[rank, incarnations[rank]] for rank in (int(name.split()[1]) for name in ends)]
+    for worker in present:
+        mine = worker.broadcast
+        assert mine.log.known == present[0].broadcast.log.known
+        assert equal(mine.log.counts, watch.total(worker))
+        assert mine.sent == mine.log.known.get(mine.origin, 0)
 
 
 def test_broadcast_with_crashes_is_deterministic_for_a_seed(tmp_path: Path) -> None:
@@ -532,14 +532,14 @@ def test_broadcast_with_crashes_is_deterministic_for_a_seed(tmp_path: Path) -> N
 def test_broadcast_resends_messages_lost_with_a_connection(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, which: str
 ) -> None:
-    """One message to each is lost, in the middle or the very last, and so is the first question after it."""
+    """One message to each peer is lost, in the middle or at the end, and so is the first request for it."""
     send, last, lost = SimulatedNode.send, 40, set()
 
     def dropping(self: SimulatedNode, to: Peer, kind: str, *tensors: Tensor, **fields: Any) -> None:
         edge = self.me, to
         if kind == "pulses" and fields["number"] == (7 if which == "some" else last) and edge not in lost:
             lost.add(edge)
-        elif kind == "have" and which == "some" and ("asked", *edge) not in lost:
+        elif kind == "known" and which == "some" and ("asked", *edge) not in lost:
             lost.add(("asked", *edge))
         else:
             send(self, to, kind, *tensors, **fields)
@@ -563,7 +563,7 @@ def test_broadcast_replicas_agree_on_real_processes(tmp_path: Path, shape: str) 
 def test_broadcast_continues_after_one_of_four_workers_is_killed(
     tmp_path: Path, shape: str, restarts: int, victim: int
 ) -> None:
-    """With kill -9, with and without another in its place: the others train on and end equal."""
+    """With kill -9, with and without a replacement: the others continue and end equal."""
     summary = pr.run(
         Training(epochs=6, pause=0.01, dies={victim: 8}), workers=4, strategy=f"broadcast:{shape}",
         runs=tmp_path, threads=1, restarts=restarts, timeout=60.0,
@@ -574,7 +574,7 @@ def test_broadcast_continues_after_one_of_four_workers_is_killed(
     assert summary["metrics"]["after"] < 0.7 * summary["metrics"]["before"]
 
 
-# --- the ledger ------------------------------------------------------------------------------------
+# --- the delivery log ------------------------------------------------------------------------------
 
 
 def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]]]:
@@ -588,56 +588,55 @@ def messages(origin: str, count: int) -> list[tuple[str, int, tuple[Tensor, ...]
     return made
 
 
-def book() -> DeliveryLog:
+def new_log() -> DeliveryLog:
     return DeliveryLog([torch.zeros(40, dtype=torch.int32)], 0.5)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_ledgers_agree_whatever_each_has_missed(data: st.DataObject) -> None:
-    """Messages come to three in any order, again, or never. What all have they forget. Another comes late,
-    with the counts of one. Each tells the next what it has, and they agree."""
+def test_delivery_logs_agree_whatever_each_has_missed(data: st.DataObject) -> None:
+    """Three logs get messages in any order, twice or never, and drop what all have. A fourth starts from a
+    snapshot of one. Each sends the next what it lacks, and all agree."""
     everything = [each for origin in ("0.0", "1.0", "1.1") for each in messages(origin, 6)]
-    books = [book() for _ in range(3)]
-    for each in books:
+    logs = [new_log() for _ in range(3)]
+    for each in logs:
         for place in data.draw(st.lists(st.integers(0, len(everything) - 1), max_size=60)):
             origin, number, codes = everything[place]
-            known = each.have.get(origin, 0)
+            known = each.known.get(origin, 0)
             wanted = "new" if number == known + 1 else "known" if number <= known else "gap"
             assert each.add(origin, number, codes) == wanted
-    for each in books:
-        for origin in each.have:
-            least = min(other.have.get(origin, 0) for other in books)
-            each.settled(origin, least)
-            assert each.kept(origin)[0] == each.have[origin] - least
-    late, giver = book(), data.draw(st.sampled_from(books))
-    tensors, fields = giver.whole()
-    late.check_whole(tensors, fields["have"], fields["kept"])
-    assert late.take(tensors, fields["have"], fields["kept"])
+    for each in logs:
+        for origin in each.known:
+            least = min(other.known.get(origin, 0) for other in logs)
+            each.drop(origin, least)
+            assert each.kept(origin)[0] == each.known[origin] - least
+    late, giver = new_log(), data.draw(st.sampled_from(logs))
+    snapshot = giver.snapshot()
+    late.check(snapshot)
+    assert late.install(snapshot)
     if data.draw(st.booleans()):
-        books.remove(giver)  # it dies
-    books.append(late)
-    for giver in books + books:
-        for taker in books:
+        logs.remove(giver)  # it dies
+    logs.append(late)
+    for giver in logs + logs:
+        for taker in logs:
             if data.draw(st.booleans()):
-                tensors, fields = giver.whole()
-                assert taker.take(tensors, fields["have"], fields["kept"])
-            missing = giver.missing(taker.have)
+                assert taker.install(giver.snapshot())
+            missing = giver.missing(taker.known)
             assert missing is not None
             for origin, number in missing:
                 entry = giver.message(origin, number)
                 assert entry is not None and taker.add(origin, number, entry.codes) == "new"
-            assert not taker.lacks(giver.have)
-    wanted = book()
+            assert not taker.lacks(giver.known)
+    wanted = new_log()
     for origin, number, codes in everything:
-        if number <= books[0].have.get(origin, 0):
+        if number <= logs[0].known.get(origin, 0):
             wanted.add(origin, number, codes)
-    for each in books:
-        assert each.have == wanted.have and torch.equal(each.counts[0], wanted.counts[0])
+    for each in logs:
+        assert each.known == wanted.known and torch.equal(each.counts[0], wanted.counts[0])
         assert each.digest() == wanted.digest()
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -661,20 +660,20 @@ def test_broadcast_refuses_invalid_settings(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("broadcast:first=9,warmup=5", "first is at most 3, for there are no more workers"),
+        ("broadcast:first=9,warmup=5", "first is at most 3, the number of workers"),
         ("broadcast:first=2", "first is for a warmup; say for how many steps, as in warmup=100"),
         ("broadcast:fanout=3", "fanout is for topology=tree; in a mesh each sends to all others"),
     ],
 )
 def test_broadcast_refuses_settings_that_do_not_fit_three_workers(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"^{text.partition(':')[0]}:.*{why}$"):
-        pr.parse(text).check(3, 1)
+        pr.parse(text).check(Plan(pr.parse(text), 3))
 
 
 @pytest.mark.parametrize("text", ["broadcast:first=3,warmup=5", "broadcast:topology=tree,fanout=9"])
 def test_broadcast_accepts_settings_that_fit_three_workers(text: str) -> None:
     strategy = pr.parse(text)
-    strategy.check(3, 1)
+    strategy.check(Plan(strategy, 3))
     assert pr.parse(str(strategy)) == strategy
 
 
@@ -700,7 +699,7 @@ def test_broadcast_error_for_a_malformed_message_names_the_sender(
         model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         bad = Message(Peer("worker", 1), "pulses", 1, fields, tensors)
         with pytest.raises(WireError, match=f"worker 1 sent pulses.*{why}"):
-            here.strategy.hear(here._node, here._replica, bad)
+            here._worker.on_message(bad)
 
     run_in("simulated", main, strategy="broadcast", workers=2, runs=tmp_path)
 
@@ -727,7 +726,7 @@ def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None
 
 
 def test_broadcast_raises_if_tau_is_too_small_for_32_bit_counts(tmp_path: Path) -> None:
-    """Before a count leaves the whole numbers that 32 bits hold."""
+    """It raises before a count overflows."""
     with pytest.raises(PolyrhythmError, match=r"pulses from where it began.* tau \(9\.09e-13\) is too small"):
         run_in("simulated", Steps(80), strategy=f"broadcast:{2.0**-40}", workers=2, runs=tmp_path)
 

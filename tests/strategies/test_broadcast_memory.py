@@ -1,4 +1,4 @@
-"""The laws of what `broadcast` keeps for others: it has a bound, by which nothing is lost or comes twice."""
+"""The laws of the messages that `broadcast` keeps: their size is bounded, none is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_broadcast_laws import SHAPES, Training, Watch, book, digests, messages, watch
+from test_broadcast_laws import SHAPES, Training, Watch, digests, messages, new_log, watch
 from torch import Tensor, nn
 
 import polyrhythm as pr
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.peer import Peer
-from polyrhythm.strategies.broadcast import reliable_broadcast as courier
+from polyrhythm.strategies.broadcast import reliable_broadcast
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
 from polyrhythm.worlds.simulated.node import SimulatedNode
@@ -35,8 +35,8 @@ __all__ = ["watch"]  # a fixture
 STEPS = 150
 
 
-def is_right(ledger: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor, ...]]) -> bool:
-    """Its counts are those of all messages that it says it has, and what it keeps is of the last of them."""
+def is_right(log: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor, ...]]) -> bool:
+    """True if its counts are the sum of all messages that it knows, and it keeps the last of them."""
 
     def total(origin: str, first: int, last: int) -> Tensor:
         found = torch.zeros(40, dtype=torch.int32)
@@ -44,58 +44,59 @@ def is_right(ledger: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor
             selection.count(everything[origin, number][0], found, 0.5)
         return found
 
-    wanted = sum((total(origin, 1, last) for origin, last in ledger.have.items()), torch.zeros(40).int())
-    for origin, log in ledger._logs.items():
-        after = ledger.have[origin] + 1
-        for entry in reversed(log.entries):
+    wanted = sum((total(origin, 1, last) for origin, last in log.known.items()), torch.zeros(40).int())
+    for origin, each in log._logs.items():
+        after = log.known[origin] + 1
+        for entry in reversed(each.entries):
             kept = torch.zeros(40, dtype=torch.int32)
             selection.count(entry.codes[0], kept, 0.5)
             if entry.last + 1 != after or not torch.equal(kept, total(origin, entry.first, entry.last)):
                 return False
             after = entry.first
-    return torch.equal(ledger.counts[0], wanted)
+    return torch.equal(log.counts[0], wanted)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_merged_ledgers_count_each_message_once(data: st.DataObject) -> None:
-    """Three ledgers get messages, merge, and tell each other what they have, in any order. What each says it
-    has it has, once; and if only one of two has merged anything, either gets all from the other."""
+def test_merged_delivery_logs_count_each_message_once(data: st.DataObject) -> None:
+    """Three logs get messages, merge them, and send each other what they lack, in any order. Each has the
+    messages that it says it knows, once; and if only one of two has merged any, either gets all from the
+    other."""
     origins = ("0.0", "1.0", "2.0")
     everything = {(origin, number): codes for name in origins for origin, number, codes in messages(name, 9)}
-    books = {origin: book() for origin in origins}
+    logs = {origin: new_log() for origin in origins}
     merged: Counter[str] = Counter()
     for _ in range(data.draw(st.integers(0, 40))):
         origin = data.draw(st.sampled_from(origins))
-        mine = books[origin]
+        mine = logs[origin]
         what = data.draw(st.sampled_from(["say", "say", "merge", "tell"]))
-        if what == "say" and mine.have.get(origin, 0) < 9:
-            number = mine.have.get(origin, 0) + 1
+        if what == "say" and mine.known.get(origin, 0) < 9:
+            number = mine.known.get(origin, 0) + 1
             assert mine.add(origin, number, everything[origin, number]) == "new"
         elif what == "merge":
             whose = data.draw(st.sampled_from(origins))
             mine.merge(whose, data.draw(st.sets(st.integers(1, 9))))
             merged[origin] += 1
         elif what == "tell":
-            tell(mine, books[data.draw(st.sampled_from(origins))])
-        assert all(is_right(each, everything) for each in books.values())
-    one, other = books["0.0"], books["1.0"]
+            tell(mine, logs[data.draw(st.sampled_from(origins))])
+        assert all(is_right(each, everything) for each in logs.values())
+    one, other = logs["0.0"], logs["1.0"]
     if not (merged["0.0"] and merged["1.0"]) and not merged["2.0"]:
         for _ in range(2):
             tell(one, other)
             tell(other, one)
-        assert one.have == other.have and one.digest() == other.digest()
-    assert all(is_right(each, everything) for each in books.values())
+        assert one.known == other.known and one.digest() == other.digest()
+    assert all(is_right(each, everything) for each in logs.values())
 
 
 def tell(giver: DeliveryLog, taker: DeliveryLog) -> None:
-    """Gives another what it lacks, message by message or whole, if it can be done."""
-    missing = giver.missing(taker.have)
+    """Gives another log what it lacks, by messages or by a snapshot, if that is possible."""
+    missing = giver.missing(taker.known)
     if missing is None:
-        tensors, fields = giver.whole()
-        taker.check_whole(tensors, fields["have"], fields["kept"])
-        if taker.lacks(fields["have"]):
-            taker.take(tensors, fields["have"], fields["kept"])
+        snapshot = giver.snapshot()
+        taker.check(snapshot)
+        if taker.lacks(snapshot.known):
+            taker.install(snapshot)
         return
     for origin, number in missing:
         entry = giver.message(origin, number)
@@ -105,16 +106,16 @@ def tell(giver: DeliveryLog, taker: DeliveryLog) -> None:
 
 @pytest.fixture
 def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The most bytes that any worker has ever kept of an origin, where even little is merged."""
-    monkeypatch.setattr(courier, "LEAST", 0)
-    monkeypatch.setattr(courier, "PATIENCE", 0)
+    """The most bytes that any worker has kept of an origin, if even short logs are merged."""
+    monkeypatch.setattr(reliable_broadcast, "MIN_BYTES", 0)
+    monkeypatch.setattr(reliable_broadcast, "PATIENCE", 0)
     found: Counter[str] = Counter()
     merge = ReliableBroadcast._merge
 
     def merging(self: ReliableBroadcast, origin: str) -> None:
         merge(self, origin)
-        found[origin] = max(found[origin], self.ledger.kept(origin)[1])
-        found["waiting"] = max(found["waiting"], *map(len, self._outbox.values()), 0)
+        found[origin] = max(found[origin], self.log.kept(origin)[1])
+        found["waiting"] = max(found["waiting"], *map(len, self.outbox.queues.values()), 0)
 
     monkeypatch.setattr(ReliableBroadcast, "_merge", merging)
     return found
@@ -124,8 +125,8 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
     watch: Watch, most: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Nothing comes through to some workers, nor from them, for as long as others take hundreds of steps:
-    of each origin no more is kept than a few vectors, and at the end all have the same, each pulse once."""
+    """Some workers can neither send nor receive while others take hundreds of steps. Of each origin no more
+    than a few vectors are kept, and at the end all workers have every pulse once."""
     lots = random.Random(seed)
     stops = [(lots.randrange(5), begin, begin + lots.uniform(0.2, 1.0)) for begin in (0.1, 0.9, 1.4)]
     send = SimulatedNode.send
@@ -150,15 +151,15 @@ def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
         cluster='[[hosts]]\nstep_time = { exponential = "10 ms" }\n',
     )
     assert len(digests(summary)) == 5 and len(set(digests(summary).values())) == 1
-    for replica in training.replicas.values():
-        book = replica.notes["courier"].ledger
-        assert equal(book.counts, watch.total(replica, pr.parse(text).unit))
-    vector = sum(part.nbytes for part in book.counts)
+    for worker in training.workers.values():
+        counts = worker.broadcast.log.counts
+        assert equal(counts, watch.total(worker))
+    vector = sum(part.nbytes for part in counts)
     told: Counter[str] = Counter()
     for (origin, _), codes in watch.codes.items():
         told[origin] += sum(map(len, codes))
     waiting = most.pop("waiting")
-    assert max(told.values()) > 10 * vector  # what would have been kept
+    assert max(told.values()) > 10 * vector  # the bytes that would have been kept
     assert max(most.values()) < 4 * vector and waiting < 100
 
 
@@ -170,16 +171,16 @@ class Long(nn.Module):
 
 @dataclass
 class Stopped:
-    """Worker 2 stops itself; worker 0 lets it go on when it has taken all its steps."""
+    """Worker 2 stops itself; worker 0 continues it after all its own steps."""
 
     folder: Path
 
     def __call__(self) -> None:
-        courier.PATIENCE = 0
+        reliable_broadcast.PATIENCE = 0
         here = pr.init()
         model = Long()
         model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        book = here._replica.notes["courier"].ledger  # type: ignore[attr-defined]
+        log = here._worker.broadcast.log  # type: ignore[attr-defined]
         lots = torch.Generator().manual_seed(here.rank)
         mark, most = self.folder / "stopped", 0
         for step in range(STEPS):
@@ -190,7 +191,7 @@ class Stopped:
                 time.sleep(0.01)
             model.x.grad = torch.randint(-1, 2, (100_000,), generator=lots).float()
             optimizer.step()
-            most = max(most, *(book.kept(origin)[1] for origin in list(book.have)))
+            most = max(most, *(log.kept(origin)[1] for origin in list(log.known)))
         if here.rank == 0:
             os.kill(int(mark.read_text()), signal.SIGCONT)
         here.log(**{f"most {here.rank}": most})
@@ -201,7 +202,7 @@ def stopped(mark: Path) -> bool:
 
 
 def test_broadcast_with_a_sigstopped_worker_keeps_little_and_agrees(tmp_path: Path) -> None:
-    """With SIGSTOP: the others train on, keep little for it, and all come to the same."""
+    """With SIGSTOP: the others continue and keep little for it, and all agree at the end."""
     summary = pr.run(Stopped(tmp_path), workers=3, strategy="broadcast:1", runs=tmp_path, threads=1)
     assert len(digests(summary)) == 3 and len(set(digests(summary).values())) == 1
     sent = STEPS * 100_000 / 5  # bytes of an origin: five parameters to a byte

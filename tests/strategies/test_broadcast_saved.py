@@ -1,4 +1,4 @@
-"""The laws of `broadcast` when it is saved: what is saved is one and the same, and nothing counts twice."""
+"""The laws of saving `broadcast`: all workers save the same state, and no pulse counts twice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.replica import Replica
+from polyrhythm.strategies.broadcast.delivery_log import digest
+from polyrhythm.strategies.broadcast.strategy import BroadcastWorker
 from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, Examples, mlp
 from tests.support.runs import run_in
+from tests.support.saving import CLUSTERS, went_on_and_resumed
 
 __all__ = ["watch"]  # a fixture
 
@@ -28,13 +30,13 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @dataclass
 class Saving:
-    """Trains some epochs and saves after each; begins with what was saved last, if there is anything."""
+    """Trains some epochs and saves after each; resumes from the last save unless it begins with epoch 0."""
 
     folder: Path
     begin: int
     end: int
     forgets: int = -1
-    replicas: dict[int, Replica] = field(default_factory=dict)
+    workers: dict[int, BroadcastWorker] = field(default_factory=dict)
 
     def __call__(self) -> None:
         here = pr.init()
@@ -49,7 +51,7 @@ class Saving:
         model, optimizer, loader = here.prepare(model, optimizer, loader)
         if saved and here.rank != self.forgets:
             here.load_state_dict(saved["session"])
-        self.replicas[here.rank] = here._replica  # type: ignore[attr-defined]
+        self.workers[here.rank] = here._worker  # type: ignore[attr-defined]
         for epoch in range(self.begin, self.end):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -63,7 +65,7 @@ class Saving:
 
 def kept(folder: Path, workers: int, epoch: int) -> list[dict[str, Any]]:
     states = [torch.load(folder / f"{rank}.{epoch}.pt", weights_only=True) for rank in range(workers)]
-    return [state["session"]["kept"] for state in states]
+    return [state["session"]["worker"] for state in states]
 
 
 def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -81,8 +83,8 @@ def sent(watch: Watch) -> Tensor:
 
 @every_shape
 def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: Path, shape: str) -> None:
-    """All save the same k, which is all that was sent; each goes on with what waited. In the end all have
-    all that was sent before and after, to the last pulse."""
+    """All workers save the same k, the sum of all sent pulses, and each resumes with its residual. In the end
+    all have all pulses that were sent before and after."""
     text = f"broadcast:0.004,{shape}"
     run_in("simulated", Saving(tmp_path, 0, 2), strategy=text, workers=5, runs=tmp_path, cluster=RANDOM)
     before, waited = sent(watch), {origin: steps[-1].after for origin, steps in watch.emitted.items()}
@@ -98,16 +100,34 @@ def test_resumed_broadcast_run_counts_every_pulse_once(watch: Watch, tmp_path: P
     for origin, steps in watch.emitted.items():
         assert all(map(torch.equal, waited[origin], steps[0].before))
     assert len(set(digests(summary).values())) == 1 and len(digests(summary)) == 5
-    for replica in script.replicas.values():
-        assert torch.equal(replica.notes["courier"].ledger.counts[0], before + sent(watch))
-        assert torch.equal(replica.buffers["base"][0], first["base"][0])
+    for worker in script.workers.values():
+        assert torch.equal(worker.broadcast.log.counts[0], before + sent(watch))
+        assert torch.equal(worker.base[0], first["base"][0])
+
+
+@each_value(
+    ("shape", [*SHAPES, "warmup=6", "warmup=6,first=2"]),
+    ("stop", [4, 8]),
+    ("workers", [2, 4]),
+    ("cluster", CLUSTERS),
+)
+def test_resumed_broadcast_run_has_the_bits_of_the_run_that_went_on(
+    tmp_path: Path, shape: str, stop: int, workers: int, cluster: str
+) -> None:
+    """In a cluster without latency: otherwise messages are on their way when workers continue.
+
+    A save ends the warm-up, so that all workers come to the place where they save.
+    """
+    strategy = f"broadcast:0.004,reduce=mean,{shape}"
+    went_on, resumed = went_on_and_resumed(strategy, tmp_path, stop, workers, cluster)
+    assert went_on["digest"] == resumed["digest"]
 
 
 @each_value(("shape", SHAPES), ("seed", range(4)))
 def test_saving_broadcast_state_never_deadlocks_despite_crashes(
     tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Whoever dies and comes while others save: the run ends, and all have the same."""
+    """Workers die and are replaced while others save: the run ends, and all agree."""
     at = 60 + 45 * seed
     deaths = "".join(
         f'[[failures]]\nworkers = [{who}]\nat = "{at + more} ms"\n{back}'
@@ -126,7 +146,7 @@ def test_saving_broadcast_state_never_deadlocks_despite_crashes(
 
 @pytest.mark.parametrize("back", [150, 200, 210, 320])
 def test_broadcast_replacement_saves_the_same_state_as_the_others(tmp_path: Path, back: int) -> None:
-    """Though nothing is left to train on in the epoch that it comes in: the next ones it shares with them."""
+    """Even if no data is left in the epoch in which it joins: it shares the next ones."""
     dies = f'[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "{back} ms"\n'
     script = Saving(tmp_path, 0, 4)
     cluster = '[[hosts]]\nlatency = "1 ms"\nstep_time = "10 ms"\n'
@@ -137,8 +157,8 @@ def test_broadcast_replacement_saves_the_same_state_as_the_others(tmp_path: Path
     for epoch in range(4):
         first, *others = (each for each in kept(tmp_path, 3, epoch) if each)
         assert all(alike(first, each) for each in others) and len(others) >= 1 + (epoch > 1)
-    assert script.replicas[2].steps <= 24
-    assert sum(each.steps for each in script.replicas.values()) >= 3 * 24
+    assert script.workers[2].replica.steps <= 24
+    assert sum(each.replica.steps for each in script.workers.values()) >= 3 * 24
 
 
 SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nbandwidth = "60 kbit/s"\n'
@@ -148,8 +168,8 @@ SLOW = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "20 ms"\nban
 def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
     tmp_path: Path, shape: str, seed: int
 ) -> None:
-    """Links are so slow that one rest takes as long as an epoch. Who comes then, or has waited for others to
-    train before it, begins with nothing that some have noted and others not."""
+    """Links are so slow that one save takes as long as an epoch. A worker that joins meanwhile, or has waited
+    for the warm-up, adds nothing that is in the state of some and not of others."""
     lots = random.Random(seed)
     at = lots.randrange(300, 1500)
     dies = f'[[failures]]\nworkers = [{lots.randrange(4)}]\nat = "{at} ms"\nback = "{at + 100} ms"\n'
@@ -169,7 +189,7 @@ def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
 
 def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) -> None:
     run_in("simulated", Saving(tmp_path, 0, 2), strategy="broadcast:0.004", workers=3, runs=tmp_path)
-    with pytest.raises(UsageError, match="goes on from something else"):
+    with pytest.raises(UsageError, match="resumed from a different checkpoint"):
         run_in(
             "simulated",
             Saving(tmp_path, 2, 4, forgets=1),
@@ -177,13 +197,13 @@ def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) 
             workers=3,
             runs=tmp_path,
         )
-    torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # of another time than the others'
-    with pytest.raises(UsageError, match="goes on from something else"):
+    torch.save(torch.load(tmp_path / "2.0.pt"), tmp_path / "2.pt")  # older than those of the others
+    with pytest.raises(UsageError, match="resumed from a different checkpoint"):
         run_in("simulated", Saving(tmp_path, 2, 4), strategy="broadcast:0.004", workers=3, runs=tmp_path)
 
 
-def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) -> None:
-    """It is not the same place for all, but what is saved is what all have."""
+def test_a_worker_that_saves_alone_waits_for_the_others_to_finish(tmp_path: Path) -> None:
+    """The others never save, but the saved state is that of all workers."""
 
     def script() -> None:
         here = pr.init()
@@ -200,9 +220,7 @@ def test_one_that_saves_alone_waits_for_the_others_to_be_done(tmp_path: Path) ->
     summary = run_in(
         "simulated", script, strategy="broadcast:0.004", workers=3, runs=tmp_path, cluster=RANDOM
     )
-    saved = torch.load(tmp_path / "alone.pt", weights_only=True)["kept"]
-    from polyrhythm.strategies.broadcast.delivery_log import digest
-
+    saved = torch.load(tmp_path / "alone.pt", weights_only=True)["worker"]
     assert set(digests(summary).values()) == {digest(*saved["counts"])}
 
 

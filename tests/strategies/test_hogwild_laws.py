@@ -1,4 +1,4 @@
-"""HogWild!: what is bit for bit that of one worker, what is lost and counted, and what dies without harm."""
+"""The laws of HogWild!: equality with one worker, lost updates, saving, and workers that die."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from benchmarks.sparse import Logistic
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.data import mix
+from polyrhythm.strategies.hogwild.checks import check_devices
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
 from tests.support.runs import run_hogwild
+from tests.support.saving import CLUSTERS, Stopping, saved_states, went_on_and_resumed
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
@@ -35,7 +37,7 @@ both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
 
 
 class Parts(nn.Module):
-    """A table of which each worker has rows of its own, and a dense vector for each worker."""
+    """A table in which each worker has its own rows, and a dense vector for each worker."""
 
     def __init__(self, workers: int, rows: int = 40) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Parts(nn.Module):
 
 @dataclass
 class Disjoint:
-    """Each worker takes `count` steps on what is its own; alone, one takes them for all in turn."""
+    """Each worker takes `count` steps on its own parameters; alone, one worker takes them for all in turn."""
 
     workers: int
     count: int
@@ -78,7 +80,7 @@ def serial(script: Callable[[], nn.Module], seed: int = 0) -> dict[str, Tensor]:
 @both_worlds
 @pytest.mark.parametrize("seed", range(4))
 def test_disjoint_supports_give_the_bits_of_one_worker(world: str, seed: int, tmp_path: Path) -> None:
-    """Where no two touch the same place it does not matter who is when: sparse rows, and dense tensors."""
+    """If no two workers touch the same element, the order of steps does not matter."""
     script = Disjoint(workers=3, count=150, seed=seed)
     summary = run_hogwild(script, world, 3, tmp_path, seed=seed)
     assert same(trained(summary), serial(script, seed))
@@ -86,7 +88,7 @@ def test_disjoint_supports_give_the_bits_of_one_worker(world: str, seed: int, tm
 
 
 class Bag(nn.Module):
-    """A sparse table, and a dense layer behind it."""
+    """A sparse table, followed by a dense layer."""
 
     def __init__(self, rows: int = 100) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class Bag(nn.Module):
 
 
 def grouped(model: Bag) -> torch.optim.Optimizer:
-    """What is dense may have momentum and weight decay."""
+    """Dense parameters may have momentum and weight decay."""
     head = {"params": model.head.parameters(), "momentum": 0.9, "weight_decay": 0.01}
     return torch.optim.SGD([{"params": model.table.parameters()}, head], lr=0.1)
 
@@ -113,7 +115,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Bags:
-    """Trains a `Bag` with an optimizer, by its name; several backward passes may make one step."""
+    """Trains a `Bag` with a named optimizer; a step may accumulate several backward passes."""
 
     optimizer: str = "sgd"
     accumulate: int = 1
@@ -156,7 +158,7 @@ def test_sparse_gradients_can_be_accumulated(set_to_none: bool, tmp_path: Path) 
 
 
 class Bowl(nn.Module):
-    """f = x^2 / 2: each step takes away a fixed part of x, so a step on an old x would be seen."""
+    """f = x^2 / 2: each step shrinks x by a fixed factor, so a step on a stale x shows."""
 
     def __init__(self, size: int = 64) -> None:
         super().__init__()
@@ -180,14 +182,14 @@ def descend(count: int, size: int = 64, lr: float = 1e-3) -> nn.Module:
 
 @both_worlds
 def test_hogwild_with_a_lock_equals_serial_training(world: str, tmp_path: Path) -> None:
-    """From reading to writing nobody else writes: all steps follow each other, whoever takes them."""
+    """No other worker writes between reading and writing: all steps are serial."""
     summary = run_hogwild(partial(descend, 100), world, 3, tmp_path, "hogwild:lock=yes")
     assert same(trained(summary), serial(partial(descend, 300)))
     assert summary["lost_updates"] == {"counted": 3 * 100 * 64, "lost": 0, "share": 0.0}
 
 
 def test_hogwild_without_a_lock_computes_stale_gradients(tmp_path: Path) -> None:
-    """In simulation nothing is lost, but what a worker has read is old when it writes."""
+    """In simulation no update is lost, but a worker's parameters are stale when it writes."""
     summary = run_hogwild(partial(descend, 100), "simulated", 3, tmp_path)
     assert not same(trained(summary), serial(partial(descend, 300)))
     assert summary["lost_updates"]["lost"] == 0
@@ -195,7 +197,7 @@ def test_hogwild_without_a_lock_computes_stale_gradients(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("cluster", SPEEDS)
 def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
-    """Who waits is next: nobody starves, however fast the others are, and time adds up."""
+    """Workers take the lock in turn: none starves, however fast the others are, and times add up."""
     summary = run_hogwild(
         partial(descend, 40), "simulated", 4, tmp_path, "hogwild:lock=yes", cluster=SPEEDS[cluster]
     )
@@ -209,13 +211,13 @@ def test_a_lock_takes_turns_in_simulation(cluster: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("collective", ["direct", "ring", "shared"])
 def test_hogwild_works_with_every_collective(collective: str, tmp_path: Path) -> None:
-    """They meet once, when all begin."""
+    """There is one, at the start."""
     summary = run_hogwild(partial(descend, 5), "real", 3, tmp_path, "hogwild:lock=yes", collective=collective)
     assert same(trained(summary), serial(partial(descend, 15)))
 
 
 def test_worker_0_has_the_first_values(tmp_path: Path) -> None:
-    """Whatever the others' models are."""
+    """Whatever the models of the others are."""
 
     def main() -> None:
         session = pr.init()
@@ -233,7 +235,7 @@ def test_worker_0_has_the_first_values(tmp_path: Path) -> None:
 
 
 def updates(seed: int, workers: int, **problem: Any) -> int:
-    """The updates that it takes to come to the target, in simulation."""
+    """The number of updates to reach the target, in simulation."""
     script = Logistic(seed, **problem)
     pr.simulate(script, workers=workers, strategy="hogwild", threads=1, seed=seed)
     return script.reached
@@ -241,9 +243,9 @@ def updates(seed: int, workers: int, **problem: Any) -> int:
 
 @pytest.mark.slow
 def test_sparse_data_needs_no_lock_and_dense_data_does() -> None:
-    """8 workers come to the loss of one with at most a tenth more updates, if each touches 1 feature of 200.
+    """8 workers reach the loss of one with at most 10 % more updates if an update touches 1 feature in 200.
 
-    If it touches every other one, they step on what is old, and take half as many again.
+    If it touches half of the features, gradients are stale, and they need at least 50 % more.
     """
     sparse: dict[str, Any] = {"features": 1000, "touched": 5, "lr": 2.0}
     dense: dict[str, Any] = {"features": 40, "touched": 20, "lr": 0.5}
@@ -253,11 +255,11 @@ def test_sparse_data_needs_no_lock_and_dense_data_does() -> None:
     assert many >= 1.5 * sum(updates(seed, 1, **dense) for seed in range(5))
 
 
-# --- what is lost is counted ------------------------------------------------------------------------
+# --- lost updates -----------------------------------------------------------------------------------
 
 
 def test_every_update_of_a_hot_vector_is_counted(tmp_path: Path) -> None:
-    """Two processes at full speed on one vector: what is lost is lost, and no more is told than was made."""
+    """Two processes at full speed on one vector: all updates are counted, and no more are lost than made."""
     summary = run_hogwild(partial(descend, 300, 1 << 18, 1e-6), "real", 2, tmp_path)
     told = summary["lost_updates"]
     assert told["counted"] == 2 * 300 * (1 << 16) and 0 <= told["lost"] < told["counted"]
@@ -268,7 +270,7 @@ def test_every_update_of_a_hot_vector_is_counted(tmp_path: Path) -> None:
 
 
 def test_large_tables_are_counted_on_a_sample(tmp_path: Path) -> None:
-    """Of 2^20 rows one in 16 is counted, by all workers the same."""
+    """Of 2^20 rows one in 16 is counted, the same ones by all workers."""
 
     def main() -> None:
         session = pr.init()
@@ -285,7 +287,7 @@ def test_large_tables_are_counted_on_a_sample(tmp_path: Path) -> None:
 
 
 class Large(TorchDispatchMode):
-    """Keeps the names of the operations that see a dense tensor of this many elements."""
+    """Records the operations that see a dense tensor of this many elements."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -301,7 +303,7 @@ class Large(TorchDispatchMode):
 
 
 def test_a_step_costs_what_it_touches(tmp_path: Path) -> None:
-    """Nothing but the lookup and the optimizer's sparse addition ever sees all rows of a table."""
+    """Only the lookup and the optimizer's sparse addition see all rows of a table."""
     rows = 100_000
     watch = Large(rows)
 
@@ -317,7 +319,7 @@ def test_a_step_costs_what_it_touches(tmp_path: Path) -> None:
         session.log(rows=model.table.weight.grad._nnz())
 
     assert run_hogwild(main, "simulated", 1, tmp_path)["metrics"] == {"rows": 12}
-    views = {"slice.Tensor", "view.default", "detach.default"}  # they cost the same whatever the size
+    views = {"slice.Tensor", "view.default", "detach.default"}  # their cost does not depend on the size
     assert watch.seen - views == {"_embedding_bag.default", "add_.Tensor"}
 
 
@@ -332,7 +334,7 @@ def test_finite_check_finds_infinities_in_sparse_gradients() -> None:
 
 
 def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
-    """The flat gradient has what is dense, and nothing of what is sparse."""
+    """The flat gradient holds dense gradients only."""
     model = Bag(rows=5)
     replica = Replica(model, OPTIMIZERS["sgd"](model), sparse=True)
     flat = replica.layout.view(replica.gradient, replica.layout.pieces[0])
@@ -348,12 +350,124 @@ def test_a_gradient_may_be_sparse_now_and_dense_then() -> None:
         replica.gradients.bind()
 
 
-# --- who dies ---------------------------------------------------------------------------------------
+# --- saving -----------------------------------------------------------------------------------------
+
+LOCKS = ["hogwild", "hogwild:lock=yes"]
+
+
+@each_value(("strategy", LOCKS), ("stop", [4, 8]), ("workers", [2, 4]), ("cluster", CLUSTERS))
+def test_resumed_hogwild_run_has_the_bits_of_the_run_that_went_on(
+    strategy: str, stop: int, workers: int, cluster: str, tmp_path: Path
+) -> None:
+    went_on, resumed = went_on_and_resumed(strategy, tmp_path, stop, workers, cluster)
+    assert went_on["digest"] == resumed["digest"]
+    assert went_on["lost_updates"] == resumed["lost_updates"]
+
+
+@both_worlds
+@pytest.mark.parametrize("strategy", LOCKS)
+def test_hogwild_workers_save_the_same_parameters(world: str, strategy: str, tmp_path: Path) -> None:
+    """No worker steps while another saves; and the run can be resumed."""
+    run_hogwild(Stopping(tmp_path, 0, 40, 80, staggered=True), world, 3, tmp_path, strategy)
+    first, *others = saved_states(tmp_path, 3)
+    for other in others:
+        assert all(map(torch.equal, first["parameters"], other["parameters"]))
+        assert (first["counted"], first["lost"]) == (other["counted"], other["lost"])
+    assert first["counted"] == (3 * 40 - 3) * (8 + 8 + 3 + 3) and 0 <= first["lost"] <= first["counted"]
+    summary = run_hogwild(Stopping(tmp_path, 40, 40, 80), world, 3, tmp_path, strategy)
+    assert summary["lost_updates"]["counted"] == (3 * 80 - 3) * (8 + 8 + 3 + 3)
+
+
+@both_worlds
+def test_hogwild_refuses_to_resume_from_different_checkpoints(world: str, tmp_path: Path) -> None:
+    run_hogwild(Stopping(tmp_path, 0, 5, 9), world, 3, tmp_path)
+    message = "resumed from a different checkpoint"
+    with pytest.raises(UsageError, match=message):
+        run_hogwild(Stopping(tmp_path, 5, 5, 500, forgets=1), world, 3, tmp_path)
+    state = torch.load(tmp_path / "2.pt", weights_only=True)
+    state["session"]["worker"]["parameters"][0][0] += 1
+    torch.save(state, tmp_path / "2.pt")
+    with pytest.raises(UsageError, match=message):
+        run_hogwild(Stopping(tmp_path, 5, 5, 9), world, 3, tmp_path)
+
+
+def test_hogwild_refuses_to_load_after_a_step(tmp_path: Path) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = Bowl(4)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = session.state_dict()
+        model().backward()
+        optimizer.step()
+        session.load_state_dict(state)
+
+    with pytest.raises(UsageError, match="must come before the first step"):
+        run_hogwild(main, "simulated", 2, tmp_path)
+
+
+def test_saving_with_a_lock_between_forward_and_backward_does_not_deadlock(tmp_path: Path) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = Bowl(4)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model()
+            if step == 2:
+                session.state_dict()
+            loss.backward()
+            optimizer.step()
+
+    assert run_hogwild(main, "simulated", 3, tmp_path, "hogwild:lock=yes")["steps"] == 12
+
+
+@dataclass
+class Saves:
+    """Trains some epochs, and saves after each."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = Bag()
+        x = torch.arange(96 * 6).view(96, 6) % 100
+        loader = DataLoader(TensorDataset(x, x[:, 0] % 2), batch_size=4)
+        model, optimizer, loader = session.prepare(model, OPTIMIZERS["sgd"](model), loader)
+        for epoch in range(4):
+            for batch, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch), y).backward()
+                optimizer.step()
+            state = session.state_dict()["worker"]
+            if state:
+                torch.save(state, self.folder / f"{epoch}.{session.rank}.{session._node.incarnation}.pt")
+
+
+@each_value(("strategy", LOCKS), ("seed", range(6)))
+def test_hogwild_saves_consistently_while_workers_die_and_are_replaced(
+    strategy: str, seed: int, tmp_path: Path
+) -> None:
+    """No save waits for ever, and all workers that save after an epoch save the same parameters."""
+    at = (40 + 25 * seed) * (3 if "lock" in strategy else 1)
+    deaths = "".join(
+        f'[[failures]]\nworkers = [{who}]\nat = "{at + more} ms"\n{back}'
+        for who, more, back in ((seed % 3, 0, f'back = "{at + 35} ms"\n'), ((seed + 1) % 3, 20, ""))
+    )
+    cluster = f"{SPEEDS['exponential']}\n{deaths}"
+    summary = run_hogwild(Saves(tmp_path), "simulated", 4, tmp_path, strategy, cluster=cluster, seed=seed)
+    assert summary["batches_undone"] == 0 and len(summary["lost"]) == 2
+    for epoch in range(4):
+        first, *others = (torch.load(path, weights_only=True) for path in tmp_path.glob(f"{epoch}.*.pt"))
+        assert all(map(torch.equal, *(state["parameters"] for state in (first, other))) for other in others)
+        assert others
+
+
+# --- workers that die -------------------------------------------------------------------------------
 
 
 @dataclass
 class Killed:
-    """Workers kill themselves in the step of this number, after the last if it is -1; each once."""
+    """Workers kill themselves once, in the step of this number; -1: after the last."""
 
     folder: Path
     kills: dict[int, int]
@@ -368,9 +482,9 @@ class Killed:
         model, optimizer, loader = session.prepare(model, OPTIMIZERS["sgd"](model), loader)
         for steps, (batch, y) in enumerate(loader, 1):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch), y)  # under a lock it has it from here on
+            loss = F.cross_entropy(model(batch), y)  # with a lock the worker has it from here on
             self.die(session.rank, steps)
-            time.sleep(0.005)  # so that the others are there when word of a death comes
+            time.sleep(0.005)  # so that the others are still there when they hear of a death
             loss.backward()
             optimizer.step()
         self.die(session.rank, -1)
@@ -391,29 +505,29 @@ class Killed:
 def test_hogwild_survivors_finish_the_data_of_killed_workers(
     strategy: str, kills: dict[int, int], restarts: int, tmp_path: Path
 ) -> None:
-    """Whoever dies, with the lock or without, all examples are trained on and the parameters are whole."""
+    """With the lock or without, all examples are trained on and the parameters are complete."""
     summary = run_hogwild(
         Killed(tmp_path, kills), "real", 3, tmp_path, strategy, restarts=restarts, timeout=60.0
     )
     assert set(summary["lost"]) == {f"worker {rank}" for rank in kills}
-    # Without restarts somebody comes only if it was the last one, to bring home what is there.
+    # Without restarts a worker is replaced only if it was the last one, to save the result.
     assert summary["joined"] == len(kills) if restarts else summary["joined"] <= 1
-    # What the dead had done by then they could not tell.
+    # Steps that a dead worker had not reported are not counted.
     assert summary["samples"] >= 120 - 4 * sum(kills.values()) and summary["batches_undone"] == 0
     Bag().load_state_dict(trained(summary), strict=True)
-    # What one that died had counted for itself and not yet in common is a step's at most.
+    # A dead worker may have counted a step for itself that is not in the shared counts.
     assert 0 <= summary["lost_updates"]["lost"] <= summary["lost_updates"]["counted"]
 
 
 def test_hogwild_result_is_saved_if_the_last_worker_dies(tmp_path: Path) -> None:
-    """The vector is nobody's: another attaches to it and brings it home, with all that was trained."""
+    """The shared parameters outlive the workers: a replacement attaches to them and saves the result."""
     script = Killed(tmp_path, {0: -1})
     summary = run_hogwild(script, "real", 1, tmp_path, timeout=60.0)
     assert set(summary["lost"]) == {"worker 0"} and summary["joined"] == 1
     assert same(trained(summary), trained(run_hogwild(Killed(tmp_path, {}), "real", 1, tmp_path)))
 
 
-def test_a_dead_holder_gives_the_lock_back_in_simulation(tmp_path: Path) -> None:
+def test_death_of_the_holder_frees_the_lock_in_simulation(tmp_path: Path) -> None:
     failures = "".join(
         f'[[failures]]\nworkers = [{rank}]\nat = "{at} ms"\n' for rank, at in ((0, 15), (2, 44))
     )
@@ -423,7 +537,7 @@ def test_a_dead_holder_gives_the_lock_back_in_simulation(tmp_path: Path) -> None
     assert set(summary["lost"]) == {"worker 0", "worker 2"} and summary["batches_undone"] == 0
 
 
-# --- what cannot be ---------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 
 def sparse_with(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[], None]:
@@ -474,7 +588,7 @@ def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what:
 def test_hogwild_refuses_dense_optimizers_at_the_first_sparse_gradient(
     world: str, begin: int, make: Any, what: str, tmp_path: Path
 ) -> None:
-    """Before the first step with such a gradient is taken: what all share is as it was."""
+    """Before the first step with such a gradient: the shared parameters do not change."""
 
     def main() -> None:
         session = pr.init()
@@ -505,7 +619,7 @@ def test_hogwild_refuses_a_codec() -> None:
 
 @pytest.mark.parametrize("how", [{"here": 1}, {"listen": "tcp:127.0.0.1:0"}], ids=str)
 def test_hogwild_refuses_options_for_several_hosts(how: dict[str, Any], tmp_path: Path) -> None:
-    """Known before anything starts, if the strategy is; chosen in the script, when it starts."""
+    """Before anything starts."""
     with pytest.raises(UsageError, match="share, so they must be on one host: leave --here and --listen out"):
         pr.run(partial(descend, 1), workers=2, strategy="hogwild", runs=tmp_path, key=tmp_path / "key", **how)
     assert not list(tmp_path.iterdir())
@@ -524,7 +638,7 @@ def test_hogwild_chosen_in_the_script_refuses_several_hosts(tmp_path: Path) -> N
 @pytest.mark.parametrize("chosen", ["outside", "in the script"])
 @pytest.mark.parametrize("link", ['latency = "1 ms"', 'bandwidth = "1 Gbit/s"', 'site = "a"'])
 def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_path: Path) -> None:
-    """Where messages cost something, workers are on several hosts: in simulation too."""
+    """If messages take time, workers are on several hosts, in simulation too."""
 
     def main() -> None:
         session = pr.init("hogwild")
@@ -539,7 +653,7 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
 def test_hogwild_refuses_parameters_that_are_not_on_the_cpu() -> None:
     groups = [{"params": [torch.zeros(1), torch.zeros(1, device="meta")]}]
     with pytest.raises(UsageError, match="hogwild works on memory that processes share, and the model is on"):
-        pr.parse("hogwild").check_groups(groups)
+        check_devices(pr.parse("hogwild"), groups)
 
 
 def test_no_worker_left_is_a_clear_failure(tmp_path: Path) -> None:

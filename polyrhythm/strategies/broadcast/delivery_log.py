@@ -1,14 +1,14 @@
-"""Ledger: what a worker knows of everybody's pulses, as whole numbers; logic without I/O.
+"""DeliveryLog: the pulses of all workers that one worker has, as whole numbers. Logic without I/O.
 
-An origin is one life of one worker, such as "3.0". Its messages are numbered 1, 2, 3, ... and count in this
-order, each once. Whole numbers can be added up in any order, so two ledgers that know as many messages of
-each origin have the same counts, bit for bit.
+An origin is one incarnation of one worker, such as "3.0". Its messages are numbered 1, 2, 3, ... A log takes
+them in this order, each once. Integers can be added in any order, so two logs that know the same number of
+messages of each origin have the same counts, bit for bit.
 
-Messages are kept until all have them, so that whoever has missed some can get them from anybody. One that
-comes late begins with the counts of another, and with what that one keeps. Should somebody not say for long
-what it has, messages that follow each other are merged into one, which has the numbers of all of them: it is
-never longer than a vector, however many they are. It cannot be taken apart again: who has some of them needs
-all counts instead.
+Messages are kept until all workers have them, so a worker that missed some can get them from any other. A
+replacement starts from a snapshot of another worker's log: its counts and the messages that it keeps. If a
+worker does not confirm anything for long, consecutive messages of an origin are merged into one that carries
+all their numbers. It is never longer than a vector, however many messages it holds. It cannot be taken apart
+again: a worker that already has some of its messages needs a snapshot instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import WireError
@@ -25,11 +25,11 @@ from polyrhythm.core.errors import WireError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Have = dict[str, int]  # by origin: up to which of its messages all are known
+Known = dict[str, int]  # by origin: all of its messages up to this number are known
 
 
 class Entry(NamedTuple):
-    """A message that is kept, or several in one: of the numbers `first` to `last`."""
+    """A kept message, or several merged into one: those with the numbers `first` to `last`."""
 
     first: int
     last: int
@@ -41,86 +41,96 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Log:
-    """What is kept of one origin: all messages up to the last one that is known, without a gap."""
+class OriginLog:
+    """The kept messages of one origin: a run of numbers without a gap, up to the last one that is known."""
 
     entries: list[Entry] = field(default_factory=list)
-    loose: int = 0  # bytes of those that are not merged
+    unmerged: int = 0  # bytes of the messages that are not merged
 
-    def put(self, entry: Entry) -> None:
+    def append(self, entry: Entry) -> None:
         self.entries.append(entry)
-        self.loose += entry.nbytes if entry.first == entry.last else 0
+        self.unmerged += entry.nbytes if entry.first == entry.last else 0
 
     def find(self, number: int) -> Entry | None:
-        """The entry that has this message, if it is still kept."""
+        """The entry that holds this message; None if it is no longer kept."""
         place = bisect_left(self.entries, number, key=lambda entry: entry.last)
         found = self.entries[place] if place < len(self.entries) else None
         return found if found is not None and found.first <= number else None
 
     def after(self, number: int) -> list[Entry] | None:
-        """All from the next one on; None if they are not kept, or are merged with what came before."""
+        """All later messages; None if some are no longer kept or are merged with earlier ones."""
         place = bisect_left(self.entries, number + 1, key=lambda entry: entry.last)
-        rest = self.entries[place:]
-        return rest if rest and rest[0].first == number + 1 else None
+        later = self.entries[place:]
+        return later if later and later[0].first == number + 1 else None
 
     def replace(self, entries: Sequence[Entry]) -> None:
-        self.entries, self.loose = [], 0
+        self.entries, self.unmerged = [], 0
         for entry in entries:
-            self.put(entry)
+            self.append(entry)
+
+
+@dataclass(frozen=True)
+class LogSnapshot:
+    """All of a log: its counts, and the messages that it keeps."""
+
+    tensors: Sequence[Tensor]  # the counts, then the codes of the entries
+    known: Known
+    # By origin: the number before the first entry, then the last number of each entry.
+    kept: Mapping[str, Sequence[int]]
 
 
 class DeliveryLog:
-    """The pulses that have come, by parameter, and how far they are known, by origin."""
+    """Counts of all delivered pulses by parameter, and the last known message by origin."""
 
     def __init__(self, counts: Sequence[Tensor], tau: float) -> None:
         self.counts, self.tau = tuple(counts), tau
-        self.have: Have = {}
-        self._logs: dict[str, Log] = {}
+        self.known: Known = {}
+        self._logs: dict[str, OriginLog] = {}
 
     def add(
         self, origin: str, number: int, codes: Sequence[Tensor], first: int | None = None
-    ) -> Literal["new", "known", "gap", "part"]:
-        """Takes a message in, if it is the next one of its origin; or several in one, from `first` on.
+    ) -> Literal["new", "known", "gap", "partly known"]:
+        """Takes a message if it is the next one of its origin; or several merged into one, from `first` on.
 
-        "part": some of these are known, and they cannot be told apart.
+        "partly known": some of the merged messages are known already, and they cannot be told apart.
         """
-        known, first = self.have.get(origin, 0), number if first is None else first
+        known, first = self.known.get(origin, 0), number if first is None else first
         if number <= known or first != known + 1:
-            return "known" if number <= known else "gap" if first > known else "part"
+            return "known" if number <= known else "gap" if first > known else "partly known"
         if len(codes) != len(self.counts):
             raise WireError(f"{len(codes)} codes came for {len(self.counts)} vectors")
         self._count(codes)
-        self.have[origin] = number
-        self._logs.setdefault(origin, Log()).put(Entry(first, number, tuple(codes)))
+        self.known[origin] = number
+        self._logs.setdefault(origin, OriginLog()).append(Entry(first, number, tuple(codes)))
         return "new"
 
     def message(self, origin: str, number: int) -> Entry | None:
-        """The message of this number, or those that it is merged with, if it is still kept."""
-        return self._logs.get(origin, Log()).find(number)
+        """The entry that holds this message; None if it is no longer kept."""
+        return self._logs.get(origin, OriginLog()).find(number)
 
     def lacks(self, theirs: Mapping[str, int]) -> bool:
-        """Whether another knows what this one does not."""
-        return any(self.have.get(origin, 0) < number for origin, number in theirs.items())
+        """True if another log knows messages that this one does not."""
+        return any(self.known.get(origin, 0) < number for origin, number in theirs.items())
 
     def missing(self, theirs: Mapping[str, int]) -> list[tuple[str, int]] | None:
-        """What another does not know, by origin and number; None if not all of it is kept by itself."""
+        """The messages that another log does not know, by origin and number; None if it needs a snapshot."""
         found = []
-        for origin, number in self.have.items():
+        for origin, number in self.known.items():
             known = theirs.get(origin, 0)
             if known < number:
-                rest = self._logs.get(origin, Log()).after(known)
-                if rest is None:
+                later = self._logs.get(origin, OriginLog()).after(known)
+                if later is None:
                     return None
-                found += [(origin, entry.last) for entry in rest]
+                found += [(origin, entry.last) for entry in later]
         return found
 
-    def loose(self, origin: str) -> int:
+    def unmerged(self, origin: str) -> int:
         """Bytes of the messages of an origin that are kept one by one."""
-        return self._logs.get(origin, Log()).loose
+        return self._logs.get(origin, OriginLog()).unmerged
 
     def merge(self, origin: str, cuts: Collection[int] = ()) -> None:
-        """Merges what is kept of an origin; not across a cut, which is the last number before it."""
-        log = self._logs.get(origin, Log())
+        """Merges the kept messages of an origin, but not across a cut: the last number before it."""
+        log = self._logs.get(origin, OriginLog())
         runs: list[list[Entry]] = []
         for entry in log.entries:
             if runs and entry.first - 1 not in cuts:
@@ -139,71 +149,77 @@ class DeliveryLog:
         ]
         return Entry(run[0].first, run[-1].last, tuple(codes))
 
-    def whole(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """All of it, as tensors and fields of a message."""
+    def drop(self, origin: str, number: int) -> None:
+        """Drops the messages of an origin up to this one: all workers have them."""
+        log = self._logs.get(origin)
+        if log is not None and log.entries and log.entries[0].last <= number:
+            log.replace([entry for entry in log.entries if entry.last > number])
+
+    def kept(self, origin: str) -> tuple[int, int]:
+        """The number of kept messages of an origin, and their bytes."""
+        entries = self._logs.get(origin, OriginLog()).entries
+        count = entries[-1].last - entries[0].first + 1 if entries else 0
+        return count, sum(entry.nbytes for entry in entries)
+
+    # --- snapshots ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> LogSnapshot:
+        """All of this log."""
         codes = [code for log in self._logs.values() for entry in log.entries for code in entry.codes]
         kept = {
             origin: [log.entries[0].first - 1, *(entry.last for entry in log.entries)]
             for origin, log in self._logs.items()
             if log.entries
         }
-        return [*(vector.clone() for vector in self.counts), *codes], {"have": dict(self.have), "kept": kept}
+        return LogSnapshot([*(vector.clone() for vector in self.counts), *codes], dict(self.known), kept)
 
-    def take(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Mapping[str, Any]) -> bool:
-        """Goes on from the `whole` of another, and adds what only this one has; False if it cannot."""
-        only, wide = self.missing(theirs), len(self.counts)
+    def install(self, snapshot: LogSnapshot) -> bool:
+        """Continues from the snapshot of another log, and adds the messages that only this one has.
+
+        False if those messages are no longer kept one by one: nothing changes then.
+        """
+        only, width, theirs = self.missing(snapshot.known), len(self.counts), snapshot.known
         if only is None:
             return False
-        for place, given in zip(self.counts, tensors, strict=False):
+        for place, given in zip(self.counts, snapshot.tensors, strict=False):
             place.copy_(given)
         for each in only:
             entry = self.message(*each)
             assert entry is not None
             self._count(entry.codes)
-        at = wide
-        newer = {origin for origin, number in theirs.items() if number > self.have.get(origin, 0)}
+        newer = {origin for origin, number in theirs.items() if number > self.known.get(origin, 0)}
         for origin in newer:
-            self._logs[origin] = Log()
-        for origin, ends in kept.items():
+            self._logs[origin] = OriginLog()
+        at = width
+        for origin, ends in snapshot.kept.items():
             for before, last in pairwise(ends):
                 if origin in newer:
-                    self._logs[origin].put(Entry(before + 1, last, tuple(tensors[at : at + wide])))
-                at += wide
-        self.have |= {origin: theirs[origin] for origin in newer}
+                    codes = tuple(snapshot.tensors[at : at + width])
+                    self._logs[origin].append(Entry(before + 1, last, codes))
+                at += width
+        self.known |= {origin: theirs[origin] for origin in newer}
         return True
 
-    def check_whole(self, tensors: Sequence[Tensor], theirs: Mapping[str, int], kept: Any) -> None:
-        """WireError if this is no `whole` of another."""
-        wide = len(self.counts)
-        alike = [(given.dtype, given.numel()) for given in tensors[:wide]]
+    def check(self, snapshot: LogSnapshot) -> None:
+        """WireError if this is not a snapshot of a log of the same model."""
+        width, tensors, kept = len(self.counts), snapshot.tensors, snapshot.kept
+        alike = [(given.dtype, given.numel()) for given in tensors[:width]]
         if alike != [(vector.dtype, vector.numel()) for vector in self.counts]:
             raise WireError("counts came of another model")
-        known = isinstance(kept, dict) and all(
+        valid = isinstance(kept, dict) and all(
             isinstance(ends, list)
             and all(isinstance(end, int) for end in ends)
             and len(ends) > 1
             and ends[0] >= 0
             and all(end < later for end, later in pairwise(ends))
-            and ends[-1] == theirs.get(origin, 0)
+            and ends[-1] == snapshot.known.get(origin, 0)
             for origin, ends in kept.items()
         )
-        if not known or len(tensors) != wide + wide * sum(len(ends) - 1 for ends in kept.values()):
+        if not valid or len(tensors) != width + width * sum(len(ends) - 1 for ends in kept.values()):
             raise WireError("counts came without the messages that belong to them")
 
-    def settled(self, origin: str, number: int) -> None:
-        """All have the messages of an origin up to this one: they are kept no longer."""
-        log = self._logs.get(origin)
-        if log is not None and log.entries and log.entries[0].last <= number:
-            log.replace([entry for entry in log.entries if entry.last > number])
-
-    def kept(self, origin: str) -> tuple[int, int]:
-        """How many messages of an origin are kept, and their bytes."""
-        entries = self._logs.get(origin, Log()).entries
-        count = entries[-1].last - entries[0].first + 1 if entries else 0
-        return count, sum(entry.nbytes for entry in entries)
-
     def digest(self) -> str:
-        """What tells whether two are the same, bit for bit."""
+        """The SHA-256 of the counts."""
         return digest(*self.counts)
 
     def _count(self, codes: Sequence[Tensor]) -> None:
@@ -212,7 +228,7 @@ class DeliveryLog:
 
 
 def digest(*vectors: Tensor) -> str:
-    """What tells whether vectors are the same, bit for bit."""
+    """The SHA-256 of the bytes of some vectors."""
     import hashlib
 
     made = hashlib.sha256()

@@ -1,62 +1,64 @@
-"""Broadcast: everybody tells everybody, in pulses of one size, and nobody waits for anybody."""
+"""Broadcast: every worker sends pulses of one size to all others, and no worker waits for another."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.compress.kernels import selection
-from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
-from polyrhythm.model.vectors import copied
+from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, digest
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
-from polyrhythm.strategies.decentralized.base import Peers, others
+from polyrhythm.strategies.broadcast.warmup import WarmUp
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from polyrhythm.core.group import Group
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.plan import Plan
     from polyrhythm.model.replica import Replica
 
-MOST = 1 << 30  # pulses of a parameter, in all
+MAX_PULSES = 1 << 30  # of a parameter, in all
 
 
 @dataclass(frozen=True)
-class Broadcast(Peers):
-    """Each worker sends what has grown to ±tau, as pulses, to all others, and waits for nobody (Strom).
+class Broadcast(Strategy):
+    """Each worker sends updates that have grown to ±tau to all others, as pulses, without waiting (Strom).
 
     u = the step of the worker's own optimizer; r <- r + u; where |r_j| >= tau: sends (j, ±m), r_j <- r_j -+ m
-    tau. Everybody, the sender too, applies every message: w = w0 + tau k, where k counts the pulses of all.
-    Counts are whole numbers, so it does not matter in which order messages come: workers that have got the
-    same ones have the same bits. What is used as tau is the power of two next to it, for then r loses nothing
-    by rounding.
+    tau. All workers, the sender too, apply every message: w = w0 + tau k, where k counts the pulses of all.
+    Counts are integers, so the order of messages does not matter: workers that have received the same
+    messages have the same bits. tau is rounded to a power of two, so that r loses nothing to rounding.
 
     - `pulses=many` sends all whole multiples of tau, so |r| stays below tau. With `one`, as in the paper, r
       falls behind for as long as steps are larger than tau.
     - `reduce=sum`: N workers take N steps, so the learning rate acts as if it were N times as large; `mean`
       divides each step by the number of workers.
-    - `topology=tree`: a message goes to up to `fanout` + 1 neighbours in a tree, and they pass it on.
-    - `warmup`: so many steps only the `first` workers train, and the others follow.
+    - `topology=tree`: a message goes to up to `fanout` + 1 neighbors in a tree, and they forward it.
+    - `warmup`: for so many steps only the `first` workers train, and the others follow.
 
     The paper has plain SGD. Momentum is part of u: it is taken of each worker's own gradients, before they
-    become pulses, and what waits in r comes late on top of it. At the end r is not sent.
+    become pulses, and r delays updates on top of it. At the end r is not sent.
 
-    Messages are numbered, and kept until all have confirmed them (see `courier`). Whoever has missed some,
-    since another died before it had sent to all, gets them from others; one that comes late takes w0 and k
-    from another. While more is unconfirmed than k has bytes, divided by the number of workers, and than 1 MiB
-    and 32 messages, the network is behind: then what would be sent stays in r, for up to 16 steps, and goes
-    in one message. What one that does not answer has not confirmed is merged, by origin, into a message or
+    Messages are numbered, and kept until all workers have confirmed them (see `reliable_broadcast`). A worker
+    that missed some, because the sender died before it had sent to all, gets them from others; a replacement
+    takes w0 and k from another worker. The network is behind while more is unconfirmed than k has bytes,
+    divided by the number of workers, and than 1 MiB and 32 messages. Then updates stay in r, for up to 16
+    steps, and go in one message. Messages that a worker does not confirm are merged, by origin, into one or
     two that are no longer than k.
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
-    the same: k is saved with r, so nothing is lost by it, and nothing counts twice. One that came late passes
-    by the places where the others have saved before. A run that is resumed has its warm-up again.
+    the same messages: k is saved with r, so no pulse is lost and none counts twice. A replacement skips the
+    places where the others saved before it joined. Saving ends the warm-up, and a resumed run has none.
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10
@@ -66,7 +68,6 @@ class Broadcast(Peers):
     name: ClassVar[str] = "broadcast"
     main: ClassVar[str | None] = "tau"
     paper: ClassVar[str] = "Strom 2015, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing"
-    kinds: ClassVar[tuple[str, ...]] = ("begin", *ReliableBroadcast.kinds)
 
     tau: float = 1e-3
     pulses: Literal["one", "many"] = "many"
@@ -84,19 +85,19 @@ class Broadcast(Peers):
         if self.warmup < 0:
             raise UsageError("warmup must be 0 or more steps")
         if self.first < 1:
-            raise UsageError("first must be 1 or more: somebody has to train")
+            raise UsageError("first must be 1 or more: some worker has to train")
 
-    def check_counts(self, workers: int, servers: int) -> None:
-        if self.first > workers:
-            raise UsageError(f"{self}: first is at most {workers}, for there are no more workers")
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=False, parameters_held_by_peers=True)
+
+    def check(self, plan: Plan) -> None:
+        if self.first > plan.workers:
+            raise UsageError(f"{self}: first is at most {plan.workers}, the number of workers")
         if self.first > 1 and not self.warmup:
             raise UsageError(f"{self}: first is for a warmup; say for how many steps, as in warmup=100")
         if self.fanout != type(self).fanout and self.topology != "tree":
             raise UsageError(f"{self}: fanout is for topology=tree; in a mesh each sends to all others")
-
-    @property
-    def lockstep(self) -> bool:
-        return False
 
     @property
     def unit(self) -> float:
@@ -108,195 +109,174 @@ class Broadcast(Peers):
 
         selection.warm_counts(torch.float32 if dtype.itemsize < 4 else dtype)
 
-    # --- how it begins ------------------------------------------------------------------------------
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return BroadcastWorker(self, node, replica, group)
 
-    def start(self, node: Node, replica: Replica) -> None:
+
+class BroadcastWorker(Worker):
+    """Turns its updates into pulses, and applies the pulses of all workers."""
+
+    strategy: Broadcast
+
+    def __init__(self, strategy: Broadcast, node: Node, replica: Replica, group: Group) -> None:
         import torch
 
-        for dtype, _ in replica.layout.kinds:
-            self.prepare(dtype)
-        if not node.incarnation:
-            node.group().broadcast(*replica.parameters)
-        base = replica.buffer("base", exact=True)
-        copied(replica.parameters, base)
+        super().__init__(strategy, node, replica, group)
+        self.base = replica.buffer(exact=True)  # w0
+        self.residual = replica.buffer(exact=True)  # r
+        self.update = replica.buffer(exact=True)  # u
         kinds = zip(replica.layout.kinds, replica.layout.counts, strict=True)
-        counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]
-        fanout = self.fanout if self.topology == "tree" else None
-        courier = ReliableBroadcast(node, DeliveryLog(counts, self.unit), base, fanout)
-        replica.notes.update(courier=courier, done=False, begin=[])
-        _refuse_loading(replica)
-        node.subscribe(partial(self.hear, node, replica), *self.kinds)
+        counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]  # k
+        fanout = strategy.fanout if strategy.topology == "tree" else None
+        self.broadcast = ReliableBroadcast(node, DeliveryLog(counts, strategy.unit), self.base, fanout)
+        self.warmup = WarmUp(node, replica, strategy.warmup, strategy.first)
+
+    # --- start --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        node, replica, strategy = self.node, self.replica, self.strategy
+        for dtype, _ in replica.layout.kinds:
+            strategy.prepare(dtype)
+        if not node.incarnation:
+            self.group.broadcast(*replica.parameters)
+        copied(replica.parameters, self.base)
+        _refuse_loading(replica.model)
+        node.subscribe(self.on_message, *WarmUp.kinds, *ReliableBroadcast.kinds)
         if node.incarnation:
-            courier.catch_up()
+            self.broadcast.catch_up()
+        if self.warmup.follows:
+            self.warmup.wait()
+        self.broadcast.barrier.begin(later=self.warmup.follows or bool(node.incarnation))
+        self.warmup.begin()
+        self._place(replica.parameters)
 
-    def enter(self, node: Node, replica: Replica) -> None:
-        waits = bool(self.warmup) and node.rank >= self.first
-        if waits:
-            self._wait_for_the_first(node)
-        _courier(replica).rest.begin(later=waits or bool(node.incarnation))
-        self._place(node, replica, replica.parameters)
+    def on_message(self, message: Message | None) -> None:
+        """Takes a message of another worker; None if a worker joined or left."""
+        if message is None or message.kind in WarmUp.kinds:
+            self.warmup.on_message(message)
+        if message is None or message.kind not in WarmUp.kinds:
+            self.broadcast.on_message(message)
 
-    def _wait_for_the_first(self, node: Node) -> None:
-        """Others are to train for some steps before this one does."""
-        while True:
-            before = [peer for peer in others(node) if peer < node.me]
-            if not before:
-                return
-            try:
-                if node.request(before[0], "begin").wait()["now"]:
-                    return
-            except PeerLost:  # the next one is the first then
-                continue
+    # --- the step -----------------------------------------------------------------------------------
 
-    def hear(self, node: Node, replica: Replica, message: Message | None) -> None:
-        notes = replica.notes
-        if message is not None and message.kind == "begin":
-            with node.lock():
-                notes["begin"].append(message)
-            if self._may_begin(replica):
-                self._let_begin(node, replica)
-            return
-        if message is None:
-            with node.lock():
-                notes["begin"] = [asked for asked in notes["begin"] if node.members.alive(asked)]
-        _courier(replica).hear(message)
-
-    def _may_begin(self, replica: Replica) -> bool:
-        return bool(replica.notes["done"] or replica.steps >= self.warmup)
-
-    def _let_begin(self, node: Node, replica: Replica) -> None:
-        """Answers those who wait to begin; who may not yet asks again."""
-        with node.lock():
-            asked, replica.notes["begin"] = replica.notes["begin"], []
-        for message in asked:
-            node.reply(message, now=self._may_begin(replica))
-
-    # --- what is saved ------------------------------------------------------------------------------
-
-    def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
-        if not _courier(replica).rest.come():  # it runs through epochs that are over
-            return {}
-        kept: dict[str, Any] = {}
-        base, ledger = replica.buffer("base", exact=True), _courier(replica).ledger
-
-        def note() -> None:
-            kept["base"] = [part.clone() for part in base]
-            kept["counts"] = [part.clone() for part in ledger.counts]
-
-        _courier(replica).rest.take(note)
-        self._place(node, replica, replica.parameters)
-        return kept
-
-    def resume(self, node: Node, replica: Replica, kept: dict[str, Any]) -> None:
-        if not kept:
-            raise UsageError(
-                "this state has no pulses in it, for it was saved by a worker that had just come, or by an "
-                "older version: a run cannot go on with it; leave session.load_state_dict() out, and it "
-                "begins anew with the model that was saved"
-            )
-        if replica.steps:
-            raise UsageError("session.load_state_dict() comes before the first step: others count on it")
-        courier = _courier(replica)
-        with node.lock():
-            copied(kept["base"], replica.buffer("base", exact=True))
-            courier.began = digest(*kept["base"], *kept["counts"])[:16]
-            for place, saved in zip(courier.ledger.counts, kept["counts"], strict=True):
-                place.add_(saved.to(place.device))  # pulses of others may have come already
-        courier.tell()
-        self._place(node, replica, replica.parameters)
-
-    # --- a step -------------------------------------------------------------------------------------
-
-    def step(self, node: Node, replica: Replica) -> None:
-        courier = _courier(replica)
-        courier.check()
-        codes = self._emit(node, replica, self._update(node, replica))
+    def step(self) -> None:
+        self.broadcast.resumed.check()
+        self._compute_update()
+        codes = self._emit()
         if codes:
-            courier.enter(codes)
-        self._place(node, replica, replica.parameters)
+            self.broadcast.add(codes)
+        self._place(self.replica.parameters)
         if codes:
-            courier.publish()
-        self._let_begin(node, replica)
+            self.broadcast.publish()
+        self.warmup.tell()
 
-    def _update(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        """u: where the optimizer's step leads from the present parameters."""
+    def _compute_update(self) -> None:
+        """u: the optimizer's step from the present parameters."""
         import torch
 
-        update = replica.buffer("update", exact=True)
+        replica, update = self.replica, self.update
         copied(replica.parameters, update)
         replica.apply()
         for place, after in zip(update, replica.parameters, strict=True):
             torch.sub(after, place, out=place)
-            if self.reduce == "mean":
-                place.div_(self._training(node, replica))
-        replica.layout.check_finite(update, f"{node.me}, step {replica.steps}")
-        return update
+        if self.strategy.reduce == "mean":
+            training = self.warmup.training(len(self.broadcast.topology.everyone))
+            for part in update:
+                part.div_(training)
+        replica.layout.check_finite(update, f"{self.node.me}, step {replica.steps}")
 
-    def _training(self, node: Node, replica: Replica) -> int:
-        """How many workers train."""
-        count = len(_courier(replica).everybody)
-        first = (
-            node.rank < self.first and not node.incarnation
-        )  # one that comes late finds the others training
-        return min(count, self.first) if first and replica.steps <= self.warmup else count
-
-    def _emit(self, node: Node, replica: Replica, update: Sequence[Tensor]) -> list[Tensor]:
-        """r <- r + u, and the pulses that are taken out of it; none if there are none."""
-        if _courier(replica).behind():
-            for residual, part in zip(replica.residual, update, strict=True):
+    def _emit(self) -> list[Tensor]:
+        """r <- r + u, less the pulses that are returned, one code per vector; empty if there are none."""
+        pairs = zip(self.residual, self.update, strict=True)
+        if self.broadcast.behind():
+            for residual, part in pairs:
                 residual.add_(part)
             return []
-        pairs = zip(replica.residual, update, strict=True)
-        found = [selection.pulses(*pair, self.unit, many=self.pulses == "many") for pair in pairs]
+        many = self.strategy.pulses == "many"
+        found = [selection.pulses(*pair, self.strategy.unit, many=many) for pair in pairs]
         return [code for code, _ in found] if any(count for _, count in found) else []
 
-    def _place(self, node: Node, replica: Replica, into: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _place(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
         """w = w0 + tau k."""
-        most, base, counts = 0, replica.buffer("base", exact=True), _courier(replica).ledger.counts
-        with node.lock():
-            for start, count, place in zip(base, counts, into, strict=True):
-                most = max(most, selection.place(start, count, self.unit, place))
-        if most >= MOST:
+        unit, most = self.strategy.unit, 0
+        with self.node.lock():
+            for base, count, place in zip(self.base, self.broadcast.log.counts, into, strict=True):
+                most = max(most, selection.place(base, count, unit, place))
+        if most >= MAX_PULSES:
             raise PolyrhythmError(
-                f"{node.me}: a parameter is {most} pulses from where it began: training has diverged, or tau "
-                f"({self.unit:.3g}) is too small"
+                f"{self.node.me}: a parameter is {most} pulses from where it began: training has diverged, "
+                f"or tau ({unit:.3g}) is too small"
             )
         return into
 
-    # --- how it ends --------------------------------------------------------------------------------
+    # --- finish -------------------------------------------------------------------------------------
 
-    def finish(self, node: Node, replica: Replica) -> None:
+    def finish(self) -> None:
         import torch
 
-        courier = _courier(replica)
-        replica.notes["done"] = True
-        self._let_begin(node, replica)
-        courier.rest.end()
-        waits = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in replica.residual))
-        node.log("residual", messages=courier.sent, tau=self.unit, norm=waits)
-        courier.settle({courier.origin: courier.sent})
+        broadcast = self.broadcast
+        self.warmup.end()
+        broadcast.barrier.end()
+        norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in self.residual))
+        self.node.log("residual", messages=broadcast.sent, tau=self.strategy.unit, norm=norm)
+        broadcast.settling.settle({broadcast.origin: broadcast.sent})
 
-    def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        """Nobody trains any longer: once all have everything, all have the same."""
-        _courier(replica).agree()
-        return self.consensus(node, replica)
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        """The pulses that this worker knows now. Others may know more, but no parameters contradict these.
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        """What this worker knows now. The others may know more, but none knows anything else."""
-        return self._place(node, replica, replica.buffer("consensus"))
+        When all have finished, they get all pulses first, so all have the same parameters.
+        """
+        import torch
+
+        if final:
+            self.broadcast.settling.agree()
+        return self._place([torch.empty_like(part) for part in self.replica.parameters])
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        barrier, state = self.broadcast.barrier, State()
+        if not barrier.come():  # a replacement runs through epochs that are over
+            return state
+        self.warmup.wait_for_all()
+
+        def note() -> None:
+            state["base"] = cloned(self.base)
+            state["counts"] = cloned(self.broadcast.log.counts)
+
+        barrier.take(note)
+        state["residual"] = cloned(self.residual)
+        self._place(self.replica.parameters)
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        if not state:
+            raise UsageError(
+                "this state holds no pulses: it was saved by a worker that had just joined. A run cannot "
+                "continue from it; leave session.load_state_dict() out, and training starts from the saved "
+                "model"
+            )
+        if self.replica.steps:
+            raise UsageError(
+                "session.load_state_dict() must come before the first step: other workers rely on it"
+            )
+        log = self.broadcast.log
+        self.warmup.end()
+        copied(state["residual"], self.residual)
+        with self.node.lock():
+            copied(state["base"], self.base)
+            self.broadcast.resumed.mine = digest(*state["base"], *state["counts"])[:16]
+            for place, saved in zip(log.counts, state["counts"], strict=True):
+                place.add_(saved.to(place.device))  # pulses of other workers may have come already
+        self.broadcast.recovery.tell()
+        self._place(self.replica.parameters)
 
 
-def _courier(replica: Replica) -> ReliableBroadcast:
-    courier = replica.notes["courier"]
-    assert isinstance(courier, ReliableBroadcast)
-    return courier
-
-
-def _refuse_loading(replica: Replica) -> None:
-    """What is loaded into one replica would be lost at its next step, which makes it anew from the pulses."""
+def _refuse_loading(model: nn.Module) -> None:
+    """Refuses `model.load_state_dict()`: the next step would overwrite it with w0 + tau k."""
 
     def refuse(what: object, *_: object) -> None:
-        if what is replica.model:
+        if what is model:
             raise UsageError("load_state_dict() comes before session.prepare(): all replicas start from it")
 
-    replica.model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]

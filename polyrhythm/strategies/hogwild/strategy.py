@@ -1,40 +1,44 @@
-"""Workers of one host that step on the same parameters, and do not wait for each other."""
+"""Workers of one host that step on the same parameters without waiting for each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.legacy import Legacy
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import State, Worker
+from polyrhythm.model.vectors import cloned, copied
+from polyrhythm.strategies.hogwild.checks import GradientCheck, check_devices, check_modules
+from polyrhythm.strategies.hogwild.tally import CountsUpdates, Tally
+from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
-    from polyrhythm.core.node import Node
+    from polyrhythm.core.group import Group
+    from polyrhythm.core.node import Lock, Node
     from polyrhythm.model.replica import Replica
-    from polyrhythm.optim.sparse_sgd import Counts
-
-MOST = 1 << 16  # rows of a tensor on which updates are counted
-MOST_COMPILED = 1 << 12  # the same where a step is so short that counting more would take half of the time
-LINE = 8  # words of a cache line
 
 
 @dataclass(frozen=True)
-class HogWild(Legacy):
+class HogWild(Strategy):
     """Workers of one host share the parameters in memory; each steps on them in place, without locks.
 
-    Each reads w, computes the gradient g of its batch, and then w_j <- w_j - eta g_j for each j that g
-    touches; meanwhile others do the same. The script's own optimizer steps, in each worker with a state of
+    Each worker reads w, computes the gradient g of its batch, and then w_j <- w_j - eta g_j for each j that g
+    touches; meanwhile others do the same. The script's own optimizer steps, on each worker with a state of
     its own. Sparse gradients (`nn.Embedding` and `nn.EmbeddingBag` with sparse=True) touch their rows only.
-    Two that write to one place in the same moment may lose an update. How many are lost is counted, on a
-    sample of the rows, by integers that are incremented beside them in the same way; the summary tells.
-    With `RowSGD`, whose steps are compiled, a step is one row of a batch.
+    If two workers write to one place at the same moment, an update may be lost. Lost updates are counted on a
+    sample of the rows, by integers that are incremented beside them in the same way; the summary has them.
+    With `SparseSGD`, whose steps are compiled, a step is one row of a batch.
 
-    With `lock` each holds one lock from its forward pass to the end of its step; `RowSGD` has it row by row.
-    Nothing is lost then, and nothing is won by more workers; it is there to compare with.
+    With `lock` each worker holds one lock from its forward pass to the end of its step; `SparseSGD` takes it
+    for each row. Nothing is lost then, and more workers gain nothing; it is there to compare with.
+
+    To save its state all workers call `session.state_dict()` at the same place, and wait there for each
+    other: the shared parameters are saved while no worker steps. A replacement skips the places where the
+    others saved before it joined.
 
     >>> import polyrhythm as pr
     >>> pr.parse("hogwild:lock=yes").lock
@@ -42,192 +46,166 @@ class HogWild(Legacy):
     """
 
     name: ClassVar[str] = "hogwild"
-    sparse: ClassVar[bool] = True
-    in_place: ClassVar[bool] = True
-    one_host: ClassVar[bool] = True
-    lease: ClassVar[int] = 64  # its steps may be so short that asking for more would take most of the time
     paper: ClassVar[str] = "Niu, Recht, Ré, Wright 2011, HOGWILD!: A Lock-Free Approach to Parallelizing SGD"
 
     lock: bool = False
 
     @property
-    def lockstep(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return Traits(
+            lockstep=False,
+            sparse_gradients=True,
+            steps_in_place=True,
+            one_host=True,
+            max_lease=64,  # steps may be so short that asking for more batches would take most of the time
+        )
 
-    @property
-    def watches_forward(self) -> bool:
-        return self.lock
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        check_devices(self, replica.optimizer.param_groups)
+        check_modules(self, replica.model, replica.optimizer)
+        return (LockedHogWildWorker if self.lock else HogWildWorker)(self, node, replica, group)
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        for device in {each.device.type for group in groups for each in group["params"]} - {"cpu"}:
-            raise UsageError(
-                f"{self} works on memory that processes share, and the model is on {device}: leave it on the "
-                "CPU, or use another strategy, such as async"
-            )
 
-    def start(self, node: Node, replica: Replica) -> None:
+class HogWildWorker(Worker):
+    """Steps on shared parameters."""
+
+    strategy: HogWild
+    tally: Tally
+    checkpoints: Tensor  # by rank: the fingerprint of the checkpoint that each worker has loaded; 0 is none
+
+    def __init__(self, strategy: HogWild, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.check_gradients = GradientCheck(strategy, replica)
+        self.barrier = SnapshotBarrier(node, lambda: None)  # all parameters are in shared memory already
+
+    def start(self) -> None:
         import torch
 
-        from polyrhythm.optim.sparse_sgd import RowSGD
-
-        check_rows(self, replica.model, replica.optimizer)
-        layout = replica.layout
-        w = [
+        node, replica, layout = self.node, self.replica, self.replica.layout
+        shared = [
             node.memory.shared(f"parameters {part}", count, dtype)
             for part, ((dtype, _), count) in enumerate(zip(layout.kinds, layout.counts, strict=True))
         ]
-        begun = node.memory.shared("workers that have begun", 1, torch.int64)
-        if not begun.item():  # otherwise it takes the place of one that died
+        started = node.memory.shared("workers that have started", 1, torch.int64)
+        if not started.item():  # otherwise this worker is a replacement
             if node.rank == 0:
-                for place, mine in zip(w, replica.parameters, strict=True):
-                    place.copy_(mine)
+                copied(replica.parameters, shared)
+            # After this the parameters are there, and all workers have seen that none had started.
             workers = torch.ones(1, dtype=torch.int64)
-            node.group().all_reduce(workers)  # now it is there, and all have seen that it had not begun
-            begun.copy_(workers)
-        replica.move(w)
-        tally = replica.notes["tally"] = Tally(node, replica, int(begun))
-        lock = node.memory.lock("step") if self.lock else None
-        if isinstance(replica.optimizer, RowSGD):
-            compiled = lock is not None and lock.mutex is not None
-            replica.optimizer.share(node.rank, tally.of(0), lock if compiled else None)
-            lock = None if compiled else lock  # for each row is enough
-        replica.notes["lock"] = lock
+            self.group.all_reduce(workers)
+            started.copy_(workers)
+        replica.move(shared)
+        self.tally = Tally(node, replica, int(started))
+        self.checkpoints = node.memory.shared("checkpoints", int(started), torch.int64)
+        self.share_loop(None)
+        node.subscribe(self.barrier.hear, SnapshotBarrier.kind)
+        self.barrier.begin(later=bool(node.incarnation))
 
-    def before_forward(self, node: Node, replica: Replica) -> None:
-        if replica.notes["lock"] is not None:
-            replica.notes["lock"].take()
+    def share_loop(self, lock: Lock | None) -> bool:
+        """Has a compiled loop count its updates, and take the lock for each row; False if there is none."""
+        if not isinstance(self.replica.optimizer, CountsUpdates):
+            return False
+        self.replica.optimizer.share(self.node.rank, self.tally.counters(0), lock)
+        return True
 
-    def step(self, node: Node, replica: Replica) -> None:
-        check_gradients(self, replica)
-        self.before_forward(node, replica)  # it has the lock, unless the gradient came from elsewhere
-        replica.apply()
-        replica.notes["tally"].count(replica)
-        self._release(replica)
+    def step(self) -> None:
+        if not self.checkpoints[self.node.rank]:
+            self._check_checkpoints()  # others may have loaded one by now
+        self.check_gradients()
+        self.replica.apply()
+        self.tally.count(self.replica)
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        self._release(replica)  # should the last forward pass have led to no step
+    def finish(self) -> None:
+        self.barrier.end()
 
-    def _release(self, replica: Replica) -> None:
-        if replica.notes["lock"] is not None:
-            replica.notes["lock"].release()
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if final:
+            counted, lost = self.tally.result()
+            self.node.log("lost updates", counted=counted, lost=lost, share=lost / max(counted, 1))
+        return self.replica.parameters
 
-    def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        made, lost = replica.notes["tally"].result()
-        node.log("lost updates", counted=made, lost=lost, share=lost / max(made, 1))
-        return replica.parameters
+    def state_dict(self) -> State:
+        state = State()
+        if not self.barrier.come():  # a replacement runs through epochs that are over
+            return state
 
+        def note() -> None:
+            # The script's copy of the model is no snapshot: others may step while it is made.
+            counted, lost = self.tally.result()
+            state.update(parameters=cloned(self.replica.parameters), counted=counted, lost=lost)
 
-class Tally:
-    """Counts updates where they are made: integers in shared memory that nobody locks either.
+        self.barrier.take(note)
+        return state
 
-    Each step increments those of the rows that it touches, right after it has touched them, as the step does:
-    read, add, write. Each worker also counts, for itself, how often it does so. What is missing in the end
-    was lost. Of a tensor with many rows only some are counted, the same at every step and for every worker.
-    """
-
-    def __init__(self, node: Node, replica: Replica, workers: int) -> None:
+    def load_state_dict(self, state: State) -> None:
         import torch
 
-        from polyrhythm.optim.sparse_sgd import RowSGD
+        if not state:
+            raise UsageError(
+                "this state holds no parameters: it was saved by a worker that had just joined. A run cannot "
+                "continue from it; leave session.load_state_dict() out, and training starts from the saved "
+                "model"
+            )
+        if self.replica.steps:
+            raise UsageError("session.load_state_dict() must come before the first step")
+        self.checkpoints[self.node.rank] = _fingerprint(state)
+        if self.node.rank == 0:
+            copied(state["parameters"], self.replica.parameters)
+            self.tally.resume(state["counted"], state["lost"])
+        self.group.all_reduce(torch.zeros(1))  # no worker steps before all have loaded
+        self._check_checkpoints()
 
-        # Of each parameter, where its counts begin and end, and of how many rows (a power of 2) one counts.
-        self._places: list[tuple[int, int, int]] = []
-        self._by_loop = isinstance(replica.optimizer, RowSGD)  # which counts what it does by itself
-        most = MOST_COMPILED if self._by_loop else MOST
-        stop = 0
-        for piece in replica.layout.pieces:
-            rows = piece.shape[0] if piece.shape else 1
-            shift = max(0, (rows - 1).bit_length() - (most - 1).bit_length())
-            start, stop = stop, stop + -(-rows // (1 << shift))
-            self._places.append((start, stop, shift))
-        self._counts = node.memory.shared("counts", stop, torch.int64).numpy()
-        # A line of the cache for each worker; one that takes another's place goes on with its number.
-        self._made = node.memory.shared("made", LINE * workers, torch.int64).numpy()
-        self._mine = LINE * node.rank
-
-    def count(self, replica: Replica) -> None:
-        import numpy as np
-
-        if self._by_loop:  # and whatever `backward()` may have left in `.grad` is not stepped on
-            return
-        made = self._mine
-        for parameter, (start, stop, shift) in zip(replica.layout.parameters, self._places, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            counts = self._counts[start:stop]
-            if gradient.is_sparse:
-                rows = gradient._indices().numpy()[0]
-                if shift:
-                    rows = rows[rows & ((1 << shift) - 1) == 0] >> shift
-                self._made[made] += len(rows)
-                np.add.at(counts, rows, 1)
-            else:
-                self._made[made] += stop - start
-                counts += 1
-
-    def of(self, number: int) -> Counts:
-        """Where a compiled loop counts the updates of one parameter by itself."""
-        from polyrhythm.optim.sparse_sgd import Counts
-
-        start, stop, shift = self._places[number]
-        return Counts(self._counts[start:stop], shift, self._made[self._mine : self._mine + 1])
-
-    def result(self) -> tuple[int, int]:
-        """How many updates were counted by those who made them, and how many of these are missing."""
-        made = int(self._made.sum())
-        return made, made - int(self._counts.sum())
-
-
-def check_rows(strategy: Legacy, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses optimizers that would make of a sparse gradient an update of all rows, or cannot have one."""
-    import torch
-
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    weights = {
-        id(module.weight): f"{name or 'the model'} ({type(module).__name__} with sparse=True)"
-        for name, module in model.named_modules()
-        if isinstance(module, kinds) and module.sparse and module.weight.requires_grad
-    }
-    _refuse(strategy, optimizer, weights)
-
-
-def check_gradients(strategy: Legacy, replica: Replica) -> None:
-    """The same for those that no module told of, as of `F.embedding(..., sparse=True)`: at the first step
-    that has them, before it is taken."""
-    seen = replica.notes.setdefault("sparse", set())
-    found = {
-        id(parameter): piece.name
-        for parameter, piece in zip(replica.layout.parameters, replica.layout.pieces, strict=True)
-        if parameter.grad is not None and parameter.grad.is_sparse and id(parameter) not in seen
-    }
-    if found:
-        _refuse(strategy, replica.optimizer, found)
-        seen.update(found)
-
-
-def _refuse(strategy: Legacy, optimizer: Optimizer, sparse: Mapping[int, str]) -> None:
-    """Raises UsageError if one of these parameters, by their ids, has an optimizer that is not for them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            wrong = _densifies(optimizer, group)
-            if id(parameter) in sparse and wrong:
+    def _check_checkpoints(self) -> None:
+        """UsageError if workers resumed from different checkpoints."""
+        mine = int(self.checkpoints[self.node.rank])
+        for rank, other in enumerate(self.checkpoints.tolist()):
+            if other != mine:
                 raise UsageError(
-                    f"{strategy}: {sparse[id(parameter)]} has sparse gradients, and {wrong} would make of "
-                    "each an update of all rows: use SGD without momentum and weight decay, Adagrad or "
-                    "SparseAdam for it, or leave sparse=True out"
+                    f"worker {rank} resumed from a different checkpoint than {self.node.me}: either each "
+                    "loads what it has saved itself, all at the same place, or none does"
                 )
 
 
-def _densifies(optimizer: Optimizer, group: dict[str, Any]) -> str:
-    """What about an optimizer is not for sparse gradients; "" if all is well."""
+class LockedHogWildWorker(HogWildWorker):
+    """Holds one lock from its forward pass to the end of its step."""
+
+    lock: Lock | None = None  # None if the compiled loop of `SparseSGD` takes it for each row
+
+    def start(self) -> None:
+        super().start()
+        lock = self.node.memory.lock("step")
+        if lock.mutex is None or not self.share_loop(lock):
+            self.lock = lock
+
+    def before_forward(self) -> None:
+        if self.lock is not None:
+            self.lock.take()
+
+    def step(self) -> None:
+        self.before_forward()  # this worker has the lock already, unless the gradient came from elsewhere
+        super().step()
+        self.release()
+
+    def finish(self) -> None:
+        self.release()  # in case that the last forward pass led to no step
+        super().finish()
+
+    def state_dict(self) -> State:
+        self.release()  # others must be able to come to the place where they save
+        return super().state_dict()
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def _fingerprint(state: State) -> int:
+    """A number above 0 that tells two checkpoints apart."""
+    import hashlib
+
     import torch
 
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return ""
-    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        settings = [f"{key}={group[key]:g}" for key in ("momentum", "weight_decay") if group.get(key)]
-        return f"{name} with {' and '.join(settings)}" if settings else ""
-    # One that is not of torch is its writer's business.
-    return name if type(optimizer).__module__.startswith("torch.optim") else ""
+    digest = hashlib.blake2b(digest_size=7)
+    for part in state["parameters"]:
+        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+    return 1 + int.from_bytes(digest.digest(), "little")
