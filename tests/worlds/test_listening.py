@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.events import Note
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import describe
+from polyrhythm.core.requests import LeaveRun, Request, StepsDone
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.context import session
 from polyrhythm.strategies.decentralized.base import Peers, others
@@ -59,7 +61,7 @@ class Nearest(Peers):
         super().hear(node, replica, message)
 
     def regroup(self, node: Any, replica: Any, ranks: Sequence[int], number: int) -> None:
-        node.log("regroup", ranks=list(ranks), number=number)
+        node.log(Note("regroup", {"ranks": list(ranks), "number": number}))
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ def test_peer_strategy_survivors_continue_after_a_kill(
     there = [rank for rank in range(3) if rank != victim]
     assert all((tmp_path / f"{rank} 0.pt").exists() for rank in there)
     assert (tmp_path / f"{victim} 1.pt").exists() == bool(restarts)
-    regrouped = events(summary, "regroup")
+    regrouped = [line["values"] for line in events(summary, "note")]
     if locked == "no":
         assert not regrouped
     elif not restarts:
@@ -144,7 +146,7 @@ def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: 
     )
     assert one["digest"] == other["digest"] and list(one["lost"]) == ["worker 1"]
     if locked == "yes":
-        last = events(one, "regroup")[-1]
+        last = events(one, "note")[-1]["values"]
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
 
 
@@ -171,10 +173,10 @@ def test_answers_count_that_a_worker_gives_after_its_last_step(tmp_path: Path) -
         if here.rank == 1:
             request = here._context.request
 
-            def told(kind: str, **fields: Any) -> dict[str, Any]:
-                if kind in ("done", "bye"):
+            def told(which: Request[Any]) -> Any:
+                if isinstance(which, StepsDone | LeaveRun):
                     waits.touch()
-                return request(kind, **fields)
+                return request(which)
 
             here._context.request = told
         elif here.rank == 0:

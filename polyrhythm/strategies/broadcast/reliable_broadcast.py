@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
+from polyrhythm.core.events import ReplicaDigest
 from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, Have
 from polyrhythm.strategies.decentralized.base import others
@@ -384,9 +385,9 @@ class ReliableBroadcast:
         """Waits until all have everything, once nobody sends anything new; and notes what each has."""
         node, ledger = self.node, self.ledger
         self._level()
-        node.log("replica", peer=str(node.me), digest=ledger.digest())
+        node.log(ReplicaDigest(str(node.me), ledger.digest()))
         for peer, answer in self._ask_all(others(node), "digest")[0].items():
-            node.log("replica", peer=str(peer), digest=answer["digest"])
+            node.log(ReplicaDigest(str(peer), answer["digest"]))
 
     def _level(self) -> None:
         """Waits until all have everything, once nobody sends anything new."""

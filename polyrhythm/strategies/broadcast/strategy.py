@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from polyrhythm.compress.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
+from polyrhythm.core.events import ResidualLeft
 from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, digest
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
@@ -273,7 +274,7 @@ class Broadcast(Peers):
         self._let_begin(node, replica)
         courier.rest.end()
         waits = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in replica.residual))
-        node.log("residual", messages=courier.sent, tau=self.unit, norm=waits)
+        node.log(ResidualLeft(courier.sent, self.unit, waits))
         courier.settle({courier.origin: courier.sent})
 
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import PeerLost, WireError
+from polyrhythm.core.events import Applied
 from polyrhythm.core.peer import Peer
 from polyrhythm.model.vectors import blocks, cut
 from polyrhythm.strategies.decentralized.base import Peers
@@ -74,7 +75,7 @@ class ADPSGD(Peers):
         with node.lock():
             averages += _settle(replica)
             replica.apply()
-        node.log("apply", staleness=averages)
+        node.log(Applied(staleness=averages))
         self._ask(node, replica)
 
     def finish(self, node: Node, replica: Replica) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import UpdatesLost
 from polyrhythm.core.legacy import Legacy
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class HogWild(Legacy):
 
     def collect(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         made, lost = replica.notes["tally"].result()
-        node.log("lost updates", counted=made, lost=lost, share=lost / max(made, 1))
+        node.log(UpdatesLost(made, lost, lost / max(made, 1)))
         return replica.parameters
 
 
