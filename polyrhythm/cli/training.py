@@ -49,6 +49,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--runs", default="runs", metavar="DIR", help="where run folders go (%(default)s)")
     command.add_argument("--name", help="name of the run folder (date and strategy)")
+    command.add_argument(
+        "--events", default="all", metavar="E",
+        help="which events the run folder records: all; sample, one in 100 of those that come with every "
+        "step; or off (%(default)s). `polyrhythm events` prints them",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     command.add_argument("-q", "--quiet", action="store_true", help="no progress")
 
@@ -81,7 +86,7 @@ def planned(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Program, 
         servers=counted(options.servers, options.workers), colocated=options.servers == "colocated",
         imports=tuple(options.imports), batch_norm=options.batch_norm, collective=options.collective,
         seed=options.seed, threads=options.threads, cluster=options.cluster, world=options.command,
-        program=program.name, arguments=tuple(rest),
+        events=options.events, program=program.name, arguments=tuple(rest),
     )  # fmt: skip
     return program, plan
 
@@ -123,3 +128,5 @@ def _report(summary: dict[str, Any]) -> None:
         print(f"lost: {node} {reason}; {then}")
     if "folder" in summary:
         print(f"folder: {summary['folder']}")
+    if "parameters" in summary:
+        print(f"parameters: {summary['parameters']}, because the run folder could not be written")

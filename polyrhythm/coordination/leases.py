@@ -1,18 +1,21 @@
-"""Who trains on which batches when workers go at their own pace, or come and go.
+"""Leases and Cohorts: who trains on which batches. Logic without I/O.
 
-Batches of an epoch are leased in small runs, smaller towards the end, so that a fast worker takes more and
-all finish together (guided self-scheduling). What a lost worker held goes back and is handed out again,
-at the latest in the next epoch. No I/O here: the coordinator asks and tells.
+Workers that step at their own pace lease batches: few at a time, and fewer towards the end of an epoch, so
+that a fast worker takes more and all finish together (guided self-scheduling). Batches of a lost worker are
+returned and leased to others, in the next epoch at the latest.
+
+Workers that step together share each epoch in equal parts. If they may die and be replaced, those that share
+an epoch are a cohort.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import EpochShare, ShareReply
 
 LONGEST = 8
 
@@ -32,8 +35,8 @@ class Leases:
     """The leases of a run, for each of its loaders."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # the last epoch that anybody is in, by loader
-        self._since: dict[tuple[int, int], int] = {}  # by worker and loader: in which epoch it came
+        self._latest: dict[int, int] = {}  # the last epoch that any worker is in, by loader
+        self._since: dict[tuple[int, int], int] = {}  # by worker and loader: the epoch in which it joined
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
         self._returned: dict[int, list[Lease]] = {}
@@ -50,7 +53,7 @@ class Leases:
     ) -> Lease | None:
         """The next batches for a worker; None when the epoch is over.
 
-        The worker has done with those it held, but for the last `unseen` ones, which it has loaded ahead.
+        The worker has trained on those that it held, except the last `unseen` ones, which it has prefetched.
         """
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
@@ -74,77 +77,73 @@ class Leases:
         return Lease(epoch, first, count)
 
     def enter(self, worker: int) -> None:
-        """A worker comes while others train: the epochs before the present one are over for it."""
+        """A worker joins while others train: the epochs before the present one are over for it."""
         for loader, epoch in self._latest.items():
             self._since[worker, loader] = epoch
 
     def give_back(self, worker: int, loader: int, unseen: int) -> int:
-        """A worker will not train on the last `unseen` batches it holds: they are to be handed out again."""
+        """A worker returns the last `unseen` batches that it holds; others may lease them."""
         returned = _last(self._held.pop((worker, loader), []), unseen)
         self._returned.setdefault(loader, []).extend(returned)
         return sum(lease.count for lease in returned)
 
     def lose(self, worker: int) -> int:
-        """A worker is gone: what it held is to be handed out again. Returns the number of batches."""
+        """A worker is gone: others may lease what it held. Returns the number of batches."""
         loaders = [loader for who, loader in self._held if who == worker]
         return sum(self.give_back(worker, loader, sys.maxsize) for loader in loaders)
 
     @property
     def undone(self) -> int:
-        """Batches that were given back and that nobody took since."""
+        """Batches that were returned and that nobody has leased since."""
         return sum(lease.count for returned in self._returned.values() for lease in returned)
 
 
-class Deals:
-    """Who shares the epochs of a run in equal parts, where workers step together but may come and go.
+class Cohorts:
+    """The workers that share the epochs of a run in equal parts, where workers may die and be replaced.
 
-    An epoch begins when all are there that shared the one before and are still in the run. Whoever else is
-    there by then, in place of one that died, is in from here on; the epochs before are over for it. For those
-    of a second loader it may never have asked: once it is in, it gets the one that the others begin next.
+    An epoch begins when all workers are there that shared the one before and are still in the run. Others
+    that are there by then, as replacements, belong to the cohort from here on; earlier epochs are over for
+    them. A replacement may not have asked for epochs of a second loader: once it belongs to the cohort, it
+    gets the one that the others begin next.
     """
 
     def __init__(self, workers: int) -> None:
-        self._epochs: dict[int, int] = {}  # the last one that was dealt, by loader
-        self.number = 0  # how often a group has been another than the one before
-        self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # it, each in one of its lives
-        self._waiting: dict[tuple[int, int], dict[Peer, Callable[[dict[str, Any]], None]]] = {}
+        self._epochs: dict[int, int] = {}  # the last epoch that has begun, by loader
+        self.number = 0  # how often the cohort has changed
+        self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # the cohort: workers, incarnations
+        self._waiting: dict[tuple[int, int], dict[Peer, Callable[[ShareReply], None]]] = {}
 
     def request(
-        self,
-        worker: Peer,
-        incarnation: int,
-        loader: int,
-        epoch: int,
-        respond: Callable[[dict[str, Any]], None],
+        self, worker: Peer, incarnation: int, loader: int, epoch: int, respond: Callable[[ShareReply], None]
     ) -> None:
-        """A worker, in one of its lives, wants to begin an epoch."""
+        """An incarnation of a worker wants to begin an epoch."""
         next_ = self._epochs.get(loader, -1) + 1
         if epoch < next_ and self._last.get(worker) != incarnation:
-            respond({"over": True})
+            respond(ShareReply(None))
         else:
             self._waiting.setdefault((loader, max(epoch, next_)), {})[worker] = respond
 
     @property
     def waiting(self) -> set[Peer]:
-        """Who wants to begin an epoch, and cannot yet."""
+        """Workers that want to begin an epoch and cannot yet."""
         return {worker for each in self._waiting.values() for worker in each}
 
     def reply(self, there: Mapping[Peer, int]) -> None:
-        """Begins what can begin; `there` are the workers that may be waited for, each in one of its lives."""
+        """Begins the epochs that can begin; `there` are the workers that still train, by incarnation."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
             for gone in [worker for worker in waiting if worker not in there]:
                 del waiting[gone]
-            # Not who came in place of another: that one may be waiting elsewhere in the script.
+            # Replacements are not waited for: they may be elsewhere in the script.
             wanted = [
                 worker for worker, incarnation in self._last.items() if there.get(worker) == incarnation
             ]
             if not waiting or not all(worker in waiting for worker in wanted):
                 continue
             del self._waiting[loader, epoch]
-            group = {worker: there[worker] for worker in sorted(waiting)}
+            cohort = {worker: there[worker] for worker in sorted(waiting)}
             self._epochs[loader] = epoch
-            if group != self._last:
-                self.number, self._last = self.number + 1, group
+            if cohort != self._last:
+                self.number, self._last = self.number + 1, cohort
+            share = EpochShare([worker.rank for worker in cohort], self.number, epoch)
             for respond in waiting.values():
-                ranks = [worker.rank for worker in group]
-                respond({"ranks": ranks, "number": self.number, "epoch": epoch})
+                respond(ShareReply(share))

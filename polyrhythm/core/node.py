@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from polyrhythm.core.events import Event
 from polyrhythm.core.group import Group, Task
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.peer import Peer
@@ -170,8 +171,11 @@ class Node(ABC):
         """Runs a function beside this one, to overlap communication with computing."""
 
     @abstractmethod
-    def log(self, event: str, /, **fields: Any) -> None:
-        """Adds an event to the log of the run."""
+    def log(self, event: Event) -> None:
+        """Adds an event to the log of the run (see `core.events`). Never blocks and never raises.
+
+        A user's own strategy logs `Note("name", {"field": value})`.
+        """
 
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:

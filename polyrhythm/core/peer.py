@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A peer that died and was replaced begins a new life. The sequence numbers of a life begin at life << LIFE:
-# they go on rising, so what was seen before stays known, and each tells which life it is of.
+# The replacement of a peer that died is its next incarnation. The sequence numbers of an incarnation begin at
+# incarnation << INCARNATION_SHIFT: they keep rising, and each tells to which incarnation it belongs.
 INCARNATION_SHIFT = 40
 
 
@@ -18,3 +18,6 @@ class Peer:
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank}"
+
+
+COORDINATOR = Peer("coordinator", 0)  # the coordinator's name on the wire

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import EventPolicy
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Plan:
     listen: str = "unix:"
     key: str | None = None  # the file that holds the key
     cluster: str | None = None  # the file that describes hosts, links and sites
+    events: EventPolicy = "all"  # which events the run folder records
     world: Literal["run", "simulate"] = "run"
     program: str = ""
     arguments: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError
+from polyrhythm.core.events import EventPolicy
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch import planning
@@ -43,6 +44,7 @@ def run(
     imports: Sequence[str] = (),
     runs: str | Path | None = "runs",
     name: str | None = None,
+    events: EventPolicy = "all",
     console: Console | None = None,
 ) -> Summary:
     """Trains a script, or a function, on real processes; returns the summary.
@@ -56,7 +58,11 @@ def run(
     With `here`, only so many workers run on this host, and the run waits until other hosts have joined with
     the rest: `listen` is the address for them ("tcp:10.0.0.1:7000"), and `key` the key file that they need a
     copy of, made if it does not exist. `cluster` is a file that says which workers are at which site, for
-    strategies of two levels. `runs` is the parent of the run folder; None keeps nothing. Raises
+    strategies of two levels.
+
+    `runs` is the parent of the run folder; None keeps nothing. `events` says which events are recorded there:
+    "all", "sample" (one in a hundred of the frequent kinds) or "off". If the folder cannot be written,
+    training goes on, and `parameters` in the summary is the path of the final parameters. Raises
     `PolyrhythmError` if the run fails.
     """
     what = Program(program, arguments)
@@ -66,7 +72,7 @@ def run(
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads, timeout=timeout,
         listen=listen, here=here, key=None if key is None else str(key), restarts=restarts,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        world="run", program=what.name, arguments=tuple(what.arguments),
+        events=events, world="run", program=what.name, arguments=tuple(what.arguments),
     )  # fmt: skip
     return run_plan(what, plan, Output(runs, name, console))
 
@@ -86,6 +92,7 @@ def simulate(
     imports: Sequence[str] = (),
     runs: str | Path | None = None,
     name: str | None = None,
+    events: EventPolicy = "all",
     console: Console | None = None,
 ) -> Summary:
     """Trains a script, or a function, on virtual workers in this process; returns the summary.
@@ -100,7 +107,7 @@ def simulate(
         strategy=text, classes=classes, workers=workers, servers=planning.counted(servers, workers),
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        world="simulate", program=what.name, arguments=tuple(what.arguments),
+        events=events, world="simulate", program=what.name, arguments=tuple(what.arguments),
     )  # fmt: skip
     return simulate_plan(what, plan, Output(runs, name, console))
 
@@ -164,7 +171,8 @@ class Output:
             raise UsageError(f"{self.name!r} cannot be the name of a run; it must be a plain folder name")
         if self.runs is None:
             return None
-        return RunFolder(Path(self.runs), self.name or name_run(plan.strategy or "script"))
+        say = (self.console or Console(quiet=True)).line
+        return RunFolder(Path(self.runs), self.name or name_run(plan.strategy or "script"), plan.events, say)
 
 
 def run_plan(program: Program, plan: Plan, output: Output) -> Summary:
@@ -235,7 +243,7 @@ def _finish(coordinator: Coordinator, folder: RunFolder | None) -> Summary:
     """Records what the script has chosen; returns the summary or raises the run's failure."""
     failure = coordinator.failure
     if coordinator.strategy is not None and failure is None:
-        _record(folder, coordinator.settled_plan)
+        _record(folder, coordinator.plan)
     if failure is not None and failure.exit_code == Interrupted.exit_code:
         raise KeyboardInterrupt
     if failure is not None:
@@ -254,11 +262,8 @@ def _record(folder: RunFolder | None, plan: Plan) -> None:
 
 
 def _close(folder: RunFolder | None) -> None:
-    try:
-        if folder is not None:
-            folder.close()
-    except OSError as error:
-        raise PolyrhythmError(f"the run folder is not complete: {error.strerror}") from None
+    if folder is not None:
+        folder.close()
 
 
 @contextlib.contextmanager
@@ -275,6 +280,7 @@ def _prefixed(console: Console) -> Iterator[None]:
 
 
 def _progress(coordinator: Coordinator, now: float) -> str:
-    steps, samples = coordinator.progress()
-    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *shown(coordinator.metrics)]
+    tally = coordinator.tally
+    steps, samples = tally.progress()
+    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *shown(tally.metrics)]
     return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

@@ -12,9 +12,9 @@ from types import TracebackType
 
 import torch
 
-from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PolyrhythmError, UsageError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.peer import COORDINATOR, Peer
+from polyrhythm.core.requests import NodeFailed
 from polyrhythm.launch import program
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, session, world_context
@@ -47,7 +47,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
         error = _run(me, script)
         if error is not None:
             node.flush()
-            here.request("failed", error=error[0], exit_code=error[1])
+            here.request(NodeFailed(*error))
     except PolyrhythmError as failure:
         error = (str(failure), failure.exit_code)
     finally:

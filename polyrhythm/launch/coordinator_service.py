@@ -7,9 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.core.errors import PolyrhythmError, WaitError
-from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
+from polyrhythm.core.errors import PolyrhythmError, WaitError, WireError
+from polyrhythm.core.notice import Notice
+from polyrhythm.core.peer import INCARNATION_SHIFT
+from polyrhythm.core.requests import JoinRun, pack_reply, unpack
 from polyrhythm.launch.hosts import HOST
 from polyrhythm.wire.inbox import Incoming
 from polyrhythm.wire.transport import Transport
@@ -46,16 +50,16 @@ class CoordinatorService:
         if self._thread.is_alive():
             self._thread.join()
 
-    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+    def tell(self, notice: Notice) -> None:
         """Notifies every member except the one that the notice is about."""
-        peer = Peer(fields["role"], fields["rank"]) if fields else None
-        for other in list(self._coordinator.members):
+        peer, fields = notice.peer, msgspec.structs.asdict(notice)
+        for other in list(self._coordinator.membership.members):
             if other != peer:
                 with contextlib.suppress(PolyrhythmError):
                     # No retry: a member that cannot be reached is dead too, and its end will be reported.
-                    self._transport.send(other, kind, fields=fields, retry=False)
-        if peer is not None and kind == "left":
-            self._transport.lost(peer, fields["reason"])
+                    self._transport.send(other, notice.kind, fields=fields, retry=False)
+        if peer is not None and notice.kind == "left":
+            self._transport.lost(peer, notice.reason)
 
     def _serve(self) -> None:
         while not self._closed:
@@ -68,8 +72,8 @@ class CoordinatorService:
                     ended = self._coordinator.failure is not None or self._coordinator.finished
             except PolyrhythmError:
                 continue
-            except Exception as error:  # such as a full disk: without this thread all nodes would wait
-                with self._lock, contextlib.suppress(OSError):
+            except Exception as error:  # without this thread all nodes would wait
+                with self._lock:
                     self._coordinator.fail(f"the coordinator failed: {type(error).__name__}: {error}")
                 ended = True
             if ended:
@@ -82,21 +86,27 @@ class CoordinatorService:
         incarnation = incoming.sequence >> INCARNATION_SHIFT
         if incoming.kind == "result":
             self._transport.reply(incoming)
-            if incarnation != coordinator.incarnations[sender]:
+            if incarnation != coordinator.membership.incarnations[sender]:
                 return  # its replacement will bring the result again
             blob = bytes(incoming.buffers[0].view)
             coordinator.result(sender, incoming.fields["digest"], blob)
             return
 
-        def respond(fields: dict[str, Any]) -> None:
+        def respond(reply: Any) -> None:
             if incoming.asked:
                 try:
-                    self._transport.reply(incoming, fields=fields)
+                    self._transport.reply(incoming, fields=pack_reply(reply))
                 except WaitError:
                     pass  # it is gone, and its end will be reported
                 except PolyrhythmError as error:
                     coordinator.fail(str(error), error.exit_code)
 
-        if incoming.kind == "join" and incarnation == coordinator.incarnations[sender]:
-            self._transport.introduce(sender, incoming.fields["place"][0])
-        coordinator.handle(sender, incoming.kind, incoming.fields, respond, incarnation)
+        try:
+            request = unpack(incoming.kind, incoming.fields)
+        except WireError as error:
+            if incoming.asked:
+                self._transport.reply(incoming, fields={"error": str(error)})
+            return
+        if isinstance(request, JoinRun) and incarnation == coordinator.membership.incarnations[sender]:
+            self._transport.introduce(sender, request.location[0])
+        coordinator.handle(sender, request, respond, incarnation)

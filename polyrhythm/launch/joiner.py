@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 from polyrhythm import __version__
-from polyrhythm.coordination.coordinator import COORDINATOR, Failure
+from polyrhythm.coordination.coordinator import Failure
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WireError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.launch.arena_pool import ArenaPool
 from polyrhythm.launch.console import Console

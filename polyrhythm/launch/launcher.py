@@ -15,9 +15,10 @@ import threading
 import time
 from typing import Any
 
-from polyrhythm.coordination.coordinator import COORDINATOR, Coordinator
+from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.core.errors import Interrupted, UsageError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.notice import Notice
+from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.launch.arena_pool import ArenaPool
@@ -71,11 +72,7 @@ class Launcher:
         self._transport: Transport | None = None
         self._service: CoordinatorService | None = None
         try:
-            self.coordinator = Coordinator(
-                plan, strategy, folder=folder, clock=lambda: time.monotonic() - self._began,
-                start_servers=self._start_servers, tell=self._tell, replace=self._replace,
-                rescue=self._rescue, released=self._released, say=self._console.line,
-            )  # fmt: skip
+            self.coordinator = Coordinator(plan, strategy, self, self._clock, folder)
             # Before any thread starts: a process with threads should not fork.
             self._nodes = NodeProcesses(
                 ForkServer(program, config),
@@ -115,18 +112,27 @@ class Launcher:
 
     # --- for the coordinator ------------------------------------------------------------------------
 
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        assert self._service is not None
-        self._service.tell(kind, fields)
+    def _clock(self) -> float:
+        """Seconds since the run began, to the microsecond."""
+        return round(time.monotonic() - self._began, 6)
 
-    def _replace(self, peer: Peer) -> bool:
+    def say(self, line: str) -> None:
+        """Shows a line to the user."""
+        self._console.line(line)
+
+    def tell(self, notice: Notice) -> None:
+        """Notifies every member except the one that the notice is about."""
+        assert self._service is not None
+        self._service.tell(notice)
+
+    def replace(self, peer: Peer) -> bool:
         """Decides whether a dead worker is replaced; its host must still take part."""
         if self._restarts == 0 or self._hosts.registry.homeless(peer):
             return False
         self._restarts -= 1
         return self._want(peer)
 
-    def _rescue(self, peer: Peer) -> bool:
+    def rescue(self, peer: Peer) -> bool:
         """Replaces the last worker once, so that the parameters that servers hold can be saved."""
         if self._rescued:
             return False
@@ -138,7 +144,7 @@ class Launcher:
         self._nudge()
         return True
 
-    def _released(self, peer: Peer, incarnation: int) -> None:
+    def released(self, peer: Peer, incarnation: int) -> None:
         """Frees the memory of a dead worker: no node uses it any longer."""
         home = self._hosts.registry.home(peer)
         if home is not None:
@@ -147,7 +153,8 @@ class Launcher:
             self._pool.release(peer, incarnation)
             self._nudge()
 
-    def _start_servers(self, count: int) -> None:
+    def start_servers(self, count: int) -> None:
+        """Starts so many servers."""
         self._wanted += [Peer("server", rank) for rank in range(count)]
         self._nudge()
 
@@ -162,15 +169,16 @@ class Launcher:
         return self._ending or self.coordinator.failure is not None
 
     def terms(self) -> dict[str, Any]:
-        return {"plan": self.coordinator.settled_plan.to_json(), "elapsed": self.coordinator.clock()}
+        return {"plan": self.coordinator.plan.to_json(), "elapsed": self.coordinator.clock()}
 
     def died(self, peer: Peer, reason: str) -> None:
         """Handles the end of a node's process; the coordinator knows whether it was expected."""
-        deaths = self.coordinator.deaths
+        membership = self.coordinator.membership
+        deaths = membership.deaths
         self.coordinator.died(peer, reason)
-        if self.coordinator.deaths > deaths and self.coordinator.failure is None:
+        if membership.deaths > deaths and self.coordinator.failure is None:
             then = "the others train on"
-            if peer in self.coordinator.expected:
+            if peer in membership.expected:
                 left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
                 then = f"another takes its place ({left})"
             self._console.line(f"{peer} {reason}; {then}")
@@ -204,7 +212,8 @@ class Launcher:
         self.started = True
         wanted, self._wanted = self._wanted, []
         for peer in wanted:
-            incarnation, home = self.coordinator.incarnations[peer], self._hosts.registry.home(peer)
+            incarnation = self.coordinator.membership.incarnations[peer]
+            home = self._hosts.registry.home(peer)
             if home is None:
                 nodes.want(peer, incarnation)
             else:
@@ -229,12 +238,13 @@ class Launcher:
         if not coordinator.running:
             starts = self._console.live and not self._hosts.registry.free
             return f"starting {self._plan.workers} workers ..." if starts else ""
-        steps, samples = coordinator.progress()
-        seconds = max(coordinator.clock() - coordinator.began, 1e-9)
-        epoch, epochs = coordinator.epoch
+        tally = coordinator.tally
+        steps, samples = tally.progress()
+        seconds = max(coordinator.clock() - tally.began, 1e-9)
+        epoch, epochs = tally.epoch
         parts = [str(coordinator.strategy), f"{seconds:.0f} s"]
         parts += [f"epoch {epoch} of {epochs}"] if epochs else []
-        parts += shown(coordinator.metrics)
+        parts += shown(tally.metrics)
         parts += [f"{samples / seconds:,.0f} samples/s", f"step {steps:,}"]
         return "  ".join(parts)
 

@@ -10,6 +10,7 @@ from typing import Literal
 from polyrhythm.collectives import choose
 from polyrhythm.core import extensions
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import POLICIES
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import check_known, refuse_unknown, unknown_names
 from polyrhythm.core.resolve import ResolvedStrategy, hinted, resolved
@@ -54,6 +55,9 @@ def check_plan(plan: Plan) -> None:
     if plan.batch_norm is not None:
         norms.named(plan.batch_norm)
     choose.check(plan.collective)
+    if plan.events not in POLICIES:
+        allowed = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
+        raise UsageError(f"events is {plan.events!r}; it must be {allowed}")
     if plan.world == "simulate":
         if plan.collective in ("shared", "hierarchical"):
             raise UsageError(

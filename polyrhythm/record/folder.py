@@ -1,23 +1,36 @@
-"""The run folder: all that remains of a run.
+"""The run folder: what remains of a run.
 
 `runs/NAME/` holds `config.json` (what was asked, seeds included), `metrics.jsonl` (what the script logged),
-`events.jsonl` (who pushed what when, versions, staleness, the order of deliveries at each node, leases and
+`events.jsonl.gz` (who pushed what when, versions, staleness, the order of deliveries at each node, leases and
 changes of membership), `summary.json` and `consensus.safetensors` (the final parameters and buffers).
+
+A folder that cannot be written never ends a run. The first error is reported in one line, and the final
+parameters go elsewhere: to the working directory, the home directory or the directory for temporary files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections import Counter
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from polyrhythm.core.errors import UsageError
+from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.events import Event, EventPolicy, Metrics
+from polyrhythm.record.background import BackgroundWriter
+from polyrhythm.record.event_buffer import BATCH, EventBuffer
+from polyrhythm.record.event_file import EventFile
 
+MANY = 10 * BATCH  # events from which on whoever logs has to help
+PARAMETERS = "consensus.safetensors"
 _json = msgspec.json.Encoder(enc_hook=float)
 
 
@@ -28,71 +41,198 @@ def name_run(strategy: str) -> str:
 
 
 class RunFolder:
-    """Writes a run's files as it goes; after a crash everything written so far is there."""
+    """Writes the files of a run while it goes on. Only `consensus` raises, if no place takes the result."""
 
-    def __init__(self, parent: Path, name: str) -> None:
-        self.path = parent / name
-        suffix = 1
-        while True:
-            try:
-                self.path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                suffix += 1
-                self.path = parent / f"{name}-{suffix}"
-            except OSError as error:
-                raise UsageError(
-                    f"cannot make the run folder {self.path}: {error.strerror}; use --runs DIR"
-                ) from None
-        self._events: IO[bytes] = (self.path / "events.jsonl").open("wb")
-        self._metrics: IO[bytes] = (self.path / "metrics.jsonl").open("wb")
+    def __init__(
+        self,
+        parent: Path,
+        name: str,
+        events: EventPolicy = "all",
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
+        try:
+            self.path = _make(parent, name)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run folder {parent / name}: {error.strerror}; use --runs DIR"
+            ) from None
+        self.fallback: Path | None = None  # the folder of the result, if this one cannot be written
+        self._say = say
+        self._broken = False  # nothing more can be appended
+        self._buffer = EventBuffer(events)
+        self._events = EventFile(self.path, events, on_limit=self._limit)
+        self._limited = self._slow = False
+        self._draining = threading.Lock()
+        self._writer = BackgroundWriter(self._tick)
+        if events != "off":
+            self._append(self._events.write, b"")
+        self._append(self._write_metrics, b"")
+
+    # --- while the run goes on ----------------------------------------------------------------------
+
+    def event(self, node: str, t: float, event: Event) -> None:
+        """Records an event."""
+        self._buffer.add(node, t, event)
+        if len(self._buffer) >= MANY:
+            self._drain()
+        elif len(self._buffer) >= BATCH:
+            self._writer.wake()
+
+    def lines(self, lines: bytes) -> None:
+        """Records events that a node has encoded."""
+        if lines and not self._broken:
+            self._drain(lines)
+
+    def metrics(self, node: str, t: float, metrics: Metrics) -> None:
+        """Records numbers that the script has logged."""
+        line = _json.encode({"t": t, "node": node, "step": metrics.step, **metrics.values}) + b"\n"
+        self._writer.submit(lambda content: self._append(self._write_metrics, content), line)
 
     def config(self, config: dict[str, Any]) -> None:
+        """Writes what the run was asked to do."""
         self._write("config.json", config)
 
-    def event(self, line: dict[str, Any]) -> None:
-        self._events.write(_json.encode(line) + b"\n")
+    # --- the end ------------------------------------------------------------------------------------
 
-    def metric(self, line: dict[str, Any]) -> None:
-        self._metrics.write(_json.encode(line) + b"\n")
-        self._metrics.flush()
-        self._events.flush()
+    def consensus(self, blob: bytes | memoryview) -> Path:
+        """Writes the final parameters, already in safetensors form; returns the path of the file.
 
-    def flush(self) -> None:
-        self._events.flush()
+        A file of that name is always complete.
+        """
+        try:
+            return _whole(self.path / PARAMETERS, blob)
+        except OSError as error:
+            self._failed(error)
+            tried = [f"{self.path} ({error.strerror or error})"]
+        for parent in _elsewhere():
+            try:
+                self.fallback = _make(parent, f"polyrhythm-{self.path.name}", parents=False)
+                path = _whole(self.fallback / PARAMETERS, blob)
+            except OSError as error:
+                tried.append(f"{parent} ({error.strerror or error})")
+                if self.fallback is not None:
+                    shutil.rmtree(self.fallback, ignore_errors=True)
+                    self.fallback = None
+            else:
+                self._say(f"the final parameters are in {path}")
+                return path
+        raise PolyrhythmError(f"the final parameters could not be written to {', nor to '.join(tried)}")
+
+    def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Writes the summary, and returns it with the folder; and with the place of the final parameters, if
+        they are elsewhere."""
+        places = {"folder": str(self.path)}
+        if self.fallback is not None:
+            places["parameters"] = str(self.fallback / PARAMETERS)
+        self._write("summary.json", summary | places)
+        return summary | places
+
+    def close(self) -> None:
+        """Writes what is left and closes all files."""
+        self._drain()
+        if not self._writer.close():
+            self._say(f"the run folder {self.path} is not complete: writing takes too long")
+            return
+        with contextlib.suppress(OSError):
+            self._events.close()
 
     def discard(self) -> None:
         """Removes the folder of a run that never began."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def consensus(self, blob: bytes | memoryview) -> None:
-        """The final parameters, already in safetensors form; in place only once whole."""
-        part = self.path / "consensus.safetensors.part"
-        part.write_bytes(blob)
-        os.replace(part, self.path / "consensus.safetensors")
+    # --- writing ------------------------------------------------------------------------------------
 
-    def summary(self, summary: dict[str, Any]) -> None:
-        self._write("summary.json", summary)
+    def _tick(self) -> None:
+        """Runs in the writer's thread."""
+        self._drain()
+        if not self._broken and not self.path.is_dir():
+            self._failed(FileNotFoundError(None, "it is gone"))
 
-    def close(self) -> None:
-        self._events.close()
-        self._metrics.close()
+    def _drain(self, more: bytes = b"") -> None:
+        """Has the buffered events written, and then these, in this order."""
+        with self._draining:
+            while lines := self._buffer.take():
+                self._submit(lines)
+            if more:
+                self._submit(more)
+
+    def _submit(self, lines: bytes) -> None:
+        if self._writer.submit(lambda content: self._append(self._events.write, content), lines):
+            return
+        if not self._slow:
+            self._slow = True
+            self._say(f"some events are not recorded: writing to {self.path} takes too long")
+
+    def _append(self, write: Callable[[bytes], None], content: bytes) -> None:
+        if self._broken:
+            return
+        try:
+            write(content)
+        except OSError as error:
+            self._failed(error)
+
+    def _write_metrics(self, line: bytes) -> None:
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(line)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        (self.path / name).write_bytes(msgspec.json.format(_json.encode(content), indent=2) + b"\n")
+        text = msgspec.json.format(_json.encode(content), indent=2) + b"\n"
+        for folder in (self.path, self.fallback):
+            try:
+                if folder is not None:
+                    _whole(folder / name, text)
+                    return
+            except OSError as error:
+                self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        """Reports the first error; nothing more is appended to files of this folder."""
+        if not self._broken:
+            self._broken = True
+            self._say(
+                f"cannot write to the run folder {self.path}: {error.strerror or error}; training goes on, "
+                "and the final parameters will be saved elsewhere if necessary"
+            )
+
+    def _limit(self) -> None:
+        if not self._limited:
+            self._limited = True
+            self._say(
+                f"the event log in {self.path} has reached its limit, and the oldest events are deleted; "
+                "--events sample records fewer"
+            )
 
 
-def spread(counts: Counter[int]) -> dict[str, float]:
-    """Mean, 95th percentile and maximum of counted whole numbers."""
-    total = sum(counts.values())
-    if not total:
-        return {"mean": 0.0, "p95": 0.0, "max": 0.0}
-    seen, p95 = 0, 0
-    for value in sorted(counts):
-        seen += counts[value]
-        if seen >= 0.95 * total:
-            p95 = value
-            break
-    mean = sum(value * count for value, count in counts.items()) / total
-    return {"mean": mean, "p95": float(p95), "max": float(max(counts))}
+def _make(parent: Path, name: str, parents: bool = True) -> Path:
+    """Makes a folder of this name, or with a number after it if there is one already."""
+    path, suffix = parent / name, 1
+    while True:
+        try:
+            path.mkdir(parents=parents)
+            return path
+        except FileExistsError:
+            suffix += 1
+            path = parent / f"{name}-{suffix}"
+
+
+def _whole(path: Path, content: bytes | memoryview) -> Path:
+    """Writes a file that is there only when it is complete."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    return path
+
+
+def _elsewhere() -> list[Path]:
+    """Where the result goes if the run folder cannot be written."""
+    places: list[Path] = []
+    for place in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError, RuntimeError):
+            places.append(place())
+    return list(dict.fromkeys(places))

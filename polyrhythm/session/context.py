@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
+from polyrhythm.core.requests import Request, Welcome
 from polyrhythm.core.resolve import ResolvedStrategy
 
 if TYPE_CHECKING:
     from polyrhythm.session.api import Session
 
+R = TypeVar("R")
+
 
 class ServerDone(BaseException):
     """Ends the script on a server, which runs nothing of it after `prepare`."""
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """What a node learns when it has joined the run."""
-
-    strategy: ResolvedStrategy
-    batch_norm: str
-    seed: int
-    workers: int  # that the run began with
-    incarnation: int
-    sites: list[list[Peer]]
-
-    @staticmethod
-    def of(fields: Mapping[str, Any]) -> Welcome:
-        """Reads the coordinator's answer."""
-        return Welcome(
-            ResolvedStrategy.from_json(fields["strategy"]),
-            fields["batch_norm"],
-            fields["seed"],
-            fields["workers"],
-            fields["incarnation"],
-            [[Peer("worker", rank) for rank in site] for site in fields["sites"]],
-        )
 
 
 class WorldContext(ABC):
@@ -60,7 +38,7 @@ class WorldContext(ABC):
         """The run's strategy, if it is settled already."""
 
     @abstractmethod
-    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def request(self, request: Request[R]) -> R:
         """Sends a request to the coordinator and blocks until the reply."""
 
     @abstractmethod
@@ -95,7 +73,7 @@ class WorldContext(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Sends the rest of the event log."""
+        """Sends all events and totals so far to the coordinator."""
 
 
 world_context: ContextVar[WorldContext | None] = ContextVar("world_context", default=None)

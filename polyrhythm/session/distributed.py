@@ -16,6 +16,17 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import (
+    BeginEpoch,
+    ExamplesDue,
+    LeaveRun,
+    LogMetrics,
+    Prepared,
+    ReturnLease,
+    ShareEpoch,
+    StepsDone,
+    TakeLease,
+)
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
@@ -47,7 +58,7 @@ class DistributedSession(Session):
         if welcome.strategy.text != proposed.text:  # another node was the first
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
-        self._node.sites = welcome.sites
+        self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome.sites]
         self._norms: Policy | None = None
         self.seed = welcome.seed
         self.rank = here.me.rank
@@ -77,7 +88,7 @@ class DistributedSession(Session):
         replica = self._replica = Replica(model, optimizer, node.memory.empty, traits.sparse_gradients)
         replica.clock = node.now
         replica.layout.check_servers(len(node.members.servers))
-        self._context.request("prepared", layout=replica.layout.hash)
+        self._context.request(Prepared(replica.layout.hash))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
         with self._away():
@@ -105,7 +116,7 @@ class DistributedSession(Session):
 
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
-            self._context.request("epoch", epoch=epoch, count=count)
+            self._context.request(BeginEpoch(epoch, count))
             yield epoch
 
     def log(self, **metrics: Any) -> None:
@@ -113,7 +124,7 @@ class DistributedSession(Session):
             return  # it runs through epochs that are over, and knows nothing of them
         told = {name: plain(value) for name, value in metrics.items()}
         step = self._replica.steps if self._replica else 0
-        self._context.request("metrics", t=self._node.now(), step=step, metrics=told)
+        self._context.request(LogMetrics(self._node.now(), step, told))
 
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self.driver is None else self.driver.accumulating()
@@ -166,10 +177,10 @@ class DistributedSession(Session):
             if self._norms is not None:
                 self._norms.finish()
             if self.strategy.traits.parameters_held_by_peers:
-                self._context.request("done")  # until all are, others send requests, and the replies count
+                self._context.request(StepsDone())  # until all are, others may need replies
             driver.meter.report()
             self._context.flush()
-            if self._context.request("bye")["last"]:
+            if self._context.request(LeaveRun()).last:
                 final = worker.consensus(final=True)
                 if self._norms is not None:
                     self._norms.collect()
@@ -212,27 +223,24 @@ class DistributedSession(Session):
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:
             assert self._replica is not None
-            request = {
-                "loader": number, "epoch": epoch, "batches": batches, "unseen": unseen,
-                "steps": self._replica.steps, "samples": self._replica.samples,
-            }  # fmt: skip
-            answer = self._context.request("lease", **request)
-            return None if "over" in answer else Lease(**answer)
+            steps, samples = self._replica.steps, self._replica.samples
+            request = TakeLease(number, epoch, batches, unseen, steps=steps, samples=samples)
+            return self._context.request(request).lease
 
         def give_back(unseen: int) -> None:
-            self._context.request("give_back", loader=number, unseen=unseen)
+            self._context.request(ReturnLease(number, unseen))
 
         def deal(epoch: int) -> tuple[int, int, int] | None:
-            answer = self._context.request("deal", loader=number, epoch=epoch)
-            if "over" in answer:
+            share = self._context.request(ShareEpoch(number, epoch)).share
+            if share is None:
                 return None
-            self._join_cohort(answer["ranks"], answer["number"])
-            return self._cohort.index(self.rank), len(self._cohort), answer["epoch"]
+            self._join_cohort(share.ranks, share.number)
+            return self._cohort.index(self.rank), len(self._cohort), share.epoch
 
         def due(examples: int) -> None:
             assert self._replica is not None
             self._due += examples
-            self._context.request("due", samples=self._replica.samples + self._due)
+            self._context.request(ExamplesDue(self._replica.samples + self._due))
 
         traits = self.strategy.traits
         return SharedLoader(
@@ -268,12 +276,12 @@ class DistributedSession(Session):
     def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         node = self._node
         shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty)
-        self._context.request("prepared", layout=shard.layout.hash)
+        self._context.request(Prepared(shard.layout.hash))
         with torch.no_grad():
             self.strategy.server(node, shard).serve()
         node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)
         self._context.flush()
-        self._context.request("bye")
+        self._context.request(LeaveRun())
         raise ServerDone
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from polyrhythm.core.events import StepDone
 from polyrhythm.core.node import Node
 from polyrhythm.model.replica import Replica
+
+DIGITS = 6  # events tell microseconds
 
 
 class Meter:
@@ -43,7 +46,7 @@ class Meter:
         self._compute += compute
         self._wait += wait
         samples, self._samples = replica.samples - self._samples, replica.samples
-        node.log("step", step=replica.steps, samples=samples, compute_s=compute, wait_s=wait)
+        node.log(StepDone(replica.steps, samples, round(compute, DIGITS), round(wait, DIGITS)))
         self.report()
 
     def report(self) -> None:

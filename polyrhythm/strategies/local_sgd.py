@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import PeriodChosen
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.strategies.reduce_ops import numbers
 from polyrhythm.strategies.rounds import Averaging, AveragingWorker
@@ -132,7 +133,7 @@ class AutoPeriod(AveragingWorker):
         # The difference of two clock readings is a little off, and ceil would make a whole step of it.
         period = math.ceil(min(max(wanted - 1e-6, strategy.shortest), strategy.longest))
         if period != self.period or len(self.averages) == 1:
-            self.node.log("period", period=period, communication_s=communication, step_s=step)
+            self.node.log(PeriodChosen(period, communication, step))
         self.period = period
 
     def state_dict(self) -> State:

@@ -104,6 +104,19 @@ def encode(header: Header) -> bytes:
     return _PREFIX.pack(MAGIC, VERSION, len(body)) + body
 
 
+def layout_of(part: str, layout: str) -> str:
+    """The layout of a header: the hash of a part of the model; all of it, if the part has no name."""
+    return f"{part}/{layout}" if part else layout
+
+
+def same_layout(one: str, other: str) -> bool:
+    """False if these are different layouts of the same part of the model. A node may have none yet."""
+    if one == other:
+        return True
+    (part, _, layout), (other_part, _, other_layout) = one.rpartition("/"), other.rpartition("/")
+    return part != other_part or not layout or not other_layout
+
+
 def header_length(prefix: bytes | bytearray | memoryview, sender: str) -> int:
     """The length of the header that follows this prefix."""
     if len(prefix) != PREFIX_SIZE:

@@ -29,7 +29,7 @@ from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.wire.buffers import Buffer, copy, parts_of, shape
 from polyrhythm.wire.channel import STALL, Channel
-from polyrhythm.wire.frame import Bounds, Header, Part
+from polyrhythm.wire.frame import Bounds, Header, Part, same_layout
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Inbox, Incoming, Line, Reading
 from polyrhythm.wire.links import Links
@@ -435,7 +435,7 @@ class Transport:
 
     def _take_in(self, line: Line, header: Header) -> Generator[memoryview, None, bool]:
         channel, kind = line.channel, header.kind
-        if header.layout and self.layout and header.layout != self.layout:
+        if not same_layout(header.layout, self.layout):
             yield from drain(header)
             theirs, ours = (
                 f"{channel.peer} sent {kind!r} for layout {header.layout}",

@@ -27,6 +27,7 @@ import polyrhythm as pr
 from polyrhythm.collectives import ring
 from polyrhythm.collectives.ring import Turn, bounds, sent_elements
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import Event
 from polyrhythm.wire import Transport
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.wire.test_transport import Proxy
@@ -279,7 +280,7 @@ def test_a_silent_worker_is_named(tmp_path):
 class Unlogged(ProcessNode):
     """A node without a coordinator."""
 
-    def log(self, event: str, /, **fields: Any) -> None:
+    def log(self, event: Event) -> None:
         pass
 
 
@@ -295,7 +296,9 @@ def ring_of(
     proxies = [Proxy(transport.address) for transport in transports] if proxied else []
     made = [Unlogged(peer, transport, 0, 0.0) for peer, transport in zip(peers, transports, strict=True)]
     for node in made:
-        node.meet([("worker", rank, where.address) for rank, where in enumerate(proxies or transports)])
+        node.meet([
+            ("worker", rank, (where.address, "", -1)) for rank, where in enumerate(proxies or transports)
+        ])  # fmt: skip
     try:
         yield made, proxies
     finally:

@@ -17,9 +17,9 @@ import torch
 import polyrhythm as pr
 from polyrhythm.collectives.choose import RING_CHUNK, WAYS, choose
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PolyrhythmError, UsageError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.events import Event
+from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.wire import Transport
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.worlds.processes.node import ProcessNode
@@ -104,7 +104,7 @@ def test_a_simulated_ring_has_the_bits_and_bytes_of_a_real_one(tmp_path: Path) -
 class Unlogged(ProcessNode):
     """A node without a coordinator to send its log to."""
 
-    def log(self, event: str, /, **fields: Any) -> None:
+    def log(self, event: Event) -> None:
         pass
 
 
@@ -131,7 +131,7 @@ def joined(
     barrier.wait(20)
     addresses = [(folder / f"address-{each}").read_text() for each in range(len(hosts))]
     node.meet([
-        ("worker", each, addresses[each], hosts[each], list(hosts[:each]).count(hosts[each]))
+        ("worker", each, (addresses[each], hosts[each], list(hosts[:each]).count(hosts[each])))
         for each in range(len(hosts))
     ])  # fmt: skip
     return node

@@ -22,6 +22,7 @@ import torch
 import polyrhythm as pr
 from polyrhythm.core.extras import missing
 from polyrhythm.core.registry import parse
+from polyrhythm.record.reader import read_rows
 from tests.golden import arithmetic
 from tests.golden.cases import Case, cases
 from tests.golden.program import Script
@@ -108,12 +109,9 @@ def _state(run: Path) -> Iterator[bytes]:
 
 def _events(run: Path) -> Iterator[bytes]:
     """Who did what when. Sorted, because the order of events at the same time means nothing."""
-    with (run / "events.jsonl").open() as file:
-        lines = [json.loads(line) for line in file]
     told = [
         (line["t"], line["node"], line["event"], *(line.get(field) for field in EVENTS[line["event"]]))
-        for line in lines
-        if line["event"] in EVENTS
+        for line in read_rows(run, *EVENTS)
     ]
     yield from (line.encode() for line in sorted(map(repr, told)))
 

@@ -5,20 +5,34 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import tempfile
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import safetensors.torch
 import torch
 
 import polyrhythm as pr
-from polyrhythm.record.folder import RunFolder, spread
+from polyrhythm.core.event_counts import EventCounts
+from polyrhythm.core.events import (
+    Applied,
+    Delivered,
+    Event,
+    LeaseTaken,
+    NodeJoined,
+    NodeLeft,
+    Record,
+    RunFailed,
+    StepDone,
+)
+from polyrhythm.record.folder import RunFolder
+from polyrhythm.record.reader import read_events, read_metrics
 from tests.scripts.train import EXAMPLES, network, train
 
-Lines = list[dict[str, Any]]
+E = TypeVar("E", bound=Event)
 BATCHES = EXAMPLES // 4
 EPOCHS = 2
 
@@ -28,13 +42,16 @@ class Folder:
 
     def __init__(self, summary: dict[str, Any]) -> None:
         self.summary, self.path = summary, Path(summary["folder"])
-        self.events, self.metrics = (
-            [json.loads(line) for line in (self.path / name).read_text().splitlines()]
-            for name in ("events.jsonl", "metrics.jsonl")
-        )
+        self.records, self.metrics = list(read_events(self.path)), read_metrics(self.path)
 
-    def of(self, *kinds: str) -> Lines:
-        return [line for line in self.events if line["event"] in kinds]
+    def of(self, kind: type[E], node: str = "") -> list[E]:
+        """The events of a kind, of one node or of all."""
+        found = [record for record in self.records if not node or record.node == node]
+        return [record.event for record in found if isinstance(record.event, kind)]
+
+    def nodes(self, kind: type[Event]) -> Counter[str]:
+        """How many events of a kind each node has logged."""
+        return Counter(record.node for record in self.records if isinstance(record.event, kind))
 
 
 @pytest.fixture(scope="module", params=["run", "simulate"])
@@ -55,14 +72,13 @@ def test_run_folder_has_the_config_and_the_returned_summary(folder: Folder) -> N
 
 def test_every_applied_push_is_logged_with_its_staleness(folder: Folder) -> None:
     """Every push is recorded where it was applied: whose, which, when, how stale and how large."""
-    applied = folder.of("apply")
-    keys = {"node", "t", "worker", "sequence", "version", "staleness", "bytes", "step"}
-    assert all(line.keys() >= keys for line in applied)
+    applied = folder.of(Applied)
+    assert all(None not in (event.worker, event.sequence, event.bytes, event.step) for event in applied)
     for server in ("server 0", "server 1"):
-        mine = [line for line in applied if line["node"] == server]
-        assert [line["version"] for line in mine] == list(range(1, EPOCHS * BATCHES + 1))
-        assert len({(line["worker"], line["sequence"]) for line in mine}) == len(mine)
-    stale = [line["staleness"] for line in applied]
+        mine = folder.of(Applied, server)
+        assert [event.version for event in mine] == list(range(1, EPOCHS * BATCHES + 1))
+        assert len({(event.worker, event.sequence) for event in mine}) == len(mine)
+    stale = [event.staleness for event in applied]
     assert folder.summary["staleness"]["mean"] == pytest.approx(sum(stale) / len(stale))
     assert folder.summary["staleness"]["max"] == max(stale)
 
@@ -71,30 +87,28 @@ def test_logged_deliveries_give_the_order_of_applied_pushes(folder: Folder) -> N
     """Each server's order of deliveries is complete: its pushes are applied in just that order."""
     for server in ("server 0", "server 1"):
         order = [
-            (line["sender"], line["sequence"])
-            for line in folder.of("deliver")
-            if line["node"] == server and line["kind"] == "push"
+            (event.sender, event.sequence) for event in folder.of(Delivered, server) if event.kind == "push"
         ]
-        applied = [line for line in folder.of("apply") if line["node"] == server]
-        assert order == [(f"worker {line['worker']}", line["sequence"]) for line in applied]
+        applied = folder.of(Applied, server)
+        assert order == [(f"worker {event.worker}", event.sequence) for event in applied]
 
 
 def test_every_step_is_logged_with_compute_and_wait_time(folder: Folder) -> None:
     """Every step of every worker says how long it computed and how long it waited."""
-    steps = folder.of("step")
-    assert all(line["compute_s"] >= 0 and line["wait_s"] >= 0 for line in steps)
-    count = Counter(line["node"] for line in steps)
+    steps = folder.of(StepDone)
+    assert all(event.compute_s >= 0 and event.wait_s >= 0 for event in steps)
+    count = folder.nodes(StepDone)
     assert sum(count.values()) == folder.summary["steps"] == EPOCHS * BATCHES
     for node in count:
-        assert [line["step"] for line in steps if line["node"] == node] == list(range(1, count[node] + 1))
-    assert sum(line["samples"] for line in steps) == folder.summary["samples"] == EPOCHS * EXAMPLES
+        assert [event.step for event in folder.of(StepDone, node)] == list(range(1, count[node] + 1))
+    assert sum(event.samples for event in steps) == folder.summary["samples"] == EPOCHS * EXAMPLES
 
 
 def test_logged_leases_cover_each_batch_of_an_epoch_once(folder: Folder) -> None:
     """The leases of an epoch cover each batch once."""
     taken = defaultdict(list)
-    for line in folder.of("lease"):
-        taken[line["epoch"]] += range(line["first"], line["first"] + line["count"])
+    for lease in folder.of(LeaseTaken):
+        taken[lease.epoch] += range(lease.first, lease.first + lease.count)
     assert {epoch: sorted(batches) for epoch, batches in taken.items()} == {
         epoch: list(range(BATCHES)) for epoch in range(EPOCHS)
     }
@@ -103,26 +117,24 @@ def test_logged_leases_cover_each_batch_of_an_epoch_once(folder: Folder) -> None
 def test_joins_and_leaves_of_all_nodes_are_logged(folder: Folder) -> None:
     """Who came and who went, and why."""
     everyone = {f"worker {rank}" for rank in range(3)} | {f"server {rank}" for rank in range(2)}
-    assert {line["peer"] for line in folder.of("join")} == everyone
-    assert {line["peer"]: line["reason"] for line in folder.of("leave")} == dict.fromkeys(
-        everyone, "finished"
-    )
+    assert {event.peer for event in folder.of(NodeJoined)} == everyone
+    assert {event.peer: event.reason for event in folder.of(NodeLeft)} == dict.fromkeys(everyone, "finished")
 
 
 def test_a_lost_worker_is_logged_with_reason_and_returned_batches(tmp_path: Path) -> None:
     """A lost worker leaves with a reason, and what it had leased goes back."""
     folder = Folder(pr.run(partial(train, do="kill", pause=0.02), workers=3, strategy="async", runs=tmp_path))
-    (lost,) = (line for line in folder.of("leave") if line["reason"] != "finished")
-    assert (lost["peer"], lost["reason"]) == ("worker 1", "was killed by SIGKILL")
-    assert lost["returned"] >= 1
+    (lost,) = (event for event in folder.of(NodeLeft) if event.reason != "finished")
+    assert (lost.peer, lost.reason) == ("worker 1", "was killed by SIGKILL")
+    assert lost.returned >= 1
 
 
 def test_a_failed_run_logs_its_error_in_the_run_folder(tmp_path: Path) -> None:
     """A run that fails leaves its folder, with the reason as an event."""
     with pytest.raises(pr.PolyrhythmError) as failure:
         pr.run(partial(train, do="kill"), workers=2, strategy="allreduce", runs=tmp_path, name="it")
-    last = json.loads((tmp_path / "it" / "events.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["message"]) == ("fail", str(failure.value))
+    (record,) = read_events(tmp_path / "it", RunFailed)
+    assert record == Record("coordinator", record.t, RunFailed(str(failure.value)))
 
 
 def test_metrics_are_logged_with_node_time_and_step(folder: Folder) -> None:
@@ -138,7 +150,7 @@ def test_consensus_file_loads_into_a_plain_model_and_matches_the_digest(folder: 
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert hashlib.sha256(flat.numpy().tobytes()).hexdigest() == folder.summary["digest"]
     assert {path.name for path in folder.path.iterdir()} == {
-        "config.json", "consensus.safetensors", "events.jsonl", "metrics.jsonl", "summary.json",
+        "config.json", "consensus.safetensors", "events.jsonl.gz", "metrics.jsonl", "summary.json",
     }  # fmt: skip
 
 
@@ -148,27 +160,43 @@ def test_runs_of_the_same_name_get_separate_folders(tmp_path: Path) -> None:
     assert folders == [str(tmp_path / name) for name in ("it", "it-2", "it-3")]
 
 
-def test_the_final_model_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("no space left on device"), SystemExit("killed")], ids=repr)
+def test_the_final_model_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """Whatever stops a run while it writes, a file of that name can be loaded."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
     written = RunFolder(tmp_path, "it")
 
     def half(path: Path, blob: bytes) -> None:
         with path.open("wb") as file:
             file.write(blob[: len(blob) // 2])
-        raise OSError("no space left on device")
+        raise error
 
     with monkeypatch.context() as full:
         full.setattr(Path, "write_bytes", half)
-        with pytest.raises(OSError, match="no space"):
+        disk = isinstance(error, OSError)
+        expected = r"could not be written to .* \(no space .*elsewhere" if disk else "killed"
+        with pytest.raises(pr.PolyrhythmError if disk else SystemExit, match=expected):
             written.consensus(b"all of it")
-    assert not (written.path / "consensus.safetensors").exists()
-    written.consensus(b"all of it")
+    assert [*tmp_path.rglob("*.safetensors"), *Path.cwd().iterdir()] == []
+    assert not disk or not [*tmp_path.rglob("*.part")]
+    assert written.consensus(b"all of it") == written.path / "consensus.safetensors"
     assert (written.path / "consensus.safetensors").read_bytes() == b"all of it"
     written.close()
 
 
 def test_spread() -> None:
     """The 95th percentile is the least number that 95 of 100 do not exceed."""
+
+    def spread(staleness: Counter[int]) -> dict[str, float]:
+        counts = EventCounts()
+        counts.merge(staleness, 0, None)
+        return counts.spread()
+
     assert spread(Counter({0: 94, 3: 5, 9: 1})) == {"mean": 0.24, "p95": 3.0, "max": 9.0}
     assert spread(Counter({0: 95, 3: 4, 9: 1})) == {"mean": 0.21, "p95": 0.0, "max": 9.0}
     assert spread(Counter({7: 1})) == {"mean": 7.0, "p95": 7.0, "max": 7.0}

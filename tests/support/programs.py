@@ -7,7 +7,6 @@ very same lines: that is what the tests compare with.
 from __future__ import annotations
 
 import itertools
-import json
 import mmap
 import os
 import signal
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from polyrhythm.record.reader import read_rows
 from polyrhythm.session.data import mix
 
 FEATURES, CLASSES = 5, 3
@@ -296,8 +296,7 @@ def trained(summary: dict[str, Any]) -> dict[str, Tensor]:
 
 def events(summary: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
     """The event log of a run, in order; only these kinds, if any are named."""
-    with (Path(summary["folder"]) / "events.jsonl").open() as file:
-        return [line for line in map(json.loads, file) if not kinds or line["event"] in kinds]
+    return list(read_rows(summary["folder"], *kinds))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 import polyrhythm.wire
 from polyrhythm.core.errors import UsageError, WireError
-from polyrhythm.wire.frame import DTYPES, MAX_HEADER, PREFIX_SIZE, Bounds, Header, Part, decode, encode
+from polyrhythm.wire.frame import (
+    DTYPES,
+    MAX_HEADER,
+    PREFIX_SIZE,
+    Bounds,
+    Header,
+    Part,
+    decode,
+    encode,
+    layout_of,
+    same_layout,
+)  # fmt: skip
 
 BOUNDS = Bounds(inline=1 << 20, arenas=4, arena_size=1 << 16)
 NUMBERS = st.integers(-(1 << 63), (1 << 64) - 1)
@@ -140,3 +151,21 @@ def test_the_wire_needs_no_torch_and_knows_no_pickle():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names if name} & {"pickle", "marshal", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("", "a"), ("", "a"), True),
+        (("", "a"), ("", "b"), False),
+        (("", "a"), ("", ""), True),
+        (("stage 0", "a"), ("stage 0", "a"), True),
+        (("stage 0", "a"), ("stage 0", "b"), False),
+        (("stage 0", "a"), ("stage 1", "b"), True),
+        (("stage 0", "a"), ("", "b"), True),
+    ],
+)
+def test_layouts_are_compared_within_one_part_of_the_model(one, other, same):
+    """A node that has no layout yet, such as the coordinator, agrees with all."""
+    assert same_layout(layout_of(*one), layout_of(*other)) is same
+    assert same_layout(layout_of(*other), layout_of(*one)) is same

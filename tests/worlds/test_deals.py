@@ -1,4 +1,4 @@
-"""Who shares the epochs of a run where workers step together: a share is for one life of a worker only."""
+"""Who shares the epochs of a run where workers step together: a share is for one incarnation only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-import polyrhythm as pr
-from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.coordination.leases import Deals
+from polyrhythm.coordination.leases import Cohorts
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.plan import Plan
-from polyrhythm.core.resolve import resolved
+from polyrhythm.core.requests import EpochShare, Prepared, Request, ShareEpoch, ShareReply
+from tests.support.launchers import SilentLauncher, coordinator, join
 
+OVER = ShareReply(None)
 W0, W1, W2 = (Peer("worker", rank) for rank in range(3))
 WORKERS = (W0, W1, W2)
 
@@ -22,42 +21,42 @@ WORKERS = (W0, W1, W2)
 class Table:
     """Three workers that share a run, and what each was answered last."""
 
-    deals: Deals = field(default_factory=lambda: Deals(3))
+    cohorts: Cohorts = field(default_factory=lambda: Cohorts(3))
     there: dict[Peer, int] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0))
-    answers: dict[tuple[Peer, int], dict[str, Any]] = field(default_factory=dict)
+    answers: dict[tuple[Peer, int], ShareReply] = field(default_factory=dict)
 
     def request(self, epoch: int, *workers: Peer, loader: int = 0) -> None:
         for worker in workers:
             incarnation = self.there[worker]
 
-            def respond(answer: dict[str, Any], key: tuple[Peer, int] = (worker, incarnation)) -> None:
+            def respond(answer: ShareReply, key: tuple[Peer, int] = (worker, incarnation)) -> None:
                 self.answers[key] = answer
 
-            self.deals.request(worker, incarnation, loader, epoch, respond)
-            self.deals.reply(self.there)
+            self.cohorts.request(worker, incarnation, loader, epoch, respond)
+            self.cohorts.reply(self.there)
 
-    def told(self) -> dict[tuple[Peer, int], dict[str, Any]]:
+    def told(self) -> dict[tuple[Peer, int], ShareReply]:
         """What was answered since the last look."""
         answers, self.answers = self.answers, {}
         return answers
 
     def die(self, worker: Peer) -> None:
         incarnation = self.there.pop(worker)
-        self.deals.reply(self.there)
+        self.cohorts.reply(self.there)
         self.there[worker] = incarnation + 1  # and comes back at once
 
 
-def share(ranks: list[int], number: int, epoch: int) -> dict[str, Any]:
-    return {"ranks": ranks, "number": number, "epoch": epoch}
+def share(ranks: list[int], number: int, epoch: int) -> ShareReply:
+    return ShareReply(EpochShare(ranks, number, epoch))
 
 
 def test_an_epoch_begins_when_all_are_there() -> None:
     table = Table()
     table.request(0, W2, W0)
-    assert table.told() == {} and table.deals.waiting == {W0, W2}
+    assert table.told() == {} and table.cohorts.waiting == {W0, W2}
     table.request(0, W1)
     assert table.told() == dict.fromkeys(((worker, 0) for worker in WORKERS), share([0, 1, 2], 0, 0))
-    assert table.deals.waiting == set()
+    assert table.cohorts.waiting == set()
 
 
 def test_one_that_came_back_has_no_share_of_what_has_begun() -> None:
@@ -67,7 +66,7 @@ def test_one_that_came_back_has_no_share_of_what_has_begun() -> None:
     table.told()
     table.die(W1)
     table.request(0, W1)
-    assert table.told() == {(W1, 1): {"over": True}} and table.deals.waiting == set()
+    assert table.told() == {(W1, 1): OVER} and table.cohorts.waiting == set()
 
 
 def test_nobody_waits_for_one_that_came_back() -> None:
@@ -79,7 +78,7 @@ def test_nobody_waits_for_one_that_came_back() -> None:
     table.request(1, W0, W2)
     assert table.told() == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
     table.request(1, W1)
-    assert table.told() == {(W1, 1): {"over": True}}
+    assert table.told() == {(W1, 1): OVER}
     table.request(2, W1, W0)
     assert table.told() == {}
     table.request(2, W2)
@@ -87,7 +86,7 @@ def test_nobody_waits_for_one_that_came_back() -> None:
     table.request(3, W0, W2)
     assert table.told() == {}  # now it is one of those that are waited for
     table.request(3, W1)
-    assert {answer["number"] for answer in table.told().values()} == {2}
+    assert {answer.share.number for answer in table.told().values() if answer.share} == {2}
 
 
 def test_the_same_ranks_in_another_life_are_another_group() -> None:
@@ -116,35 +115,30 @@ def test_who_is_in_gets_the_next_epoch_of_a_second_loader() -> None:
 @pytest.mark.parametrize("again", [True, False])
 def test_the_coordinator_gives_the_share_of_the_dead_to_nobody(again: bool) -> None:
     """Neither who asked before its death nor the life after it is answered in its place."""
-    here = Coordinator(
-        Plan("gossip", workers=3, batch_norm="local"), resolved(pr.parse("gossip")), clock=lambda: 0.0,
-        start_servers=lambda count: None, tell=lambda *_: None, replace=lambda peer: again,
-    )  # fmt: skip
-    answers: dict[tuple[Peer, int], dict[str, Any]] = {}
+    here = coordinator("gossip", 3, SilentLauncher(3 if again else 0))
+    answers: dict[tuple[Peer, int], Any] = {}
 
-    def say(peer: Peer, kind: str, incarnation: int = 0, **fields: Any) -> None:
-        here.handle(
-            peer, kind, fields, lambda answer: answers.update({(peer, incarnation): answer}), incarnation
-        )
+    def say(peer: Peer, request: Request[Any], incarnation: int = 0) -> None:
+        here.handle(peer, request, lambda answer: answers.update({(peer, incarnation): answer}), incarnation)
 
-    def request(epoch: int, *incarnations: tuple[Peer, int]) -> dict[tuple[Peer, int], dict[str, Any]]:
+    def request(epoch: int, *incarnations: tuple[Peer, int]) -> dict[tuple[Peer, int], Any]:
         answers.clear()
         for peer, incarnation in incarnations:
-            say(peer, "deal", incarnation, loader=0, epoch=epoch)
+            say(peer, ShareEpoch(0, epoch), incarnation)
         return dict(answers)
 
-    for kind in ("join", "prepared"):
+    for first in (join("gossip"), Prepared("x")):
         for peer in WORKERS:
-            say(peer, kind, layout="x")
+            say(peer, first)
     assert len(request(0, (W0, 0), (W1, 0), (W2, 0))) == 3
     assert request(1, (W0, 0), (W1, 0)) == {}
     here.died(W1, "fell")
     if again:
-        say(W1, "join", incarnation=1)
-        say(W1, "prepared", incarnation=1, layout="x")
-        assert request(0, (W1, 1)) == {(W1, 1): {"over": True}}
+        say(W1, join("gossip"), incarnation=1)
+        say(W1, Prepared("x"), incarnation=1)
+        assert request(0, (W1, 1)) == {(W1, 1): OVER}
     assert request(1, (W2, 0)) == dict.fromkeys(((W0, 0), (W2, 0)), share([0, 2], 1, 1))
     if again:
-        assert request(1, (W1, 1)) == {(W1, 1): {"over": True}}
+        assert request(1, (W1, 1)) == {(W1, 1): OVER}
         found = request(2, (W1, 1), (W0, 0), (W2, 0))
         assert found == dict.fromkeys(((W0, 0), (W1, 1), (W2, 0)), share([0, 1, 2], 2, 2))

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
+from polyrhythm.core.events import Note
 from polyrhythm.core.node import others
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import describe
+from polyrhythm.core.requests import LeaveRun, Request, StepsDone
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import Worker
 from polyrhythm.session.context import session
@@ -72,7 +74,7 @@ class NearestWorker(DecentralizedWorker):
         super().on_message(message)
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
-        self.node.log("cohort", ranks=list(ranks), number=number)
+        self.node.log(Note("cohort", {"ranks": list(ranks), "number": number}))
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +137,7 @@ def test_peer_strategy_survivors_continue_after_a_kill(
     there = [rank for rank in range(3) if rank != victim]
     assert all((tmp_path / f"{rank} 0.pt").exists() for rank in there)
     assert (tmp_path / f"{victim} 1.pt").exists() == bool(restarts)
-    cohorts = events(summary, "cohort")
+    cohorts = [line["values"] for line in events(summary, "note")]
     if locked == "no":
         assert not cohorts
     elif not restarts:
@@ -157,7 +159,7 @@ def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: 
     )
     assert one["digest"] == other["digest"] and list(one["lost"]) == ["worker 1"]
     if locked == "yes":
-        last = events(one, "cohort")[-1]
+        last = events(one, "note")[-1]["values"]
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
 
 
@@ -184,10 +186,10 @@ def test_answers_count_that_a_worker_gives_after_its_last_step(tmp_path: Path) -
         if here.rank == 1:
             request = here._context.request
 
-            def told(kind: str, **fields: Any) -> dict[str, Any]:
-                if kind in ("done", "bye"):
+            def told(which: Request[Any]) -> Any:
+                if isinstance(which, StepsDone | LeaveRun):
                     waits.touch()
-                return request(kind, **fields)
+                return request(which)
 
             here._context.request = told
         elif here.rank == 0:

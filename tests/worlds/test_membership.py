@@ -7,19 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.coordination.leases import Leases
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import Totals, UpdatesLost
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.plan import Plan
-from polyrhythm.core.resolve import resolved
+from polyrhythm.core.requests import (
+    Farewell,
+    LateReply,
+    LeaveRun,
+    NodeFailed,
+    Prepared,
+    ReleaseMemory,
+    Report,
+    Request,
+    StepsDone,
+    TakeLease,
+    Welcome,
+    WhoIsLate,
+)  # fmt: skip
 from polyrhythm.worlds.cluster import Cluster, Crash
 from tests.support.combine import each_value
+from tests.support.launchers import SilentLauncher, coordinator, join
 from tests.support.logs import check_laws
 from tests.support.programs import Examples, Script, events
 
@@ -183,51 +197,55 @@ class Told:
     strategy: str = "async"
 
     def __post_init__(self) -> None:
-        self.notices: list[tuple[Any, ...]] = []
-        self.released: list[tuple[Peer, int]] = []
-        self.here = Coordinator(
-            Plan(self.strategy, workers=2, batch_norm="local"), resolved(pr.parse(self.strategy)),
-            clock=lambda: 0.0, start_servers=lambda count: None, tell=self.tell, replace=self.replace,
-            released=lambda peer, incarnation: self.released.append((peer, incarnation)),
-        )  # fmt: skip
-        nodes = (W0, W1, SERVER)[: 2 + self.here.servers]
-        for peer in nodes:
-            self.say(peer, "join")
-        for peer in nodes:
-            self.say(peer, "prepared", layout="x")
+        self.launcher, self.join = SilentLauncher(self.restarts), join(self.strategy)
+        self.here = coordinator(self.strategy, 2, self.launcher)
+        self.members = self.here.membership
+        self.released = self.launcher.freed
+        nodes = (W0, W1, SERVER)[: 2 + self.here.plan.servers]
+        for request in (self.join, Prepared("x")):
+            for peer in nodes:
+                self.say(peer, request)
         assert self.here.running
 
-    def tell(self, kind: str, fields: dict[str, Any]) -> None:
-        self.notices.append((kind, fields.get("rank"), fields.get("incarnation")))
+    @property
+    def notices(self) -> list[tuple[str, int | None, int | None]]:
+        """Kind, rank and incarnation of what nodes were told."""
+        return [
+            (notice.kind, notice.rank if notice.peer else None, notice.incarnation if notice.peer else None)
+            for notice in self.launcher.notices
+        ]
 
-    def replace(self, peer: Peer) -> bool:
-        self.restarts -= 1
-        return self.restarts >= 0
+    def say(self, peer: Peer, request: Request[Any], incarnation: int = 0) -> Any:
+        """The reply; None also if there is none yet."""
+        answers: list[Any] = []
+        self.here.handle(peer, request, answers.append, incarnation)
+        return answers[-1] if answers else None
 
-    def say(self, peer: Peer, kind: str, incarnation: int = 0, **fields: Any) -> dict[str, Any]:
-        answers: list[dict[str, Any]] = []
-        self.here.handle(peer, kind, fields, answers.append, incarnation)
-        return answers[-1] if answers else {}
+    def rejoin(self, peer: Peer, incarnation: int) -> Welcome:
+        """The next incarnation of a worker joins and prepares."""
+        welcome: Welcome = self.say(peer, self.join, incarnation)
+        self.say(peer, Prepared("x"), incarnation)
+        return welcome
 
 
 def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     """A worker that is done while another is expected is not the last."""
     told = Told(restarts=1)
     told.here.died(W1, "fell")
-    assert told.here.expected == {W1} and told.notices == [("left", 1, 0)]
-    assert told.say(W0, "bye") == {"last": False}
+    assert told.members.expected == {W1} and told.notices == [("left", 1, 0)]
+    assert told.say(W0, LeaveRun()) == Farewell(last=False)
     assert told.notices[1:] == [("left", 0, 0)] and not told.here.failure
-    welcome = told.say(W1, "join", incarnation=1)
-    assert welcome["incarnation"] == 1 and welcome["workers"] == 2
-    assert [role for role, _, _ in welcome["peers"]] == ["server", "worker"]
+    welcome = told.say(W1, told.join, incarnation=1)
+    assert welcome.incarnation == 1 and welcome.workers == 2
+    assert [role for role, _, _ in welcome.peers] == ["server", "worker"]
     assert told.notices[2:] == []  # nobody is to wait for one that still loads its data
-    told.say(W1, "prepared", incarnation=1, layout="x")
-    assert told.notices[2:] == [("joined", 1, None)]
-    assert told.say(W1, "bye", incarnation=1) == {"last": True}
+    told.say(W1, Prepared("x"), incarnation=1)
+    assert told.notices[2:] == [("joined", 1, 0)]
+    assert told.say(W1, LeaveRun(), incarnation=1) == Farewell(last=True)
     told.here.result(W1, "digest", b"")
     assert told.notices[3:] == [("left", 1, 1), ("over", None, None)]
     assert not told.here.finished
-    told.say(SERVER, "bye")
+    told.say(SERVER, LeaveRun())
     assert told.here.finished and told.here.summary()["joined"] == 1
 
 
@@ -235,13 +253,13 @@ def test_coordinator_counts_replacements_that_die_before_joining() -> None:
     told = Told(restarts=2)
     told.here.died(W1, "fell")
     told.here.died(W1, "fell")
-    assert told.here.expected == {W1} and told.here.incarnations[W1] == 2
+    assert told.members.expected == {W1} and told.members.incarnations[W1] == 2
     told.here.died(W1, "stumbled")
-    assert not told.here.expected and not told.here.failure
+    assert not told.members.expected and not told.here.failure
     assert told.notices == [("left", 1, 0)]  # the others never knew of it
-    assert told.here.lost == {"worker 1": "fell 2 times; stumbled"}
+    assert told.members.lost == {"worker 1": "fell 2 times; stumbled"}
     assert told.released == [(W1, 1), (W1, 2)]
-    assert told.say(W0, "bye") == {"last": True}
+    assert told.say(W0, LeaveRun()) == Farewell(last=True)
 
 
 def test_coordinator_fails_if_no_worker_is_left_or_expected() -> None:
@@ -255,30 +273,25 @@ def test_coordinator_fails_if_no_worker_is_left_or_expected() -> None:
 
 def test_a_finished_worker_is_not_lost() -> None:
     told = Told(restarts=1)
-    told.say(W1, "bye")
+    told.say(W1, LeaveRun())
     told.here.died(W1, "ended")
-    assert told.here.lost == {} and not told.here.expected
+    assert told.members.lost == {} and not told.members.expected
 
 
 def test_coordinator_ignores_messages_of_a_previous_life() -> None:
     """What a process sent before it died, and that is read after, does nothing to its replacement."""
     told = Told(restarts=1)
-    lease = {"loader": 0, "epoch": 0, "batches": 8, "unseen": 0, "steps": 0, "samples": 0}
-    first = told.say(W1, "lease", **lease)
+    lease = TakeLease(loader=0, epoch=0, batches=8, unseen=0, steps=0, samples=0)
+    first = told.say(W1, lease)
     told.here.died(W1, "fell")
-    assert told.here.leases.undone == first["count"]
-    for kind, fields in (
-        ("lease", lease),
-        ("bye", {}),
-        ("join", {}),
-        ("failed", {"error": "", "exit_code": 1}),
-    ):
-        assert told.say(W1, kind, incarnation=0, **fields) == {}
-    assert told.here.leases.undone == first["count"] and W1 not in told.here.members
-    told.say(W1, "join", incarnation=1)
-    told.say(W1, "prepared", incarnation=1, layout="x")
-    assert told.say(W1, "bye", incarnation=0) == {} and W1 in told.here.members
-    assert told.say(W1, "lease", incarnation=1, **lease) == first
+    assert told.here.data.leases.undone == first.lease.count
+    for request in (lease, LeaveRun(), told.join, NodeFailed("", 1)):
+        assert told.say(W1, request, incarnation=0) is None
+    assert told.here.data.leases.undone == first.lease.count and W1 not in told.members.members
+    assert not told.here.failure
+    told.rejoin(W1, 1)
+    assert told.say(W1, LeaveRun(), incarnation=0) is None and W1 in told.members.members
+    assert told.say(W1, lease, incarnation=1) == first
 
 
 @pytest.mark.parametrize("dies", ["nobody", "before it is done", "when it is done"])
@@ -290,64 +303,87 @@ def test_totals_are_final_when_all_are_done(dies: str) -> None:
     told, answers = Told(restarts=1, strategy="gossip"), list[Any]()
     if dies == "before it is done":
         told.here.died(W1, "fell")
-    told.here.handle(W0, "done", {}, answers.append)
-    assert answers == [] and told.say(W0, "late") == {"workers": [] if told.here.expected else ["worker 1"]}
+    told.here.handle(W0, StepsDone(), answers.append)
+    late = [] if told.members.expected else ["worker 1"]
+    assert answers == [] and told.say(W0, WhoIsLate()) == LateReply(late)
     if dies == "before it is done":
-        told.say(W1, "join", incarnation=1)
-        told.say(W1, "prepared", incarnation=1, layout="x")
+        told.rejoin(W1, 1)
         assert answers == []
-    incarnation = told.here.incarnations[W1]
+    incarnation = told.members.incarnations[W1]
     if dies == "when it is done":
-        told.here.handle(W1, "done", {}, lambda _: None)
-        assert answers == [{}]
+        told.here.handle(W1, StepsDone(), lambda _: None)
+        assert answers == [None]
         told.here.died(W1, "fell")
-        assert not told.here.expected
+        assert not told.members.expected
     else:
-        assert told.say(W1, "done", incarnation=incarnation) == {} and answers == [{}]
-        told.here.handle(W1, "bye", {}, answers.append, incarnation)
-    assert answers == [{}] and told.say(W0, "bye") == {"last": True}
+        told.here.handle(W1, StepsDone(), answers.append, incarnation)
+        assert answers == [None, None]
+        told.here.handle(W1, LeaveRun(), answers.append, incarnation)
+    count = len(answers)
+    assert {*answers} == {None} and told.say(W0, LeaveRun()) == Farewell(last=True)
     told.here.result(W0, "digest", b"")
-    assert told.here.finished and answers[1:] == [{"last": False}] * (dies != "when it is done")
+    assert told.here.finished and answers[count:] == [Farewell(last=False)] * (dies != "when it is done")
 
 
 def test_one_that_dies_while_it_waits_for_the_others_has_no_successor() -> None:
     told, answers = Told(restarts=1, strategy="gossip"), list[Any]()
-    told.here.handle(W1, "done", {}, answers.append)
+    told.here.handle(W1, StepsDone(), answers.append)
     told.here.died(W1, "fell")
-    assert not told.here.expected and told.here.lost == {"worker 1": "fell"}
-    told.here.handle(W0, "done", {}, answers.append)
-    assert answers == [{}]  # of worker 0: nobody answers the dead
-    assert told.say(W0, "bye") == {"last": True}
+    assert not told.members.expected and told.members.lost == {"worker 1": "fell"}
+    told.here.handle(W0, StepsDone(), answers.append)
+    assert answers == [None]  # of worker 0: nobody replies to the dead
+    assert told.say(W0, LeaveRun()) == Farewell(last=True)
 
 
 def test_totals_of_all_lives_count() -> None:
     told = Told(restarts=1)
-    line = {
-        "event": "totals", "steps": 5, "samples": 20, "bytes_sent": 7, "bytes_between": 3, "compute_s": 1.0,
-        "wait_s": 1.0,
-    }  # fmt: skip
-    told.say(W1, "events", lines=[line])
+    totals = Totals(steps=5, samples=20, bytes_sent=7, bytes_between=3, compute_s=1.0, wait_s=1.0)
+    told.say(W1, Report(totals))
     told.here.died(W1, "fell")
-    told.say(W1, "join", incarnation=1)
-    told.say(W1, "prepared", incarnation=1, layout="x")
-    told.say(W1, "events", incarnation=1, lines=[{**line, "steps": 2, "samples": 8}])
-    told.say(W1, "events", incarnation=0, lines=[{**line, "steps": 6, "samples": 24}])  # read late
-    assert told.here.progress() == (8, 32)
+    told.rejoin(W1, 1)
+    told.say(W1, Report(msgspec.structs.replace(totals, steps=2, samples=8)), incarnation=1)
+    told.say(W1, Report(msgspec.structs.replace(totals, steps=6, samples=24)), incarnation=0)  # read late
+    assert told.here.tally.progress() == (8, 32)
     summary = told.here.summary()
     assert (summary["steps"], summary["samples"], summary["bytes_sent"]) == (8, 32, 14)
+
+
+def test_counts_of_reports_add_up_in_the_summary() -> None:
+    """A report tells what happened since the last one, also if none of the events are recorded."""
+    told = Told()
+    told.say(SERVER, Report(staleness={0: 2, 3: 1}, dropped=1))
+    told.say(SERVER, Report(staleness={3: 1}, updates_lost=UpdatesLost(10, 2, 0.2)))
+    summary = told.here.summary()
+    assert summary["staleness"] == {"mean": 1.5, "p95": 3.0, "max": 3.0} and summary["dropped"] == 1
+    assert summary["lost_updates"] == {"counted": 10, "lost": 2, "share": 0.2}
 
 
 def test_memory_of_a_dead_worker_is_freed_after_all_servers_release_it() -> None:
     told = Told(restarts=1)
     told.here.died(W1, "fell")
     assert told.released == []
-    left = {"event": "left", "peer": "worker 1", "incarnation": 0, "reason": "fell"}
-    told.say(W0, "events", lines=[left])
+    release = ReleaseMemory(rank=1, incarnation=0)
+    told.say(W0, release)
     assert told.released == []
-    told.say(SERVER, "events", lines=[left])
+    told.say(SERVER, release)
     assert told.released == [(W1, 0)]
-    told.say(SERVER, "events", lines=[{**left, "peer": "worker 0", "reason": "finished"}])
+    told.say(SERVER, release)
+    told.say(SERVER, ReleaseMemory(rank=0, incarnation=0))
     assert told.released == [(W1, 0)]
+
+
+def test_layouts_are_compared_among_nodes_with_the_same_part_of_the_model() -> None:
+    here = coordinator("async", 2, SilentLauncher())
+    for peer in (W0, W1, SERVER):
+        here.handle(peer, join("async"), lambda _: None)
+    for peer, request in ((W0, Prepared("x", "stage 0")), (W1, Prepared("y", "stage 1"))):
+        here.handle(peer, request, lambda _: None)
+    assert here.failure is None
+    here.handle(SERVER, Prepared("y", "stage 0"), lambda _: None)
+    assert here.failure is not None and here.failure.message == (
+        "server 0 and worker 0 have different models of stage 0 (layouts y and x): every node must build the "
+        "same model and optimizer"
+    )
 
 
 def test_finished_epochs_have_no_leases_for_a_joining_worker() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.core.events import ReplicaDigest
 from polyrhythm.core.node import others
 from polyrhythm.strategies.broadcast.messages import KNOWN, read_known
 
@@ -72,9 +73,9 @@ class Settling:
     def agree(self) -> None:
         """Waits until all have everything, and logs the digest of each worker's counts."""
         self.settle_all()
-        self.node.log("replica", peer=str(self.node.me), digest=self.log.digest())
+        self.node.log(ReplicaDigest(str(self.node.me), self.log.digest()))
         for peer, answer in self._ask_all(others(self.node), "digest")[0].items():
-            self.node.log("replica", peer=str(peer), digest=answer["digest"])
+            self.node.log(ReplicaDigest(str(peer), answer["digest"]))
 
     def _ask_all(
         self, peers: Iterable[Peer], kind: str, **fields: Any

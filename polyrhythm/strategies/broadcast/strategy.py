@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from polyrhythm.compress.codecs.threshold import LARGEST, SMALLEST
 from polyrhythm.compress.kernels import selection
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.events import ResidualLeft
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
@@ -218,7 +219,7 @@ class BroadcastWorker(Worker):
         self.warmup.end()
         broadcast.barrier.end()
         norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in self.residual))
-        self.node.log("residual", messages=broadcast.sent, tau=self.strategy.unit, norm=norm)
+        self.node.log(ResidualLeft(broadcast.sent, self.strategy.unit, norm))
         broadcast.settling.settle({broadcast.origin: broadcast.sent})
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import WireError
+from polyrhythm.core.events import Applied
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.published import Key
 from polyrhythm.core.strategy import Traits
@@ -134,7 +135,7 @@ class AdPsgdWorker(DecentralizedWorker):
         with self.node.lock():
             self.settle()
             self.replica.apply()
-        self.node.log("apply", staleness=self.taken)
+        self.node.log(Applied(staleness=self.taken))
         self.taken = 0
         self.request()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import UpdatesLost
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
@@ -121,7 +122,7 @@ class HogWildWorker(Worker):
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         if final:
             counted, lost = self.tally.result()
-            self.node.log("lost updates", counted=counted, lost=lost, share=lost / max(counted, 1))
+            self.node.log(UpdatesLost(counted, lost, lost / max(counted, 1)))
         return self.replica.parameters
 
     def state_dict(self) -> State:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import LocalStepsChosen
 from polyrhythm.model.vectors import copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
 
@@ -101,7 +102,7 @@ class DelayedNesterov(ParameterServer):
         steps = max(1, math.floor(self.period * share + 1e-6))
         if steps != replica.notes["steps"]:
             replica.notes["steps"] = steps
-            node.log("local steps", step=replica.steps, steps=steps, share=share)
+            node.log(LocalStepsChosen(replica.steps, steps, share))
 
     def hear(self, shard: Shard, message: Message) -> None:
         speeds = shard.notes.setdefault("speeds", {})

@@ -19,6 +19,7 @@ from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.compress.reducers import reducer_for
 from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import WireError
+from polyrhythm.core.events import Applied, Dropped, Pulled, Refused
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.model.vectors import copied
@@ -162,7 +163,7 @@ class ServerLoop:
 
     def _drop(self, push: Push) -> None:
         self._decide("drop", [push])
-        self._log("drop", push)
+        self._log(Dropped, push)
         self.readers.append(push.message)
 
     def _decide(self, what: str, pushes: Sequence[Push] = ()) -> None:
@@ -202,7 +203,7 @@ class ServerLoop:
                 # Of the dead, who did not live to send it to the first server too.
                 alive = self.node.members.alive
                 for push in [push for push in self.pending.values() if not alive(push.message)]:
-                    self._log("drop", self.pending.pop(push.name))
+                    self._log(Dropped, self.pending.pop(push.name))
 
     def _comes(self, worker: int, incarnation: int) -> bool:
         """Whether something of this life of a worker may still come."""
@@ -253,13 +254,11 @@ class ServerLoop:
             absent = [index for index in absent if index in push["absent"]]
         strategy.update(shard, update, absent, group[0]["groups"])
         for push in group:
-            self._log("apply", push)
+            self._log(Applied, push)
 
-    def _log(self, event: str, push: Push) -> None:
-        self.node.log(
-            event, version=self.shard.version, worker=push.worker, sequence=push.message.sequence,
-            step=push["step"], staleness=push.staleness, bytes=push.nbytes,
-        )  # fmt: skip
+    def _log(self, event: type[Applied | Dropped], push: Push) -> None:
+        number, step = push.message.sequence, push["step"]
+        self.node.log(event(self.shard.version, push.worker, number, step, push.staleness, push.nbytes))
 
     def _answer(self) -> None:
         """Answers those who may read: nobody more than `max_staleness` steps ahead of the slowest."""
@@ -281,7 +280,7 @@ class ServerLoop:
                 waiting.append(reader)
             else:
                 if reader.kind == "pull":
-                    node.log("pull", worker=worker, version=shard.version)
+                    node.log(Pulled(worker, shard.version))
                 more = self.strategy.tell(shard, reader)
                 view = self.strategy.view(shard, reader)
                 if self.strategy.answers_in_code:
@@ -406,7 +405,7 @@ class ServerLoop:
             self.coder.add(push.tensors, update)
         except WireError as error:  # it counts as nothing, and this server lives on
             worker, why = push.sender.rank, f"{push.sender} sent a push that cannot be read: {error}"
-            self.node.log("refused", worker=worker, sequence=push.sequence, why=why)
+            self.node.log(Refused(worker, push.sequence, why))
             return tuple(part.zero_() for part in update)
         return update
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
-from polyrhythm.coordination.coordinator import COORDINATOR
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
+from polyrhythm.core.requests import (
+    JoinRun,
+    LeaveRun,
+    Prepared,
+    Request,
+    ShareEpoch,
+    StepsDone,
+    Welcome,
+    WhoIsLate,
+    pack,
+    unpack_reply,
+)
 from polyrhythm.core.resolve import ResolvedStrategy
-from polyrhythm.session.context import Welcome, WorldContext
+from polyrhythm.session.context import WorldContext
 from polyrhythm.wire.buffers import Buffer
+from polyrhythm.wire.frame import layout_of
 from polyrhythm.worlds.processes.node import ProcessNode
-from polyrhythm.worlds.processes.process_group import Place
+
+R = TypeVar("R")
 
 
 class ProcessContext(WorldContext):
@@ -26,28 +39,29 @@ class ProcessContext(WorldContext):
     def strategy(self) -> ResolvedStrategy | None:
         return self._strategy
 
-    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def request(self, request: Request[R]) -> R:
+        kind, fields = pack(request)
         try:
             answer = self.node.transport.request(COORDINATOR, kind, fields=fields).wait().fields
         except WaitError as error:
-            if kind not in ("done", "bye", "deal") or isinstance(error, PeerLost):
+            if not isinstance(request, StepsDone | LeaveRun | ShareEpoch) or isinstance(error, PeerLost):
                 raise
-            late = ", ".join(self.request("late")["workers"])  # the coordinator itself waits for these
+            late = ", ".join(self.request(WhoIsLate()).workers)  # the coordinator itself waits for these
             raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None
         if "error" in answer:
             raise PolyrhythmError(answer["error"])
-        if kind == "prepared":
-            self.node.transport.layout = fields["layout"]
-        return answer
+        if isinstance(request, Prepared):
+            self.node.transport.layout = layout_of(request.part, request.layout)
+        return unpack_reply(request, answer)
 
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         node = self.node
-        place = Place(node.transport.address, node.transport.host, node.arena)
-        answer = self.request("join", strategy=strategy.to_json(), batch_norm=batch_norm, place=list(place))
-        welcome = Welcome.of(answer)
-        node.seed, node.incarnation, node.cohort = welcome.seed, welcome.incarnation, answer["group"]
-        node.meet([(role, rank, *place) for role, rank, place in answer["peers"]])
-        node.transport.far = frozenset(Peer(role, rank) for role, rank in answer["far"])
+        location = node.transport.address, node.transport.host, node.arena
+        welcome = self.request(JoinRun(strategy, batch_norm, location))
+        node.seed, node.incarnation, node.cohort = welcome.seed, welcome.incarnation, welcome.cohort
+        node.meet(welcome.peers)
+        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome.far)
+        node.start_reports(self.plan.events)
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:

@@ -16,43 +16,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.coordination.coordinator import COORDINATOR
-from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
+from polyrhythm.core.events import Delivered, DeliveredLate, Event, EventPolicy, PeerJoined, PeerLeft, Totals
 from polyrhythm.core.group import Task
 from polyrhythm.core.message import Field, Message, Reply
-from polyrhythm.core.node import Lock, Members, Memory, Node
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.node import Members, Node
+from polyrhythm.core.notice import Notice
+from polyrhythm.core.peer import COORDINATOR, Peer
+from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, pack
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.inbox import Incoming
 from polyrhythm.wire.requests import Pending
-from polyrhythm.wire.shared_region import SharedRegion
 from polyrhythm.wire.transport import Transport
+from polyrhythm.worlds.processes.memory import ProcessMemory
 from polyrhythm.worlds.processes.process_group import Place, ProcessGroup
+from polyrhythm.worlds.processes.reporter import Reporter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.wire.arena import Arenas
 
-
-FLUSH_EVERY = 0.5  # seconds between two parcels of event log
-PARCEL = 1000  # lines in one at most: a header has a limit
-
 _TYPE = {name: getattr(torch, name) for name in DTYPES}
 _NAME = {kind: name for name, kind in _TYPE.items()}
 
 
 @dataclass
-class _Notice:
-    """What happened to another node (to none, if all is over), and how many messages had arrived by then."""
+class _ArrivedNotice:
+    """A notice about another node, and how many messages had arrived before it."""
 
-    kind: str
-    peer: Peer | None
-    fields: dict[str, Any]
+    notice: Notice
     arrived: int
 
 
@@ -126,18 +124,16 @@ class ProcessNode(Node):
         self._memory = torch.frombuffer(self.view, dtype=torch.uint8) if arenas else torch.empty(0)
         self._base = self._memory.data_ptr()
         self.members = Members()
-        self.memory = _ProcessMemory(self)
+        self.memory = ProcessMemory(self)
         self._group: ProcessGroup | None = None
         self.one_host = True  # all workers are on this host
-        self._notices: deque[_Notice] = deque()  # of what happened to others, in order
-        self._handled: list[_Notice] = []  # given to the strategy, to be logged when it has dealt with them
-        self._changes = 0  # of who is there
-        self._told = threading.local()  # of how many each thread knows
+        self._notices: deque[_ArrivedNotice] = deque()  # not yet given to the strategy, in order
+        self._handled: list[Notice] = []  # given to the strategy, which may not have reacted yet
+        self._changes = 0  # of membership
+        self._told = threading.local()  # how many of them each thread knows
         self._hearing = threading.RLock()
-        self._lines: list[dict[str, Any]] = []
-        self._totals: dict[str, Any] | None = None
-        self._flushed = 0.0
         self._lock = threading.Lock()
+        self._reporter = Reporter(me, transport)
         for kind in ("left", "joined", "over"):
             transport.handlers[kind] = self._notice
 
@@ -146,9 +142,9 @@ class ProcessNode(Node):
     def now(self) -> float:
         return time.monotonic() - self._began
 
-    def meet(self, peers: Sequence[tuple[Any, ...]]) -> None:
-        """Learns who is in the run and where: role, rank, and what makes a `Place`, of each."""
-        places = {Peer(role, rank): Place(*place) for role, rank, *place in peers}
+    def meet(self, peers: Sequence[tuple[str, int, Location]]) -> None:
+        """Learns who is in the run and where: role, rank and location of each node."""
+        places = {Peer(role, rank): Place(*location) for role, rank, location in peers}
         for peer, place in places.items():
             if peer != self.me:
                 self.transport.introduce(peer, place.address)
@@ -164,7 +160,8 @@ class ProcessNode(Node):
 
     def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
         """Raises if it makes no sense to wait any longer for these workers in a collective."""
-        left = {note.peer: note.fields["reason"] for note in list(self._notices) if note.kind == "left"}
+        notices = [each.notice for each in list(self._notices)]
+        left = {notice.peer: notice.reason for notice in notices if notice.kind == "left"}
         workers = self.members.workers
         died = [peer for peer in self.members.lost if peer not in workers]
         died += [peer for peer, reason in left.items() if peer and reason != "finished"]
@@ -180,19 +177,18 @@ class ProcessNode(Node):
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
 
     def _notice(self, incoming: Incoming) -> None:
-        """Something happened to another node: waits for one that left end at once, and one that joined can
-        be talked to. Who is there changes in `receive`, in order."""
-        fields = incoming.fields
-        peer = Peer(fields["role"], fields["rank"]) if fields else None
-        if peer is not None and incoming.kind == "left":
-            self.transport.lost(peer, fields["reason"])
-        elif peer is not None:
-            self.transport.introduce(peer, fields["address"])
-        self._notices.append(_Notice(incoming.kind, peer, fields, self.transport.arrived))
+        """Takes in a notice. Waits for a node that left end at once, and one that joined can be reached.
+        `members` changes in `receive`, in order."""
+        notice = msgspec.convert({**incoming.fields, "kind": incoming.kind}, Notice)
+        if notice.peer is not None and notice.kind == "left":
+            self.transport.lost(notice.peer, notice.reason)
+        elif notice.peer is not None:
+            self.transport.introduce(notice.peer, notice.address)
+        self._notices.append(_ArrivedNotice(notice, self.transport.arrived))
         self.transport.wake()
 
-    def _heed(self, notice: _Notice) -> None:
-        """From here on this node knows of it."""
+    def _heed(self, notice: Notice) -> None:
+        """Changes `members` as the notice says."""
         peer, members = notice.peer, self.members
         if peer is None:
             members.over = True
@@ -202,24 +198,31 @@ class ProcessNode(Node):
         if notice.kind == "joined":
             others = sorted([*others, peer])
         else:
-            finished = notice.fields["reason"] == "finished"
-            members.leave(peer, notice.fields["incarnation"], finished)
+            members.leave(peer, notice.incarnation, notice.finished)
         if peer.role == "worker":
             members.workers = others
         else:
             members.servers = others
 
     def _log_handled(self) -> None:
-        """The line that a node has left says that nothing of it is in use here any longer, its memory
-        included; a replacement may be waiting for that."""
+        """Logs the notices that the strategy has reacted to. Nothing of a node that has left is in use here
+        any longer; a replacement may be waiting for its memory."""
         if not self._handled:
             return
         with self._lock:
             handled, self._handled = self._handled, []
         for notice in handled:
-            fields = {key: value for key, value in notice.fields.items() if key in ("incarnation", "reason")}
-            self.log(notice.kind, peer=str(notice.peer), **fields)
-        self.flush()
+            if notice.kind == "joined":
+                self.log(PeerJoined(str(notice.peer)))
+                continue
+            self.log(PeerLeft(str(notice.peer), notice.incarnation, notice.reason))
+            if notice.role == "worker" and not notice.finished:
+                self._tell_coordinator(ReleaseMemory(notice.rank, notice.incarnation))
+
+    def _tell_coordinator(self, request: Request[None]) -> None:
+        kind, fields = pack(request)
+        with contextlib.suppress(PolyrhythmError):  # if it is gone, the run is over
+            self.transport.send(COORDINATOR, kind, (), fields)
 
     # --- messages -----------------------------------------------------------------------------------
 
@@ -247,27 +250,27 @@ class ProcessNode(Node):
         while True:
             wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
             # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
-            notice = self._notices[0] if self._notices else None
+            next_ = self._notices[0] if self._notices else None
             news = getattr(self._told, "changes", 0) != self._changes
-            if notice is None:
+            if next_ is None:
                 incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
             else:
-                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=notice.arrived)
+                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=next_.arrived)
             if incoming is not None:
                 message = _message(incoming)
                 late = self.members.outdated(message)
-                event, sender = "late" if late else "deliver", str(message.sender)
-                self.log(event, sender=sender, sequence=message.sequence, kind=message.kind)
-                if not late:  # otherwise its memory may be another's by now
+                kind = DeliveredLate if late else Delivered
+                self.log(kind(str(message.sender), message.sequence, message.kind))
+                if not late:  # otherwise its memory may belong to another node by now
                     return message
-            elif notice is not None or news:
+            elif next_ is not None or news:
                 with self._lock:
-                    # Each thread is told, but only one of them is the first to hear of it.
-                    if notice is not None and self._notices and self._notices[0] is notice:
+                    # Each thread is told, but only the first one changes `members`.
+                    if next_ is not None and self._notices and self._notices[0] is next_:
                         self._notices.popleft()
-                        self._heed(notice)
-                        if notice.peer is not None:
-                            self._handled.append(notice)
+                        self._heed(next_.notice)
+                        if next_.notice.peer is not None:
+                            self._handled.append(next_.notice)
                         self._changes += 1
                     self._told.changes = self._changes
                 return None
@@ -292,8 +295,7 @@ class ProcessNode(Node):
                     traceback.print_exc()
                 what = str(error) if known else f"{self.me} failed: {type(error).__name__}: {error}"
                 code = error.exit_code if isinstance(error, PolyrhythmError) else 1
-                with contextlib.suppress(PolyrhythmError):
-                    self.transport.send(COORDINATOR, "failed", (), {"error": what, "exit_code": code})
+                self._tell_coordinator(NodeFailed(what, code))
 
         _Thread(listen, ())
 
@@ -327,74 +329,27 @@ class ProcessNode(Node):
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         return _Thread(function, args)
 
-    def log(self, event: str, /, **fields: Any) -> None:
-        with self._lock:
-            self._lines.append({"t": self.now(), "event": event, **fields})
-        if len(self._lines) >= PARCEL or self.now() - self._flushed > FLUSH_EVERY:
-            self.flush()
+    def log(self, event: Event) -> None:
+        self._reporter.log(self.now(), event)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        self._totals = {
-            "event": "totals", "steps": steps, "samples": samples, "bytes_sent": self.transport.bytes_sent,
-            "bytes_between": self.transport.bytes_between, "compute_s": compute_s, "wait_s": wait_s,
-        }  # fmt: skip
+        sent, between = self.transport.bytes_sent, self.transport.bytes_between
+        self._reporter.totals(Totals(steps, samples, sent, between, compute_s, wait_s))
+
+    def start_reports(self, events: EventPolicy) -> None:
+        """Begins to send events and totals to the coordinator now and then."""
+        self._reporter.start(events)
 
     def flush(self) -> None:
-        """Sends what the event log has gathered."""
-        with self._lock:
-            lines, self._lines = self._lines, []
-            if self._totals is not None:
-                lines.append({"t": self.now(), **self._totals})
-                self._totals = None
-            self._flushed = self.now()
-        if lines:
-            self.transport.send(COORDINATOR, "events", (), {"lines": lines})
+        """Sends all events and totals so far to the coordinator."""
+        self._reporter.flush()
 
     def close(self) -> None:
+        """Ends all threads and connections."""
+        self._reporter.close()
         self.transport.close()
         if self._group is not None:
             self._group.close()
-
-
-class _ProcessMemory(Memory):
-    """Memory in the arenas of this host."""
-
-    def __init__(self, node: ProcessNode) -> None:
-        self._node = node
-
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        if self._node.arenas is None or torch.device(device).type != "cpu" or not count:
-            return torch.empty(count, dtype=dtype, device=device)
-        nbytes = count * dtype.itemsize
-        offset = self._node.arenas.allocate(self._node.arena, nbytes)
-        memory = self._node.view[offset : offset + nbytes]
-        return torch.frombuffer(memory, dtype=dtype)  # alone in its storage
-
-    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        region, nbytes = self._region(), count * dtype.itemsize
-        return (
-            torch.frombuffer(region.memory(name, nbytes), dtype=dtype)
-            if count
-            else torch.empty(0, dtype=dtype)
-        )
-
-    def lock(self, name: str) -> Lock:
-        def give_up(holder: int, waited: float) -> None:
-            if waited > self._node.transport.wait or self._node.transport.closed:
-                who = "another" if holder < 0 else str(Peer("worker", holder))
-                raise WaitError(
-                    f"{self._node.me} waited {waited:.1f} s for {who} to release the lock {name!r}"
-                )
-
-        return self._region().lock(name, self._node.rank, give_up)
-
-    def _region(self) -> SharedRegion:
-        if self._node.arenas is None or not self._node.one_host:
-            raise UsageError(
-                "the strategy works on memory that all workers share, and they are on several hosts or talk "
-                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
-            )
-        return SharedRegion(self._node.arenas)
 
 
 def _message(incoming: Incoming) -> _Arrived:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.random.mtrand import set_bit_generator
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.requests import JoinRun, Request, Welcome, kind_of
 from polyrhythm.core.resolve import ResolvedStrategy
-from polyrhythm.session.context import Welcome, WorldContext
+from polyrhythm.session.context import WorldContext
 from polyrhythm.worlds.simulated.backward_thread import BackwardThread, without_hooks
 from polyrhythm.worlds.simulated.node import SimulatedNode
+
+R = TypeVar("R")
 
 
 class SimulatedContext(WorldContext):
@@ -34,31 +37,32 @@ class SimulatedContext(WorldContext):
     def strategy(self) -> ResolvedStrategy | None:
         return self.node.world.coordinator.strategy
 
-    def request(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def request(self, request: Request[R]) -> R:
         if self.node.crashed:
-            return {}  # a loader that closes returns its lease, but the coordinator has taken that already
-        answers: list[dict[str, Any]] = []
+            # A loader that closes returns its lease, but the coordinator has taken that already.
+            return None  # type: ignore[return-value]
+        answers: list[R] = []
         fiber = self.node.current()
         blocked = False
 
-        def respond(answer: dict[str, Any]) -> None:
+        def respond(answer: R) -> None:
             answers.append(answer)
             if blocked:
                 self.node.world.loop.at(self.node.now(), fiber.resume, None)
 
-        self.node.world.coordinator.handle(self.me, kind, fields, respond, self.node.incarnation)
+        self.node.world.coordinator.handle(self.me, request, respond, self.node.incarnation)
         blocked = True
         if not answers:
             with self.away():
                 while not answers:
-                    fiber.block("all nodes", "to get as far as", repr(kind))
+                    fiber.block("all nodes", "to get as far as", repr(kind_of(request)))
         return answers[0]
 
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
-        answer = self.request("join", strategy=strategy.to_json(), batch_norm=batch_norm)
-        self.node.cohort = answer["group"]
+        welcome = self.request(JoinRun(strategy, batch_norm))
+        self.node.cohort = welcome.cohort
         self.node.meet()
-        return Welcome.of(answer)
+        return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:
         self.node.world.coordinator.result(self.me, digest, blob)

@@ -99,7 +99,7 @@ class _Collective(Task):
     def join(self) -> None:
         while not self._done:
             if self._lost:
-                gone = ", ".join(self.node.world.coordinator.lost)
+                gone = ", ".join(self.node.world.coordinator.membership.lost)
                 raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
             self._waiter.block(self.kind, f"number {self.number} with {self.group}")
@@ -129,7 +129,7 @@ class OpenCollectives:
         which = mine.group.name, mine.number
         here = self._open.setdefault(which, {})
         here[mine.node.rank] = mine
-        if self._world.coordinator.lost:
+        if self._world.coordinator.membership.lost:
             mine.lose()
         if len(here) == mine.group.count:
             del self._open[which]

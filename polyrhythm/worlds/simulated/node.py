@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import Delivered, DeliveredLate, Event, PeerJoined, PeerLeft, Totals
 from polyrhythm.core.group import Task
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.node import Lock, Members, Memory, Node
+from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 from polyrhythm.worlds.simulated.group import SimulatedGroup
@@ -26,13 +27,10 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.simulated.world import Simulated
 
 
-@dataclass
-class Notice:
-    """What happened to another node (to none, if all is over), and the workers that are there since."""
+class MembershipChange(NamedTuple):
+    """A notice about another node, and the workers that are there since."""
 
-    kind: str
-    peer: Peer | None
-    fields: dict[str, Any]
+    notice: Notice
     workers: Sequence[Peer]
 
 
@@ -48,7 +46,8 @@ class SimulatedNode(Node):
         self.random_state: Tensor | None = None
         self.bytes_sent = self.bytes_between = 0  # in all, and to other sites
         self._key = (me.role, me.rank)
-        self._inbox: deque[Message | Notice] = deque()
+        self._name = str(me)
+        self._inbox: deque[Message | MembershipChange] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
         self._asked: dict[SimulatedReply, None] = {}  # of this node, and not answered yet
         self._changes = 0  # of who is there
@@ -130,7 +129,7 @@ class SimulatedNode(Node):
         fiber, inbox = self.current(), self._inbox
         while True:
             for index, message in enumerate(inbox):
-                if isinstance(message, Notice):
+                if isinstance(message, MembershipChange):
                     del inbox[index]
                     self._heed(message)
                     fiber.told = self._changes
@@ -138,10 +137,8 @@ class SimulatedNode(Node):
                 if not kinds or message.kind in kinds:
                     del inbox[index]
                     late = bool(self.members.lost) and self.members.outdated(message)
-                    self.log(
-                        "late" if late else "deliver",
-                        sender=str(message.sender), sequence=message.sequence, kind=message.kind,
-                    )  # fmt: skip
+                    kind = DeliveredLate if late else Delivered
+                    self.log(kind(str(message.sender), message.sequence, message.kind))
                     if late:
                         break
                     if self.me.role == "server" and message.tensors:
@@ -192,26 +189,27 @@ class SimulatedNode(Node):
         answer = Message(self.me, message.kind, self._sequence, fields, given)
         self.world.network.carry(self._key, reply.node._key, nbytes, reply.arrive, answer)
 
-    def notice(self, notice: Notice) -> None:
-        """Something happened to another node; `receive` tells, after what arrived before."""
-        self._inbox.append(notice)
+    def notice(self, change: MembershipChange) -> None:
+        """Takes in a notice; `receive` tells the strategy, after all messages that arrived before."""
+        self._inbox.append(change)
         waiting, self._receivers = self._receivers, []
         for fiber, _ in waiting:
             self.world.loop.at(self.now(), fiber.resume, None)
 
-    def _heed(self, notice: Notice) -> None:
-        """From here on this node knows of it."""
+    def _heed(self, change: MembershipChange) -> None:
+        """Changes `members` as the notice says."""
         self._changes += 1
-        peer, fields = notice.peer, notice.fields
+        notice = change.notice
+        peer = notice.peer
         if peer is None:
             self.members.over = True
             return
-        self.members.workers = notice.workers
+        self.members.workers = change.workers
         if notice.kind == "left":
-            self.members.leave(peer, fields["incarnation"], fields["reason"] == "finished")
-            self.log("left", peer=str(peer), incarnation=fields["incarnation"], reason=fields["reason"])
+            self.members.leave(peer, notice.incarnation, notice.finished)
+            self.log(PeerLeft(str(peer), notice.incarnation, notice.reason))
         else:
-            self.log("joined", peer=str(peer))
+            self.log(PeerJoined(str(peer)))
 
     def crash(self) -> None:
         """Stops in the middle of whatever it is doing."""
@@ -231,15 +229,13 @@ class SimulatedNode(Node):
         self.world.loop.at(self.now(), task.fiber.start, None)
         return task
 
-    def log(self, event: str, /, **fields: Any) -> None:
-        line = {"t": self.world.loop.now, "event": event, **fields}
-        self.world.coordinator.record(self.me, self.incarnation, line)
+    def log(self, event: Event) -> None:
+        self.world.coordinator.log(self._name, event)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        totals = self.world.coordinator.totals[self.me, self.incarnation]
-        totals.steps, totals.samples, totals.bytes_sent = steps, samples, self.bytes_sent
-        totals.bytes_between = self.bytes_between
-        totals.compute_s, totals.wait_s = compute_s, wait_s
+        self.world.coordinator.tally.totals[self.me, self.incarnation] = Totals(
+            steps, samples, self.bytes_sent, self.bytes_between, compute_s, wait_s
+        )
 
     def take_time(self, seconds: float) -> None:
         if seconds > 0:

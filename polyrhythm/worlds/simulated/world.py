@@ -6,7 +6,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from greenlet import GreenletExit
@@ -14,6 +14,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.context import ServerDone, session, world_context
 from polyrhythm.session.distributed import DistributedSession
@@ -21,7 +22,7 @@ from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
 from polyrhythm.worlds.simulated.group import OpenCollectives
 from polyrhythm.worlds.simulated.network import Network
-from polyrhythm.worlds.simulated.node import Notice, SimulatedNode
+from polyrhythm.worlds.simulated.node import MembershipChange, SimulatedNode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,20 +58,11 @@ class Simulated:
         self.costs = self._place(plan.servers)
         self.network = Network(self.loop, self.costs)
         self._fibers: list[Fiber] = []
-        self._say = say
+        self.say = say
         self._owner: SimulatedNode | None = None
         self._home_state = torch.get_rng_state()
         self.numbers = get_bit_generator()
-        self.coordinator: Coordinator = Coordinator(
-            plan,
-            strategy,
-            clock=lambda: self.loop.now,
-            start_servers=self._start_servers,
-            tell=self._tell,
-            replace=lambda peer: self._comes_back,
-            folder=folder,
-            say=say,
-        )
+        self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, folder)
         for rank in range(plan.workers):
             self._start(Peer("worker", rank))
         for crash in cluster.failures:
@@ -105,10 +97,37 @@ class Simulated:
         torch.set_rng_state(self._home_state if node.random_state is None else node.random_state)
         self._owner = node
 
-    def _start_servers(self, count: int) -> None:
+    # --- for the coordinator ------------------------------------------------------------------------
+
+    def start_servers(self, count: int) -> None:
+        """Starts so many servers."""
         self.network.costs = self.costs = self._place(count)
         for rank in range(count):
             self._start(Peer("server", rank))
+
+    def tell(self, notice: Notice) -> None:
+        """Notifies every member except the one that the notice is about."""
+        peer = notice.peer
+        if peer is not None:
+            others = [each for each in self.present[peer.role] if each != peer]
+            self.present[peer.role] = sorted([*others, peer]) if notice.kind == "joined" else others
+        change = MembershipChange(notice, self.present["worker"])
+        for other in self.coordinator.membership.members:
+            if other != peer:
+                self.nodes[other].notice(change)
+
+    def replace(self, peer: Peer) -> bool:
+        """True if the cluster file says that the worker which has just crashed comes back."""
+        return self._comes_back
+
+    def rescue(self, peer: Peer) -> bool:
+        """Nobody takes the place of the last worker."""
+        return False
+
+    def released(self, peer: Peer, incarnation: int) -> None:
+        """Simulated nodes lend no memory."""
+
+    # --- nodes --------------------------------------------------------------------------------------
 
     def _place(self, servers: int) -> Costs:
         return self.cluster.place(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
@@ -116,18 +135,18 @@ class Simulated:
     def _crash(self, which: tuple[Peer, Crash]) -> None:
         """Stops a worker like a process that is killed, unless it has left already."""
         peer, crash = which
-        if peer not in self.coordinator.members:
+        if peer not in self.coordinator.membership.members:
             return
         self._comes_back = crash.back is not None
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
         if self.coordinator.failure is None:
             self.nodes[peer].crash()
             self.meetings.lose()
-            if crash.back is not None and peer in self.coordinator.expected:  # it was not done
+            if crash.back is not None and peer in self.coordinator.membership.expected:  # it was not done
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:
-        self._start(peer, self.coordinator.incarnations[peer])
+        self._start(peer, self.coordinator.membership.incarnations[peer])
 
     def _start(self, me: Peer, incarnation: int = 0) -> None:
         node = self.nodes[me] = SimulatedNode(self, me, incarnation)
@@ -161,16 +180,5 @@ class Simulated:
             self.coordinator.fail(str(error), error.exit_code)
             return
         for line in "".join(traceback.format_exception(error)).rstrip().splitlines():
-            self._say(f"[{peer}] {line}")
+            self.say(f"[{peer}] {line}")
         self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
-
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Notifies every member except the one that the notice is about."""
-        peer = Peer(fields["role"], fields["rank"]) if fields else None
-        if peer is not None:
-            others = [each for each in self.present[peer.role] if each != peer]
-            self.present[peer.role] = sorted([*others, peer]) if kind == "joined" else others
-        notice = Notice(kind, peer, fields, self.present["worker"])
-        for other in self.coordinator.members:
-            if other != peer:
-                self.nodes[other].notice(notice)

@@ -1,0 +1,58 @@
+"""Finish: the end of a run whose workers hold the parameters. Logic without I/O.
+
+A worker that has taken its last step stays until all have, because the others may still ask it for its
+parameters. Then one worker brings the result, and the others reply to it until that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from polyrhythm.coordination.gate import Gate
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import Farewell
+
+
+class Finish:
+    """Workers that take no more steps, and what they wait for."""
+
+    def __init__(self) -> None:
+        self.done: set[Peer] = set()  # have taken their last step
+        self._settling: Gate[None] = Gate()  # wait until all have
+        self._leaving: Gate[Farewell] = Gate()  # wait until the result is there
+        self._bringer: Peer | None = None  # brings it
+
+    def settle(self, peer: Peer, respond: Callable[[None], None]) -> None:
+        """A worker has taken its last step and waits for the others."""
+        self.done.add(peer)
+        self._settling.add(peer, respond)
+
+    def leave(self, peer: Peer, respond: Callable[[Farewell], None]) -> None:
+        """A worker wants to leave."""
+        self.done.add(peer)
+        self._leaving.add(peer, respond)
+
+    def lose(self, peer: Peer) -> bool:
+        """A worker has died. True if it had taken its last step."""
+        done = peer in self.done
+        self.done.discard(peer)
+        self._settling.forget(peer)
+        self._leaving.forget(peer)
+        if peer == self._bringer:
+            self._bringer = None
+        return done
+
+    def advance(self, workers: Sequence[Peer]) -> None:
+        """Replies to those that wait, if all these workers are done: no other will come."""
+        if not workers or {*workers} - self.done:
+            return
+        self._settling.open(lambda peer: None)
+        if self._bringer is None and all(worker in self._leaving for worker in workers):
+            self._bringer = workers[0]
+            self._leaving.release(workers[0], Farewell(last=True))
+
+    def end(self) -> Iterator[Peer]:
+        """The result is there: lets the others leave, one after the other."""
+        for peer in self._leaving:
+            self._leaving.release(peer, Farewell(last=False))
+            yield peer

@@ -1,0 +1,125 @@
+"""Membership: who is in a run, who has died, and who takes whose place. Logic without I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import Location
+
+Incarnation = tuple[Peer, int]  # one process of a rank, of those that follow each other
+
+
+class Membership:
+    """The nodes of a run, from the first that joins to the last that leaves."""
+
+    def __init__(self) -> None:
+        self.members: dict[Peer, Location] = {}  # who is in the run, and where
+        self.gone: dict[Peer, str] = {}  # who has left for good, and why
+        self.expected: set[Peer] = set()  # whose replacement will join
+        self.incarnations: Counter[Peer] = Counter()  # the present incarnation of a peer
+        self.replaced: Counter[str] = Counter()  # how many replacements of a peer have joined
+        self.dead: list[Incarnation] = []
+        self._deaths: dict[Peer, Counter[str]] = {}  # the causes of death, and how often
+        self._holders: dict[Incarnation, set[Peer]] = {}  # who may still use a dead worker's memory
+        self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
+
+    @property
+    def workers(self) -> list[Peer]:
+        """The workers that are in the run, by rank."""
+        return sorted(each for each in self.members if each.role == "worker")
+
+    @property
+    def alone(self) -> bool:
+        """True if no worker is there and none will come."""
+        return not self.expected and not self.workers
+
+    def present(self, peer: Peer) -> Incarnation:
+        """The present incarnation of a peer."""
+        return peer, self.incarnations[peer]
+
+    def others(self, peer: Peer) -> list[Peer]:
+        """The workers in the run besides this one."""
+        return [each for each in self.workers if each != peer]
+
+    # --- joining and leaving ------------------------------------------------------------------------
+
+    def join(self, peer: Peer, location: Location) -> None:
+        """A node has joined."""
+        self.members[peer] = location
+        self.expected.discard(peer)
+
+    def prepare(self, peer: Peer, part: str, layout: str) -> str:
+        """A node has built its part of the model. Returns what is wrong with it, or nothing.
+
+        All nodes with the same part must have the same layout of parameters.
+        """
+        layouts = self._layouts.setdefault(part, {})
+        first = next(iter(layouts), peer)  # the first that came; it may be this very peer, replaced
+        if layouts.setdefault(first, layout) != layout:
+            of = f" of {part}" if part else ""
+            return (
+                f"{peer} and {first} have different models{of} (layouts {layout} and {layouts[first]}): "
+                "every node must build the same model and optimizer"
+            )
+        layouts[peer] = layout
+        return ""
+
+    @property
+    def prepared(self) -> int:
+        """How many nodes have built their part of the model."""
+        return sum(map(len, self._layouts.values()))
+
+    def leave(self, peer: Peer, reason: str) -> list[Incarnation]:
+        """A member has left; returns the dead workers whose memory nobody uses any longer."""
+        del self.members[peer]
+        self.gone[peer] = reason
+        return [dead for dead in list(self._holders) if self.release(peer, dead)]
+
+    def count_death(self, peer: Peer, reason: str) -> None:
+        """A node has died; it is a member until it leaves."""
+        self._deaths.setdefault(peer, Counter())[reason] += 1
+
+    def mark_dead(self, peer: Peer) -> None:
+        """The present incarnation of a worker is dead, and the others continue."""
+        self.dead.append(self.present(peer))
+        self.expected.discard(peer)
+
+    def expect(self, peer: Peer) -> None:
+        """The next incarnation of a worker that has left will join."""
+        self.gone.pop(peer, None)
+        self.incarnations[peer] += 1
+
+    # --- memory of the dead -------------------------------------------------------------------------
+
+    def hold(self, dead: Incarnation, holders: set[Peer]) -> None:
+        """These nodes may still use the memory of a dead worker."""
+        self._holders[dead] = holders
+
+    def release(self, holder: Peer, dead: Incarnation) -> bool:
+        """A node uses nothing of a dead worker any longer. True if it was the last one that did."""
+        holders = self._holders.get(dead)
+        if holders is None:
+            return False
+        holders.discard(holder)
+        if holders:
+            return False
+        del self._holders[dead]
+        return True
+
+    # --- for the summary ----------------------------------------------------------------------------
+
+    @property
+    def deaths(self) -> int:
+        """How many nodes have died."""
+        return sum(deaths.total() for deaths in self._deaths.values())
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Who has died, and why; how often, if more than once."""
+        return {
+            str(peer): "; ".join(
+                reason if count == 1 else f"{reason} {count} times" for reason, count in deaths.items()
+            )
+            for peer, deaths in self._deaths.items()
+        }

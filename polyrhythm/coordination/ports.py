@@ -1,0 +1,70 @@
+"""What the coordinator needs of the program around it: a launcher that acts, and a recorder that writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from polyrhythm.core.events import Event, Metrics
+from polyrhythm.core.notice import Notice
+from polyrhythm.core.peer import Peer
+
+
+class NodeLauncher(Protocol):
+    """Starts nodes and tells them what happens to others."""
+
+    def start_servers(self, count: int) -> None:
+        """Starts so many servers: the run has none yet."""
+
+    def tell(self, notice: Notice) -> None:
+        """Tells all members of the run, except the one that it is about."""
+
+    def replace(self, peer: Peer) -> bool:
+        """A worker has died. True if another process will take its place."""
+
+    def rescue(self, peer: Peer) -> bool:
+        """The last worker has died, and servers hold the parameters. True if another will bring them."""
+
+    def released(self, peer: Peer, incarnation: int) -> None:
+        """Nobody uses the memory of a dead worker any longer."""
+
+    def say(self, line: str) -> None:
+        """Shows a line to the user."""
+
+
+class Recorder(Protocol):
+    """Keeps what happens. Nothing but `consensus` may raise."""
+
+    def event(self, node: str, t: float, event: Event) -> None:
+        """Records an event."""
+
+    def lines(self, lines: bytes) -> None:
+        """Records events that a node has encoded."""
+
+    def metrics(self, node: str, t: float, metrics: Metrics) -> None:
+        """Records numbers that the script has logged."""
+
+    def consensus(self, blob: bytes | memoryview) -> Path | None:
+        """Keeps the final parameters; returns the path of the file. Raises PolyrhythmError if it cannot."""
+
+    def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Records the summary, and returns it with the places of the files."""
+
+
+class NoRecord:
+    """The recorder of a run that keeps nothing."""
+
+    def event(self, node: str, t: float, event: Event) -> None:
+        pass
+
+    def lines(self, lines: bytes) -> None:
+        pass
+
+    def metrics(self, node: str, t: float, metrics: Metrics) -> None:
+        pass
+
+    def consensus(self, blob: bytes | memoryview) -> None:
+        return None
+
+    def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+        return summary

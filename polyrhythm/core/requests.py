@@ -1,0 +1,225 @@
+"""What a node says to the coordinator, and the replies.
+
+`pack` and `unpack` turn a request into the kind and the fields of a message, and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from polyrhythm.core.errors import WireError
+from polyrhythm.core.events import Totals, UpdatesLost
+from polyrhythm.core.lease import Lease
+from polyrhythm.core.message import Scalar
+from polyrhythm.core.resolve import ResolvedStrategy
+
+R = TypeVar("R")
+Location = tuple[str, str, int]  # where a process is: its address, the id of its host, its arena there
+NOWHERE: Location = ("", "", -1)
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True):
+    """Base class of all requests; `R` is the type of the reply."""
+
+    reply: ClassVar[Any] = None  # the same type, for `unpack_reply`
+
+
+# --- replies ----------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """What a node has to know of the run that it has joined."""
+
+    strategy: ResolvedStrategy
+    seed: int
+    peers: list[tuple[str, int, Location]]  # role, rank and location of all nodes
+    workers: int  # that the run began with
+    incarnation: int
+    batch_norm: str
+    cohort: int  # the number of the present cohort, see `coordination.leases`
+    sites: list[list[int]]  # the ranks of the workers of each site, if there are sites
+    far: list[tuple[str, int]]  # role and rank of all nodes at other sites
+
+
+class LeaseReply(msgspec.Struct, frozen=True):
+    lease: Lease | None  # None: the epoch is over
+
+
+class EpochShare(msgspec.Struct, frozen=True):
+    """The workers that share an epoch, which epoch it is, and how many cohorts there were before this one."""
+
+    ranks: list[int]
+    number: int
+    epoch: int
+
+
+class ShareReply(msgspec.Struct, frozen=True):
+    share: EpochShare | None  # None: for this worker the epoch is over
+
+
+class Farewell(msgspec.Struct, frozen=True):
+    last: bool  # this worker has to bring the final parameters
+
+
+class LateReply(msgspec.Struct, frozen=True):
+    workers: list[str]
+
+
+# --- requests ---------------------------------------------------------------------------------------
+
+
+class JoinRun(Request[Welcome], frozen=True, tag="join"):
+    """Joins the run, and proposes a strategy and a batch norm in case they are not settled. Answered when all
+    nodes are there."""
+
+    reply: ClassVar[Any] = Welcome
+
+    strategy: ResolvedStrategy
+    batch_norm: str
+    location: Location = NOWHERE
+
+
+class Prepared(Request[None], frozen=True, tag="prepared"):
+    """The node has built its model. Answered when all nodes have."""
+
+    layout: str  # the hash of the layout
+    part: str = ""  # the name of the part of the model that this node holds; "" is all of it
+
+
+class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):
+    """Asks for the next batches of an epoch."""
+
+    reply: ClassVar[Any] = LeaseReply
+
+    loader: int
+    epoch: int
+    batches: int  # of the epoch
+    unseen: int  # leased batches that the worker has loaded and not trained on yet
+    steps: int
+    samples: int
+
+
+class ReturnLease(Request[None], frozen=True, tag="return lease"):
+    """Returns the last `unseen` leased batches."""
+
+    loader: int
+    unseen: int
+
+
+class ShareEpoch(Request[ShareReply], frozen=True, tag="share epoch"):
+    """Asks which workers share an epoch. Answered when it begins."""
+
+    reply: ClassVar[Any] = ShareReply
+
+    loader: int
+    epoch: int
+
+
+class ExamplesDue(Request[None], frozen=True, tag="due"):
+    """How many examples this worker will have trained on when it has finished its share of the epoch."""
+
+    samples: int
+
+
+class BeginEpoch(Request[None], frozen=True, tag="epoch"):
+    """The script begins an epoch, of `count`."""
+
+    epoch: int
+    count: int
+
+
+class LogMetrics(Request[None], frozen=True, tag="metrics"):
+    """The script logs numbers."""
+
+    t: float
+    step: int
+    values: dict[str, Scalar]
+
+
+class StepsDone(Request[None], frozen=True, tag="done"):
+    """The worker has taken its last step, and has the replies to all its requests to others.
+
+    Answered when that is true of all workers: what each has sent in training is final from then on.
+    """
+
+
+class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
+    """The node has finished."""
+
+    reply: ClassVar[Any] = Farewell
+
+
+class WhoIsLate(Request[LateReply], frozen=True, tag="late"):
+    """Asks for whom others wait: at the begin of an epoch, or at the end."""
+
+    reply: ClassVar[Any] = LateReply
+
+
+class NodeFailed(Request[None], frozen=True, tag="failed"):
+    """The node cannot continue."""
+
+    error: str
+    exit_code: int
+
+
+class ReleaseMemory(Request[None], frozen=True, tag="release"):
+    """The node no longer uses memory of a worker that has died. Sent one way."""
+
+    rank: int
+    incarnation: int
+
+
+class Report(Request[None], frozen=True, tag="report"):
+    """What a node has done so far, and what it has logged since its last report. Sent one way."""
+
+    totals: Totals | None = None
+    staleness: dict[int, int] = {}  # how many updates were applied with each staleness
+    dropped: int = 0
+    updates_lost: UpdatesLost | None = None
+    lines: bytes = b""  # events as JSON lines
+
+
+REQUESTS: dict[str, type[Request[Any]]] = {
+    str(each.__struct_config__.tag): each
+    for each in (
+        JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, StepsDone,
+        LeaveRun, WhoIsLate, NodeFailed, ReleaseMemory, Report,
+    )
+}  # fmt: skip
+
+
+def kind_of(request: Request[Any]) -> str:
+    """The kind of the message that carries a request."""
+    return str(request.__struct_config__.tag)
+
+
+def pack(request: Request[Any]) -> tuple[str, dict[str, Any]]:
+    """The kind and the fields of the message that carries a request."""
+    return kind_of(request), msgspec.structs.asdict(request)
+
+
+def unpack(kind: str, fields: dict[str, Any]) -> Request[Any]:
+    """The request that `pack` made these from."""
+    if kind not in REQUESTS:
+        raise WireError(f"the coordinator knows no {kind!r}")
+    return _convert({**fields, "type": kind}, REQUESTS[kind], kind)  # type: ignore[no-any-return]
+
+
+def pack_reply(reply: Any) -> dict[str, Any]:
+    """The fields of the message that carries a reply."""
+    return {} if reply is None else msgspec.structs.asdict(reply)
+
+
+def unpack_reply(request: Request[R], fields: dict[str, Any]) -> R:
+    """The reply to a request."""
+    reply = None if request.reply is None else _convert(fields, request.reply, "the reply")
+    return reply  # type: ignore[return-value]
+
+
+def _convert(fields: dict[str, Any], to: Any, what: str) -> Any:
+    try:
+        return msgspec.convert(fields, to, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise WireError(f"{what!r} has wrong fields: {error}") from None

@@ -1,0 +1,58 @@
+"""ProcessMemory: memory that a process lends to others of its host, or shares with all workers there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyrhythm.core.errors import UsageError, WaitError
+from polyrhythm.core.node import Lock, Memory
+from polyrhythm.core.peer import Peer
+from polyrhythm.wire.shared_region import SharedRegion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.worlds.processes.node import ProcessNode
+
+
+class ProcessMemory(Memory):
+    """Memory in the arenas of this host."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        if self._node.arenas is None or torch.device(device).type != "cpu" or not count:
+            return torch.empty(count, dtype=dtype, device=device)
+        nbytes = count * dtype.itemsize
+        offset = self._node.arenas.allocate(self._node.arena, nbytes)
+        memory = self._node.view[offset : offset + nbytes]
+        return torch.frombuffer(memory, dtype=dtype)  # alone in its storage
+
+    def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        region, nbytes = self._region(), count * dtype.itemsize
+        return (
+            torch.frombuffer(region.memory(name, nbytes), dtype=dtype)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+
+    def lock(self, name: str) -> Lock:
+        def give_up(holder: int, waited: float) -> None:
+            if waited > self._node.transport.wait or self._node.transport.closed:
+                who = "another" if holder < 0 else str(Peer("worker", holder))
+                raise WaitError(
+                    f"{self._node.me} waited {waited:.1f} s for {who} to release the lock {name!r}"
+                )
+
+        return self._region().lock(name, self._node.rank, give_up)
+
+    def _region(self) -> SharedRegion:
+        if self._node.arenas is None or not self._node.one_host:
+            raise UsageError(
+                "the strategy works on memory that all workers share, and they are on several hosts or talk "
+                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+            )
+        return SharedRegion(self._node.arenas)
