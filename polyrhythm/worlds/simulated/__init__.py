@@ -10,8 +10,8 @@ Rules that keep it honest:
 - Each worker owns its random states, and each fiber its autograd mode. Torch's are swapped at switches;
   those of Python and numpy, which strategies do not touch, whenever a worker is away from its script.
 
-`world` starts the nodes and runs them to the end. `node` is the strategy's view of it, `context` the session's.
-Waits of single nodes are in `waits`, collectives in `group`; `network` delivers messages.
+`world` starts the nodes and runs them to the end. `node` is the strategy's view of it, and `context` the
+session's. Waits of single nodes are in `waits`, collectives in `group`; `network` delivers messages.
 """
 
 from polyrhythm.worlds.simulated.world import Simulated
