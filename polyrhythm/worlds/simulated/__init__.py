@@ -1,4 +1,4 @@
-"""Simulated: every node is a greenlet, and only time is made up.
+"""Simulated: every node is a greenlet, and time is virtual.
 
 Workers run the user's own unmodified script and compute real gradients. Whatever blocks switches to the
 event loop, which moves virtual time to the next event: the end of a step, the arrival of a message. There
@@ -10,8 +10,8 @@ Rules that keep it honest:
 - Each worker owns its random states, and each fiber its autograd mode. Torch's are swapped at switches;
   those of Python and numpy, which strategies do not touch, whenever a worker is away from its script.
 
-`world` starts the nodes and runs them to the end. `node` is what a strategy sees of it, `seat` what a session
-does. What a node waits for is in `waits`, or in `circle` if all workers do; `network` brings messages.
+`world` starts the nodes and runs them to the end. `node` is the strategy's view of it, and `context` the
+session's. Waits of single nodes are in `waits`, collectives in `group`; `network` delivers messages.
 """
 
 from polyrhythm.worlds.simulated.world import Simulated
