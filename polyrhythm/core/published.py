@@ -87,9 +87,11 @@ class Delivery:
     """A publication for one reader, until that has acknowledged it."""
 
     publication: Publication
+    reader: Peer
     incarnation: int  # of the reader
-    answered: bool = False  # a request for it: whether the answer arrived is not known
-    tasks: list[Task] = field(default_factory=list)  # that answer
+    answered: bool = False  # a request for it was answered: whether the answer arrived is not known
+    writing: int = 0  # answers that are being written,
+    tasks: list[Task] = field(default_factory=list)  # by these tasks
 
     def settle(self) -> None:
         """Blocks until no answer is being written."""
@@ -137,7 +139,7 @@ class Published:
         self._deliveries: dict[tuple[Peer, Key], Delivery] = {}
         self._latest: dict[Peer, Key] = {}  # that was published for each reader
         self._held: dict[tuple[Peer, Key], Message] = {}  # requests that cannot be answered yet
-        self._acknowledged: list[Delivery] = []  # whose answers may still be on their way, a second time
+        self._released: list[Delivery] = []  # done, but a repeated answer is still being written
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ class Published:
             publication, lost = Publication(tensors, fields), self.node.members.lost
             for reader in readers:
                 self._latest[reader] = key
-                self._deliveries[reader, key] = Delivery(publication, lost.get(reader, -1) + 1)
+                self._deliveries[reader, key] = Delivery(publication, reader, lost.get(reader, -1) + 1)
             self._answer_held()
 
     def answer(self, request: Message, tensors: Sequence[Tensor]) -> None:
@@ -161,7 +163,7 @@ class Published:
         reader, key = request.sender, key_of(request)
         with self.node.lock():
             self._latest[reader] = key
-            self._deliveries[reader, key] = Delivery(Publication(tensors, {}), request.incarnation)
+            self._deliveries[reader, key] = Delivery(Publication(tensors, {}), reader, request.incarnation)
             self._answer_held()
 
     def waiting(self) -> list[Message]:
@@ -174,10 +176,9 @@ class Published:
         import torch
 
         with self.node.lock():
-            used = {id(delivery.publication.tensors) for delivery in self._deliveries.values()}
-            acknowledged, self._acknowledged = self._acknowledged, []
-        for delivery in acknowledged:
-            delivery.settle()
+            self._released = [delivery for delivery in self._released if delivery.writing]
+            read = (*self._deliveries.values(), *self._released)
+            used = {id(delivery.publication.tensors) for delivery in read}
         for room in self.rooms:
             if id(room) not in used:
                 return room
@@ -186,10 +187,11 @@ class Published:
 
     def start(self) -> None:
         """Called before the first step, or when a state was loaded: from here on the origin is certain."""
-        if not self._begun:
-            self._begun = True
-            for request in self._held.values():
-                self._check(request)
+        with self.node.lock():
+            if not self._begun:
+                self._begun = True
+                for request in self._held.values():
+                    self._check(request)
 
     def begin(self, first: Key, origin: str | None = None) -> None:
         """Begins a cohort, or resumes at a later round: no earlier key is published from here on."""
@@ -267,9 +269,10 @@ class Published:
                 self._held[message.sender, key] = message
 
     def _forget_the_dead(self) -> list[Delivery]:
+        """Returns the deliveries whose readers died: answers may still be written to their memory."""
         lost = self.node.members.lost
         self._answer_held()
-        undelivered = []
+        undelivered = [each for each in self._released if each.incarnation <= lost.get(each.reader, -1)]
         for (reader, key), delivery in list(self._deliveries.items()):
             if delivery.incarnation <= lost.get(reader, -1):
                 del self._deliveries[reader, key]
@@ -296,10 +299,18 @@ class Published:
             return True
         delivery.answered = True
         if sum(tensor.nbytes for tensor in delivery.publication.tensors) > LARGE:
-            delivery.tasks.append(self.node.spawn(self._reply, request, delivery.publication))
+            delivery.writing += 1
+            delivery.tasks.append(self.node.spawn(self._write, request, delivery))
         else:
             self._reply(request, delivery.publication)
         return True
+
+    def _write(self, request: Message, delivery: Delivery) -> None:
+        try:
+            self._reply(request, delivery.publication)
+        finally:
+            with self.node.lock():
+                delivery.writing -= 1
 
     def _reply(self, request: Message, publication: Publication) -> None:
         self.node.reply(request, *publication.tensors, **publication.fields)
@@ -312,8 +323,8 @@ class Published:
     def _release(self, reader: Peer, key: Key) -> None:
         """The reader has it, or does not need it."""
         delivery = self._deliveries.pop((reader, key), None)
-        if delivery is not None and delivery.tasks:
-            self._acknowledged.append(delivery)
+        if delivery is not None and delivery.writing:
+            self._released.append(delivery)
 
     def _same_origin(self, request: Message) -> bool:
         theirs = request["origin"]

@@ -211,7 +211,8 @@ def test_an_answer_that_is_made_for_a_request_is_kept_like_others(a: Loopback, b
 def test_a_repeated_request_gets_the_same_answer_until_it_is_acknowledged(
     a: Loopback, b: Loopback, large: bool
 ) -> None:
-    tensors = vectors(5, LARGE if large else 3)
+    tensors = a.published.room(vectors(0, LARGE if large else 3))
+    tensors[0].fill_(5)
     a.published.publish(R0, [B], tensors)
     fetch = b.published.fetch(A, R0)
     request = a.inbox[0]
@@ -227,9 +228,9 @@ def test_a_repeated_request_gets_the_same_answer_until_it_is_acknowledged(
     a.published.on_message(request)
     assert value(fetch) is None
     if large:  # memory is not reused while the last answer is still being written
-        assert not a.tasks[-1].done
-        a.published.room(tensors)
-        assert all(task.done for task in a.tasks)
+        assert a.published.room(tensors) is not tensors
+        a.tasks[-1].join()
+    assert a.published.room(tensors) is tensors
 
 
 def test_a_repeated_request_that_is_held_is_answered_once(a: Loopback, b: Loopback) -> None:
@@ -317,6 +318,18 @@ def test_an_answer_on_its_way_to_a_dead_worker_is_waited_for(a: Loopback, b: Loo
     assert [task.done for task in a.tasks] == [False]
     a.hear_of_a_death(B)
     assert [task.done for task in a.tasks] == [True] and not a.returned and not a.published._deliveries
+
+
+def test_an_answer_that_a_dead_worker_does_not_need_is_waited_for_too(a: Loopback, b: Loopback) -> None:
+    """It may have been dropped before this worker heard of the death."""
+    a.published.publish(R0, [B], vectors(5, LARGE))
+    b.published.fetch(A, R0)
+    a.deliver()
+    a.published.drop(B)
+    a.hear_of_a_death(C)
+    assert not a.tasks[0].done
+    a.hear_of_a_death(B)
+    assert a.tasks[0].done
 
 
 def test_a_failed_answer_to_a_dead_worker_is_no_error(a: Loopback, b: Loopback) -> None:
