@@ -120,6 +120,7 @@ class Compressor(Decompressor):
     ) -> None:
         super().__init__(codec, state.layout, start, stop)
         self.worker = state.worker
+        self._needs_norm = needs_norm(codec)
         keep = codec.feedback if feedback is None else feedback
         self.states = [state.segment(each, self.start, self.stop, keep) for each in self.coded]
 
@@ -129,7 +130,7 @@ class Compressor(Decompressor):
 
     def send(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
         """The codes of the coded segments; `norm` is that of all that is sent, if it is more than this."""
-        if norm is None and needs_norm(self.codec):
+        if norm is None and self._needs_norm:
             norm = self.norm(vectors)
         codes = []
         for values, state in zip(self.values(vectors), self.states, strict=True):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 from polyrhythm.core.codec import FusedFeedback
 from polyrhythm.core.errors import NotFinite
@@ -24,9 +25,15 @@ def encode(codec: Codec, values: Tensor, state: CodecState) -> Tensor:
     residual = state.residual
     if residual is None:
         return codec.encode(values, state)
-    if isinstance(codec, FusedFeedback):
-        return codec.encode_with_feedback(values, residual, state)
+    if _is_fused(type(codec)):
+        return cast(FusedFeedback, codec).encode_with_feedback(values, residual, state)
     return encode_in_three_passes(codec, values, residual, state)
+
+
+@cache
+def _is_fused(kind: type[Codec]) -> bool:
+    """Cached, because asking a protocol takes longer than encoding a few thousand numbers."""
+    return issubclass(kind, FusedFeedback)
 
 
 def encode_in_three_passes(codec: Codec, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:

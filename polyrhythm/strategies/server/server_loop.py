@@ -84,6 +84,8 @@ class ServerLoop:
         self.coder = (
             Decompressor(strategy.codec, shard.layout, shard.start, shard.stop) if strategy.codec else None
         )
+        if self.coder is not None:
+            self.reducer = reducer_for(self.coder.codec)
         self.senders: dict[int, Compressor] = {}
         shard.clocks.update((worker.rank, 0) for worker in node.members.workers)
 
@@ -247,7 +249,7 @@ class ServerLoop:
             self.readers += [push.message for push in turned(group, self.node.rank)]
         self.added = False
         if self.coder is not None:
-            reducer_for(self.coder.codec).decide(update, self.coder)
+            self.reducer.decide(update, self.coder)
         update = self._clipped(update)
         absent = group[0]["absent"]
         for push in group[1:]:
