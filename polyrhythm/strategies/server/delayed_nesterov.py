@@ -125,6 +125,12 @@ class DelayedNesterovWorker(ParameterServerWorker):
             self.period = steps
             self.node.log("local steps", step=self.replica.steps, steps=steps, share=share)
 
+    def state_dict(self) -> State:
+        before = self.node.now()
+        state = super().state_dict()
+        self.since += self.node.now() - before
+        return state
+
     def own_state(self) -> State:
         elapsed = self.node.now() - self.since
         own = {"pulled": cloned(self.pulled), "local_steps": self.local_steps, "period": self.period}

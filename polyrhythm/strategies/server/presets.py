@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
 from polyrhythm.strategies.server.updates import PushRequest
 from polyrhythm.strategies.server.worker import GradientWorker
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.node import Node
     from polyrhythm.core.plan import Plan
     from polyrhythm.core.strategy import Traits
-    from polyrhythm.core.worker import Worker
+    from polyrhythm.core.worker import State, Worker
     from polyrhythm.model.replica import Replica
 
 
@@ -177,6 +178,17 @@ class DownpourWorker(GradientWorker):
         self.base = {}
         for part in self.accrued:
             part.zero_()
+
+    def own_state(self) -> State:
+        accrued = cloned(self.accrued) if self.base else []
+        own = {"accrued": accrued, "base": dict(self.base), "absent": sorted(self.absent)}
+        return {**super().own_state(), **own, "steps": self.steps}
+
+    def load_own_state(self, state: State) -> None:
+        super().load_own_state(state)
+        self.base, self.absent, self.steps = dict(state["base"]), set(state["absent"]), state["steps"]
+        if self.base:
+            copied(state["accrued"], self.accrued)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.core.worker import Server
+from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.vectors import copied
+from polyrhythm.strategies.server.clocks import Clocks
 from polyrhythm.strategies.server.codes import CodedReplies, PushDecoder
 from polyrhythm.strategies.server.norms import NormExchange
 from polyrhythm.strategies.server.push_group import PushGroup
+from polyrhythm.strategies.server.snapshot import Rendezvous
 from polyrhythm.strategies.server.updates import PushedUpdate, Settings, norm, turned
 from polyrhythm.strategies.server.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from polyrhythm.core.message import Field, Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.worker import State
     from polyrhythm.model.shard import Shard
     from polyrhythm.model.vectors import Vectors
     from polyrhythm.strategies.server.parameter_server import ParameterServer
 
-KINDS = ("initialize", "push", "pull", "look", "state", "verdict")
+KINDS = (
+    "initialize", "push", "pull", "look", "state", "verdict", "pause", "meet", "snapshot", "restore"
+)  # fmt: skip
 
 
 class ServerLoop(Server):
@@ -38,13 +44,16 @@ class ServerLoop(Server):
         self.strategy, self.node, self.shard = strategy, node, shard
         self.started = len(node.members.workers)
         self.initialized = False
-        self.clocks = {worker.rank: 0 for worker in node.members.workers}  # pushes of each worker
+        self.clocks = Clocks([worker.rank for worker in node.members.workers])
         self.seen: dict[int, int] = {}  # the sequence number of each worker's last push
         self.group = PushGroup(strategy, shard, self.transform)  # not applied yet
         self.readers: list[Message] = []  # requests for parameters that wait for a reply
         lockstep = strategy.traits.lockstep
         self.holds = lockstep or strategy.pull == "next-version"  # pushes, until their group is applied
-        self.verdicts = Verdicts(node, needed=self.holds and not lockstep and not strategy.single)
+        # Groups of some of the workers, whose pushes are held.
+        self.partial = self.holds and not lockstep and not strategy.single
+        self.verdicts = Verdicts(node, needed=self.partial)
+        self.rendezvous = Rendezvous(node, self.started)
         self.norms = NormExchange(node)
         self.decoder = PushDecoder(strategy.codec, node, shard)
         self.coded: CodedReplies | None = None
@@ -90,14 +99,16 @@ class ServerLoop(Server):
                 self._apply()
             if self.initialized:
                 self._reply()
+            self.rendezvous.advance(self.clocks.workers, self.shard.version, self.verdicts.number)
         self._apply()
 
     def _handle(self, message: Message) -> None:
         match message.kind:
             case "push":
+                self.rendezvous.trains(message.sender.rank)
                 self._collect(message)
             case "pull":
-                self._clock(message.sender.rank)
+                self.rendezvous.trains(message.sender.rank)
                 self.note(message)
                 self.readers.append(message)
             case "look":
@@ -115,16 +126,29 @@ class ServerLoop(Server):
                 self.node.reply(message, *tensors, slices=slices)
             case "verdict":
                 self.verdicts.add(message)
+            case "pause":
+                self.rendezvous.pause(message)
+                self.node.reply(message)
+            case "meet":
+                self.rendezvous.add(message, trained=self.seen)
+            case "snapshot":
+                self.readers.append(message)
+            case "restore":
+                state = unpack(message.tensors)
+                self.shard.load_state_dict(state["shard"])
+                self.load_state_dict(state["server"])
+                self.node.reply(message)
 
     def _membership_changed(self) -> None:
         """A worker has joined or left. What the dead have lent is copied, their requests are forgotten."""
         members = self.node.members
         present = {worker.rank for worker in members.workers}
-        for worker in [worker for worker in self.clocks if worker not in present]:
-            del self.clocks[worker]
+        for worker in [worker for worker in self.clocks.workers if worker not in present]:
+            self.clocks.forget(worker)
             self.forget(worker)
             if self.coded is not None:
                 self.coded.forget(worker)
+        self.rendezvous.membership_changed(present)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
         self.readers = [reader for reader in self.readers if members.alive(reader)]
         for push in (*self.group.pushes, *self.verdicts.pending.values()):
@@ -138,11 +162,9 @@ class ServerLoop(Server):
         if self.strategy.single:
             return 1
         present = len(self.node.members.workers)
+        if self.partial:
+            present -= len(self.rendezvous.paused)  # they do not push before the others are paused too
         return min(self.strategy.quorum(present, self.started), present)
-
-    def _clock(self, worker: int) -> int:
-        """How many pushes a worker has made. One that joins starts with the slowest, or all would wait."""
-        return self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
 
     def _collect(self, message: Message) -> None:
         """Collects a push, unless it came before or is too stale."""
@@ -151,7 +173,8 @@ class ServerLoop(Server):
             self.readers.append(message)  # applied already; only its reply was lost
             return
         self.seen[worker] = message.sequence
-        self.clocks[worker] = self._clock(worker) + 1
+        self.rendezvous.refuse_load(worker)
+        self.clocks.tick(worker)
         self.note(message)
         push = PushedUpdate.of(message, self.shard.version)
         if self.verdicts.follows:
@@ -233,7 +256,7 @@ class ServerLoop(Server):
 
     def _reply(self) -> None:
         """Replies to those who may read now."""
-        slowest = min(self.clocks.values(), default=0)
+        slowest = self.clocks.slowest(self.rendezvous.paused)
         waiting = []
         for reader in self.readers:
             if not self.node.members.alive(reader):
@@ -246,15 +269,21 @@ class ServerLoop(Server):
 
     def _may_read(self, reader: Message, slowest: int) -> bool:
         """False for a worker more than `max_staleness` steps ahead of the slowest."""
+        if reader.kind == "snapshot":
+            return self.verdicts.number >= int(reader["verdicts"])
         if reader.kind == "look":
             return not (reader["final"] and self.verdicts.follows and not self.verdicts.finals)
         if reader.kind == "push" and not reader["fetch"]:
             return True
-        return self._clock(reader.sender.rank) - slowest <= self.strategy.max_staleness
+        if self.rendezvous.busy:
+            return False
+        return self.clocks[reader.sender.rank] - slowest <= self.strategy.max_staleness
 
     def _reply_to(self, reader: Message) -> None:
         node, shard = self.node, self.shard
-        if reader.kind == "look":
+        if reader.kind == "snapshot":
+            node.reply(reader, *pack({"shard": shard.state_dict(), "server": self.state_dict()}))
+        elif reader.kind == "look":
             self.verdicts.finals -= self.verdicts.follows and reader["final"]
             node.reply(reader, *shard.parameters, version=shard.version)
         elif reader.kind == "push" and not reader["fetch"]:
@@ -266,3 +295,25 @@ class ServerLoop(Server):
             if self.coded is not None:
                 version, view = self.coded.reply(reader, view)
             node.reply(reader, *view, version=version, **extras)
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """The state of this server, besides its shard; its tensors are not copied.
+
+        It is asked for while no worker waits for a reply. Sequence numbers are left out: those of a resumed
+        run begin at 0.
+        """
+        return {
+            "started": self.started,
+            "clocks": self.clocks.state_dict(),
+            "group": self.group.state_dict(),
+            "replies": None if self.coded is None else self.coded.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.started = state["started"]
+        self.clocks.load_state_dict(state["clocks"])
+        self.group.load_state_dict(state["group"])
+        if self.coded is not None:
+            self.coded.load_state_dict(state["replies"])

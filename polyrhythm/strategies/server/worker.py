@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.server.client import PrefetchingClient, ServerClient
+from polyrhythm.strategies.server.snapshot import SnapshotClient
 from polyrhythm.strategies.server.updates import PushRequest
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class ParameterServerWorker(Worker):
         super().__init__(strategy, node, replica, group)
         client = PrefetchingClient if strategy.prefetch else ServerClient
         self.servers = client(strategy, node, replica)
+        self.snapshots = SnapshotClient(node)
 
     def start(self) -> None:
         if self.node.rank == 0:
@@ -41,6 +43,20 @@ class ParameterServerWorker(Worker):
 
     def consensus(self, final: bool = False) -> Vectors:
         return self.servers.look(final)
+
+    def state_dict(self) -> State:
+        """Waits for all workers. One of them has the servers' state too."""
+        self.servers.settle()
+        own, servers = self.own_state(), self.snapshots.save()
+        return {} if servers is None else {**own, "servers": servers}
+
+    def load_state_dict(self, state: State) -> None:
+        """Waits until all workers load, and all servers have loaded."""
+        self.snapshots.load(state.get("servers", {}))
+        if state:
+            self.load_own_state(state)
+        else:
+            self.servers.pull(fresh=True)
 
     def own_state(self) -> State:
         """This worker's part of the state. Subclasses add theirs."""
