@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from polyrhythm.compress.sender import CompressedSender
+from polyrhythm.compress.replies import reply_codec
+from polyrhythm.compress.transforms.base import needs_norm
 from polyrhythm.model.vectors import cloned, copied, cut
 from polyrhythm.strategies.server.updates import PushRequest, norm, turned
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.compress.compressor import Decompressor
+    from polyrhythm.compress.sender import CompressedSender
     from polyrhythm.core.message import Field, Message, Reply
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
@@ -42,6 +44,8 @@ class ServerClient:
         self.ranges = turned([(server, *range_) for server, range_ in ranges], node.rank)
         self.sender: CompressedSender | None = None
         if codec is not None:
+            from polyrhythm.compress.sender import CompressedSender
+
             workers = len(node.members.workers)
             self.sender = CompressedSender(codec, node, replica, node.rank, workers, strategy.feedback)
         # Where servers reply in code: the parameters to which they know that this worker adds the changes.
@@ -101,7 +105,7 @@ class ServerClient:
             return
         rest, settings = self.replica.buffer(), self.replica.settings()
         for _, start, stop in self.ranges:
-            self.sender.compressor(start, stop).settle(cut(rest, start, stop))
+            self.sender.compressor(start, stop).flush(cut(rest, start, stop))
         for group, rate in zip(settings, self.sender.rates, strict=True):
             if "lr" in group:
                 group["lr"] = rate
@@ -170,9 +174,9 @@ class ServerClient:
             (sender.compressor(start, stop), cut(update, start, stop)) for _, start, stop in self.ranges
         ]
         whole: float | None = None
-        if sender.codec.needs_norm:  # over all servers
+        if needs_norm(sender.codec):  # over all servers
             whole = math.hypot(*(compressor.norm(part) for compressor, part in ranges))
-        return [compressor.everything(part, whole) for compressor, part in ranges]
+        return [compressor.encode_all(part, whole) for compressor, part in ranges]
 
     def _decode(self, sender: CompressedSender, pieces: Sequence[Sequence[Tensor]], into: Vectors) -> Vectors:
         """Overwrites vectors with the update that the servers decode."""
@@ -189,7 +193,7 @@ class ServerClient:
         if server not in self._decompressors and codec is not None:
             start, stop = self.replica.layout.ranges(len(self.ranges))[server]
             layout = self.replica.layout
-            self._decompressors[server] = Decompressor(codec.for_replies(), layout, start, stop)
+            self._decompressors[server] = Decompressor(reply_codec(codec), layout, start, stop)
         return self._decompressors[server]
 
     @cached_property

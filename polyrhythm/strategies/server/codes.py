@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from polyrhythm.compress.state import SenderState
+from polyrhythm.compress.reducers import reducer_for
+from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import WireError
 from polyrhythm.model.vectors import copied, difference
 from polyrhythm.strategies.server.worker_vectors import WorkerVectors
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.compress.compressor import Compressor
+    from polyrhythm.compress.state import SenderState
     from polyrhythm.core.codec import Codec
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
@@ -42,7 +44,7 @@ class PushDecoder:
     def agree(self, update: Vectors) -> None:
         """Lets the codec post-process a reduced update in place (for example a majority vote)."""
         if self._codes is not None:
-            self._codes.agree(update)
+            reducer_for(self._codes.codec).decide(update, self._codes)
 
     def _decoded(self, message: Message) -> tuple[Tensor, ...]:
         if self._codes is None or not message.fields.get("coded", True):
@@ -67,19 +69,6 @@ class _Given(NamedTuple):
     codes: Sequence[Tensor] | None  # None: the parameters themselves
 
 
-class _RangeState(SenderState):
-    """A codec's state for one range of the layout."""
-
-    def __init__(self, shard: Shard) -> None:
-        super().__init__(shard.layout, lambda *_: shard.parameters[0])
-        self._shard = shard
-
-    def buffer(self, name: str, exact: bool = True) -> tuple[Tensor, ...]:
-        if name not in self.vectors:
-            self.vectors[name] = self._shard.zeros(exact)
-        return self.vectors[name]
-
-
 class CodedReplies:
     """Replies with the code of the change from the parameters that a worker has to those it is to see.
 
@@ -89,7 +78,7 @@ class CodedReplies:
     """
 
     def __init__(self, codec: Codec, node: Node, shard: Shard) -> None:
-        self.codec, self.node, self.shard = codec.for_replies(), node, shard
+        self.codec, self.node, self.shard = reply_codec(codec), node, shard
         self.known = WorkerVectors(shard)  # the parameters that each worker has
         self.given: dict[int, _Given] = {}
         self.states: dict[int, SenderState] = {}  # of the codec, by worker
@@ -112,7 +101,7 @@ class CodedReplies:
         change, compressor = difference(view, known, self._change), self._compressor(worker)
         where = f"{self.node.me} at version {shard.version}"
         shard.layout.check_finite(change, where, shard.start, shard.stop)
-        codes = compressor.everything(change)
+        codes = compressor.encode_all(change)
         compressor.add(codes, known)
         # Parts that travel uncoded are in `_change`, which the next reply overwrites.
         kept = [
@@ -136,12 +125,22 @@ class CodedReplies:
         from polyrhythm.compress.compressor import Compressor
 
         if worker not in self._compressors:
-            shard, state = self.shard, self.states.setdefault(worker, _RangeState(self.shard))
+            shard = self.shard
+            state = self.states[worker] = self.states.get(worker) or self._state(worker)
             self._compressors[worker] = Compressor(
-                self.codec, shard.layout, state, f"to {worker}", start=shard.start, stop=shard.stop,
-                feedback=False, seed=self.node.seed, worker=worker, workers=len(self.node.members.workers),
-            )  # fmt: skip
+                self.codec, state, start=shard.start, stop=shard.stop, feedback=False
+            )
         return self._compressors[worker]
+
+    def _state(self, worker: int) -> SenderState:
+        """A new state of the codec."""
+        from polyrhythm.compress.state import SenderState
+
+        shard = self.shard
+        return SenderState(
+            shard.layout, start=shard.start, stop=shard.stop, name=f"to {worker}", seed=self.node.seed,
+            worker=worker, workers=len(self.node.members.workers),
+        )  # fmt: skip
 
     def state_dict(self) -> State:
         """The last replies are left out: a resumed worker does not repeat a request."""
@@ -150,7 +149,7 @@ class CodedReplies:
 
     def load_state_dict(self, state: State) -> None:
         self.known.load_state_dict(state["known"])
-        self.states = {worker: _RangeState(self.shard) for worker in state["codecs"]}
+        self.states = {worker: self._state(worker) for worker in state["codecs"]}
         self._compressors.clear()
         for worker, saved in state["codecs"].items():
             self.states[worker].load_state_dict(saved)
