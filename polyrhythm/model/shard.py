@@ -20,12 +20,12 @@ from polyrhythm.model.layout import (
     private,
     spans_of,
 )
-from polyrhythm.model.vectors import cut
+from polyrhythm.model.vectors import copied, cut
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """What a shard has of one parameter: from `low` to `high` of it, at `begin` to `end` of its vector."""
+    """A shard's part of one parameter: elements `low` to `high` of it, at `begin` to `end` of a vector."""
 
     index: int
     group: int
@@ -48,15 +48,23 @@ class _Unit:
 
 
 def _along(value: Any, parameter: Tensor) -> bool:
-    """Whether a value of an optimizer's state has a number for each element of its parameter."""
+    """True if a value of an optimizer's state has a number for each element of its parameter."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
 
 
-class Shard:
-    """A server's range of the flat vector, with the user's own optimizer working on it.
+def _moved(entry: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """An entry of an optimizer's state with all that has a number for each element on this device."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in entry.items()
+    }
 
-    A parameter that lies wholly in the range keeps its shape; one that is cut becomes a flat slice, which
-    is the same to every element-wise optimizer. For others no parameter is cut.
+
+class Shard:
+    """A server's range of the flat vectors, with the user's own optimizer working on it.
+
+    A parameter that lies wholly in the range keeps its shape. One that is cut becomes a flat slice, which
+    makes no difference to an element-wise optimizer; for other optimizers no parameter is cut.
     """
 
     def __init__(
@@ -79,16 +87,12 @@ class Shard:
         self.parameters = tuple(empty(part.numel(), part.dtype, part.device) for part in mine)
         for place, part in zip(self.parameters, mine, strict=True):
             place.copy_(part)
-        self.version = 0
-        self.clocks: dict[int, int] = {}
-        self.seen: dict[int, int] = {}
-        self.notes: dict[str, Any] = {}  # what else a strategy remembers
+        self.version = 0  # updates applied so far
         self._spans: dict[frozenset[int], list[tuple[int, int, int, int]]] = {}
-        self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters that came with the last push
-        self.buffers: dict[str, tuple[Tensor, ...]] = {}
+        self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters of the last update
         self._slices: list[_Slice] = []
         self._units: list[_Unit] = []
-        self._absent: frozenset[int] | None = None  # which parameters the last push had no gradient for
+        self._absent: frozenset[int] | None = None  # the parameters without a gradient in the last update
         self._take_over()
 
     @property
@@ -131,17 +135,17 @@ class Shard:
             group["params"] = [unit.parameter for unit in self._units if unit.slices[0].group == number]
 
     def _arrange(self, absent: frozenset[int]) -> None:
-        """Lets the optimizer work on as few tensors as it can, for each costs it some 0.02 ms.
+        """Gives the optimizer as few tensors as possible, because each costs it about 0.02 ms.
 
-        To an optimizer that treats each element alike it is the same whether parameters lie end to end in one
-        tensor. It is not if some of them have no gradient: the first push decides which are left out, and if
-        that changes each goes on by itself. Nor is it for short floats, whose rounding depends on where in a
-        tensor they are.
+        An element-wise optimizer may see parameters that lie end to end as one tensor, if all of them have a
+        gradient or none has. The first update decides which are joined; when other gradients are missing,
+        each parameter becomes a tensor by itself again. Short floats are never joined: their rounding depends
+        on where in a tensor they are.
         """
         if self._absent is None and type(self.optimizer) in ELEMENTWISE:
             self._join(absent)
         elif len(self._units) < len(self._slices):
-            self._part()
+            self._separate({each: self._entry(unit, each) for unit in self._units for each in unit.slices})
         self._absent = absent
 
     def _join(self, absent: frozenset[int]) -> None:
@@ -155,7 +159,7 @@ class Shard:
         self._hand_over()
 
     def _fits(self, run: list[_Unit], unit: _Unit, absent: frozenset[int]) -> bool:
-        """Whether a unit can continue a run of others."""
+        """True if a unit can continue a run of others."""
         last, slice_ = run[-1], unit.slices[0]
         one, two = (self.optimizer.state.get(each.parameter, {}) for each in (last, unit))
         return (
@@ -179,9 +183,8 @@ class Shard:
             }
         return whole
 
-    def _part(self) -> None:
-        """Undoes `_join`: each parameter goes on by itself, with its part of the state."""
-        state = {slice_: self._entry(unit, slice_) for unit in self._units for slice_ in unit.slices}
+    def _separate(self, state: dict[_Slice, dict[str, Any]]) -> None:
+        """Makes each slice a tensor by itself, with this state in the optimizer, its tensors flat."""
         self.optimizer.state.clear()
         self._units = []
         for slice_ in self._slices:
@@ -189,7 +192,7 @@ class Shard:
             whole = slice_.high - slice_.low == shape.numel()
             unit = self._unit([slice_], shape if whole else torch.Size([slice_.high - slice_.low]))
             self._units.append(unit)
-            if state[slice_]:
+            if state.get(slice_):
                 self.optimizer.state[unit.parameter] = {
                     key: value.clone().view_as(unit.parameter)
                     if _along(value, unit.parameter)
@@ -223,47 +226,62 @@ class Shard:
                 tensors += [value.detach().reshape(-1) for value in held.values()]
         return slices, tensors
 
-    def buffer(self, name: str, exact: bool = False) -> tuple[Tensor, ...]:
-        """Persistent vectors as long as this range by name, zero at first; `exact`: at least 32 bits."""
-        if name not in self.buffers:
-            short = (torch.float16, torch.bfloat16) if exact else ()
-            self.buffers[name] = tuple(
-                torch.zeros_like(part, dtype=torch.float32 if part.dtype in short else part.dtype)
-                for part in self.parameters
-            )
-        return self.buffers[name]
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters, the version and the optimizer's state of each slice; not copied."""
+        entries = {each: self._entry(unit, each) for unit in self._units for each in unit.slices}
+        return {
+            "version": self.version,
+            "parameters": list(self.parameters),
+            "optimizer": [entries[slice_] for slice_ in self._slices],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned for the same range of the same model."""
+        self.version = state["version"]
+        copied(state["parameters"], self.parameters)
+        entries = dict(zip(self._slices, state["optimizer"], strict=True))
+        device = {slice_: self.parameters[slice_.part].device for slice_ in self._slices}
+        self._separate({each: _moved(entry, device[each]) for each, entry in entries.items()})
+        self._settings, self._absent = (), None  # the next update brings its own
+
+    def zeros(self, exact: bool = False) -> tuple[Tensor, ...]:
+        """New vectors of the size of this range, zero; `exact`: in at least 32 bits."""
+        short = (torch.float16, torch.bfloat16) if exact else ()
+        return tuple(
+            torch.zeros_like(part, dtype=torch.float32 if part.dtype in short else part.dtype)
+            for part in self.parameters
+        )
 
     def spans(self, groups: Sequence[dict[str, Any]], absent: Iterable[int] = ()) -> list[Span]:
-        """This range by parameter group, with these settings, without the absent parameters."""
+        """This range by parameter group, with the settings of each, without the absent parameters."""
         missing = frozenset(absent)
         if missing not in self._spans:
             slices = ((each.index, each.group, each.part, each.begin, each.end) for each in self._slices)
-            self._spans = {missing: spans_of(slices, missing)}  # as a rule the next push has the same
+            self._spans = {missing: spans_of(slices, missing)}  # usually the next update has the same
         return [Span(groups[group], group, *rest) for group, *rest in self._spans[missing]]
 
     def silent(self, update: Sequence[Tensor], absent: Sequence[int]) -> list[int]:
-        """Those of the absent parameters that an update brings nothing for."""
+        """The absent parameters for which an update is zero."""
         named = frozenset(absent)
-        told = {
+        updated = {
             each.index
             for each in self._slices
             if each.index in named and bool(update[each.part][each.begin : each.end].any())
         }
-        return [index for index in absent if index not in told]
+        return [index for index in absent if index not in updated]
 
-    def momentum(self) -> tuple[Tensor, ...] | None:
-        """The momentum that the user's SGD keeps for this range; None if it has none yet."""
-        gathered = self.buffer("momentum of the optimizer")
+    def momentum(self, into: Sequence[Tensor]) -> bool:
+        """Copies the momentum buffers of the user's SGD for this range; False if it has none yet."""
         known = False
         for unit in self._units:
             value = self.optimizer.state.get(unit.parameter, {}).get("momentum_buffer")
             if value is not None:
-                gathered[unit.part][unit.begin : unit.end].copy_(value.reshape(-1))
+                into[unit.part][unit.begin : unit.end].copy_(value.reshape(-1))
                 known = True
-        return gathered if known else None
+        return known
 
     def shift(self, direction: Sequence[Tensor], factor: float = 1.0) -> None:
-        """One update of this range without the optimizer."""
+        """One update without the optimizer: adds the direction times a factor."""
         for part, change in zip(self.parameters, direction, strict=True):
             part.add_(change, alpha=factor)
         self.version += 1
@@ -271,7 +289,7 @@ class Shard:
     def apply(
         self, gradient: Sequence[Tensor], absent: Sequence[int] = (), groups: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """One update of this range by the user's optimizer, with the pusher's hyper-parameters."""
+        """One update by the user's optimizer, with these hyper-parameters of its groups."""
         if groups != self._settings:
             self._settings = groups
             for group, settings in zip(self.optimizer.param_groups, groups, strict=False):
@@ -288,5 +306,5 @@ class Shard:
                 unit.parameter.grad = gradient[unit.part][unit.begin : unit.end].view_as(unit.parameter)
         self.optimizer.step()
         for unit in self._units:
-            unit.parameter.grad = None  # the gradient is lent: it may not outlive the answer
+            unit.parameter.grad = None  # the gradient is lent: it may not outlive the reply
         self.version += 1

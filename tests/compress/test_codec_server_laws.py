@@ -12,16 +12,17 @@ import pytest
 from torch import Tensor
 
 import polyrhythm as pr
-from polyrhythm.core.message import Message, Reply
+from polyrhythm.core.group import Group
+from polyrhythm.core.message import Message
 from polyrhythm.core.node import Node
-from polyrhythm.core.peer import Peer
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.model.vectors import cut
+from polyrhythm.strategies.server.client import ServerClient
 from polyrhythm.strategies.server.parameter_server import ParameterServer
-from polyrhythm.strategies.server.server_loop import known_to
+from polyrhythm.strategies.server.server_loop import ServerLoop
 from tests.support.combine import each_value
-from tests.support.planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near
+from tests.support.planes import CODECS, FEEDBACK, MODELS, Plane, equal, layers, moved, near, residual_of
 from tests.support.programs import SPEEDS, events, trained
 
 WORKERS = 3
@@ -30,19 +31,20 @@ UNEVEN = SPEEDS["heterogeneous"]
 
 @dataclass
 class Watch:
-    """What was seen of a run: the servers' shards, and how often a worker and they were compared."""
+    """What was seen of a run: the servers, and how often a worker and they were compared."""
 
-    shards: dict[int, Shard] = field(default_factory=dict)
+    servers: dict[int, ServerLoop] = field(default_factory=dict)
     views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     compared: Counter[int] = field(default_factory=Counter)
     forgotten: list[int] = field(default_factory=list)
     lost: list[tuple[float, list[str]]] = field(default_factory=list)  # when, and what is left of worker 1
     repeats: bool = False  # a worker asks again for what it got just now, and for what it got before
+    last: dict[int, int] = field(default_factory=dict)  # the sequence number of each worker's last request
 
 
 @pytest.fixture
 def watch() -> Iterator[Watch]:
-    """Strategies under the name `watched-...` that compare, after every answer, both ends of it."""
+    """Strategies under the name `watched-...` that compare, after every reply, both ends of it."""
     watch = Watch()
     made = []
     pr.parse("async")
@@ -59,92 +61,113 @@ def _watched(base: type[ParameterServer], title: str, watch: Watch) -> None:
     class Watched(base):  # type: ignore[misc, valid-type]
         __qualname__, name = title, title
 
-        def serve(self, node: Node, shard: Shard) -> None:
-            watch.shards[node.rank] = shard
-            super().serve(node, shard)
+        def server(self, node: Node, shard: Shard) -> Any:
+            server = super().server(node, shard)
+            _watch_server(watch, server)
+            return server
 
-        def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-            seen = super().view(shard, reader)
-            rank = next(rank for rank, each in watch.shards.items() if each is shard)
-            watch.views[rank, reader.sender.rank] = [part.clone() for part in seen]
-            return seen
-
-        def forget(self, shard: Shard, worker: int) -> None:
-            super().forget(shard, worker)
-            watch.forgotten.append(worker)
-
-        def _pull(self, node: Node, replica: Replica, anew: bool = False, **more: Any) -> None:
-            super()._pull(node, replica, anew, **more)
-            if anew and self.answers_in_code:
-                _compare(watch, node, replica, replica.parameters)
-            if anew and watch.repeats:
-                _begin_again(watch, node, replica)
-
-        def _take(
-            self,
-            node: Node,
-            replica: Replica,
-            replies: Sequence[tuple[Peer, Reply]],
-            into: Sequence[Tensor],
-        ) -> list[Message]:
-            answers: list[Message] = super()._take(node, replica, replies, into)
-            if not self.answers_in_code:
-                for rank, shard in watch.shards.items():
-                    assert equal(cut(into, shard.start, shard.stop), watch.views[rank, node.rank])
-                watch.compared[node.rank] += 1
-                return answers
-            _compare(watch, node, replica, into)
-            if watch.repeats:
-                _ask_again(watch, node, replica, answers, into)
-            return answers
+        def worker(self, node: Node, replica: Replica, group: Group) -> Any:
+            worker = super().worker(node, replica, group)
+            _watch_client(watch, worker.servers)
+            return worker
 
     dataclasses.dataclass(frozen=True)(Watched)
 
 
-def _compare(watch: Watch, node: Node, replica: Replica, into: Sequence[Tensor]) -> None:
+def _watch_server(watch: Watch, server: Any) -> None:
+    """Keeps what each worker is to see."""
+    watch.servers[server.node.rank] = server
+    view, forget = server.view, server.forget
+
+    def viewed(reader: Message) -> Sequence[Tensor]:
+        seen: Sequence[Tensor] = view(reader)
+        watch.views[server.node.rank, reader.sender.rank] = [part.clone() for part in seen]
+        return seen
+
+    def forgotten(worker: int) -> None:
+        forget(worker)
+        watch.forgotten.append(worker)
+
+    server.view, server.forget = viewed, forgotten
+
+
+def _watch_client(watch: Watch, client: Any) -> None:
+    """Compares both ends after each reply."""
+    pull, take = client.pull, client._take
+
+    def pulled(into: Sequence[Tensor] | None = None, fresh: bool = False) -> None:
+        pull(into, fresh)
+        if fresh and client.known:
+            _compare(watch, client, client.replica.parameters)
+        if fresh and watch.repeats:
+            _begin_again(watch, client)
+
+    def taken(replies: Any, into: Sequence[Tensor]) -> list[Message]:
+        answers: list[Message] = take(replies, into)
+        if client.known:
+            _compare(watch, client, into)
+            if watch.repeats:
+                _ask_again(watch, client, answers, into)
+            return answers
+        for rank, server in watch.servers.items():
+            mine = cut(into, server.shard.start, server.shard.stop)
+            assert equal(mine, watch.views[rank, client.node.rank])
+        watch.compared[client.node.rank] += 1
+        return answers
+
+    client.pull, client._take = pulled, taken
+
+
+def _compare(watch: Watch, client: ServerClient, into: Sequence[Tensor]) -> None:
     """What every server believes that this worker has is what it has."""
-    for shard in watch.shards.values():
-        believed = shard.buffers[known_to(node.rank)]
-        assert equal(believed, cut(replica.buffer("known"), shard.start, shard.stop))
-        if node.rank != 1:
-            watch.lost.append((node.now(), _left_of(shard, 1)))
-    assert equal(replica.buffer("known"), into)
-    watch.compared[node.rank] += 1
+    rank = client.node.rank
+    for server in watch.servers.values():
+        assert server.coded is not None
+        believed = server.coded.known[rank]
+        assert equal(believed, cut(client.known, server.shard.start, server.shard.stop))
+        if rank != 1:
+            watch.lost.append((client.node.now(), _left_of(server, 1)))
+    assert equal(client.known, into)
+    watch.compared[rank] += 1
 
 
-def _left_of(shard: Shard, worker: int) -> list[str]:
+def _left_of(server: ServerLoop, worker: int) -> list[str]:
     """What a server keeps for a worker only."""
-    kept = [*shard.buffers, *shard.notes.get("codecs", {})]
-    mine = [name for name in kept if name == known_to(worker) or name.startswith(f"to {worker}")]
-    return [*mine, *(["answer"] if worker in shard.notes.get("answers", {}) else [])]
+    replies = server.coded
+    assert replies is not None
+    kept = {"known": replies.known, "state": replies.states, "given": replies.given}
+    kept["compressor"] = replies._compressors
+    return [name for name, by_worker in kept.items() if worker in by_worker]
 
 
-def _begin_again(watch: Watch, node: Any, replica: Replica) -> None:
+def _begin_again(watch: Watch, client: ServerClient) -> None:
     """The first request of all, again, when others may have pushed already."""
-    sequence, first = node._sequence, [part.clone() for part in replica.parameters]
+    node: Any = client.node
+    sequence, first = node._sequence, [part.clone() for part in client.replica.parameters]
     node.take_time(0.05 * node.rank)
     node._sequence -= 1
     again = node.request(node.members.servers[0], "pull").wait()
-    assert equal(again.tensors, first) and again["version"] == replica.version[0]
+    assert equal(again.tensors, first) and again["version"] == client.versions[0]
     assert node._sequence == sequence
-    _compare(watch, node, replica, replica.parameters)
+    _compare(watch, client, client.replica.parameters)
 
 
 def _ask_again(
-    watch: Watch, node: Any, replica: Replica, answers: Sequence[Message], into: Sequence[Tensor]
+    watch: Watch, client: ServerClient, answers: Sequence[Message], into: Sequence[Tensor]
 ) -> None:
     """As a transport does whose connection broke: the same request, under the same sequence number."""
-    sequence, versions = node._sequence, dict(replica.version)
-    last = replica.notes.setdefault("last", sequence)
-    replica.notes["last"] = sequence
+    node: Any = client.node
+    sequence = node._sequence
+    last = watch.last.get(node.rank, sequence)
+    watch.last[node.rank] = sequence
     for old in (sequence, sequence, last):
         node._sequence = old - 1
         server = node.members.servers[0]
-        again = node.request(server, "push", fetch=True, step=replica.steps, version=0).wait()
+        again = node.request(server, "push", fetch=True, step=client.replica.steps, version=0).wait()
         if old == sequence:
-            assert again["version"] == versions[0]
+            assert again["version"] == answers[0]["version"]
             assert equal(again.tensors, answers[0].tensors)
-        _compare(watch, node, replica, into)
+        _compare(watch, client, into)
     node._sequence = sequence
 
 
@@ -184,8 +207,8 @@ def test_servers_know_what_workers_have_for_models_of_mixed_dtypes(
     plane = Plane(6, model=MODELS[model])
     simulate(plane, f"watched-async+{codec}", WORKERS, servers, UNEVEN)
     assert all(watch.compared[rank] == 7 for rank in range(WORKERS))
-    for replica in plane.replicas.values():
-        assert all(part.element_size() >= 4 for part in replica.buffers.get("sent: residual", ()))
+    for rank in range(WORKERS):
+        assert all(part.element_size() >= 4 for part in residual_of(plane.workers[rank]))
 
 
 @each_value(("codec", CODECS), ("strategy", ["async", "sync", "async:push_every=2"]))
@@ -196,7 +219,7 @@ def test_pull_dense_gives_workers_the_exact_server_parameters(
     text = f"{codec},pull=dense" if ":" in codec else f"{codec}:pull=dense"
     summary = simulate(Plane(6), f"watched-{strategy}+{text}", WORKERS, 2, UNEVEN)
     assert all(watch.compared[rank] >= 3 for rank in range(WORKERS))
-    assert not any(name.startswith("known") for shard in watch.shards.values() for name in shard.buffers)
+    assert all(server.coded is None for server in watch.servers.values())
     assert not codec.startswith("topk") or any(line["bytes"] < 200 for line in events(summary, "apply"))
 
 
@@ -274,7 +297,7 @@ def test_easgd_with_a_codec_keeps_no_residual_and_conserves_the_sum(simulate: An
         centre = trained(simulate(plane, text, WORKERS, 2, UNEVEN))
         last = [dict(zip(names, plane.x[rank][-1], strict=True)) for rank in range(WORKERS)]
         sums.append({name: centre[name] + sum(each[name] for each in last) for name in centre})
-        assert all("sent: residual" not in replica.buffers for replica in plane.replicas.values())
+        assert not any(residual_of(plane.workers[rank]) for rank in range(WORKERS))
     assert near(*sums)
 
 
@@ -319,7 +342,7 @@ def test_server_strategies_push_residuals_of_layers_without_a_gradient(
 def test_a_worker_that_dies_is_forgotten(
     simulate: Any, watch: Watch, strategy: str, back: str, codec: str
 ) -> None:
-    """The others go on, and nothing is kept for it; if it comes back it begins with a full answer."""
+    """The others go on, and nothing is kept for it; if it comes back it begins with a full reply."""
     cluster = f'[[hosts]]\nlatency = "1 ms"\n[[failures]]\nworkers = [1]\nat = "61 ms"\n{back}'
     summary = simulate(Plane(20), f"watched-{strategy}+{codec}", WORKERS, 2, cluster)
     assert watch.forgotten.count(1) == (4 if back else 2)  # each server, each time that it left
@@ -328,8 +351,8 @@ def test_a_worker_that_dies_is_forgotten(
         [left for at, left in watch.lost if low <= at < high]
         for low, high in ((0.03, 0.06), (0.07, 0.12), (0.16, 0.19))
     )
-    assert before and all("known to 1" in left for left in before)
+    assert before and all("known" in left for left in before)
     assert gone and not any(gone)
-    assert after and all(("known to 1" in left) == bool(back) for left in after)
+    assert after and all(("known" in left) == bool(back) for left in after)
     assert watch.compared[0] == watch.compared[2] == 21
     assert watch.compared[1] > 21 if back else watch.compared[1] < 10

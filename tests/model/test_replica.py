@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from polyrhythm.collectives.arithmetic import OPERATIONS, reduce
 from polyrhythm.core.errors import NotFinite, UsageError
 from polyrhythm.model.layout import Layout
+from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.model.vectors import BLOCK, cut, split
@@ -341,18 +342,59 @@ def test_the_state_of_shards_is_the_state_of_one_optimizer(make: Any, optimizer:
     assert all(not entry for index, entry in found.items() if index not in law)
 
 
-def test_named_buffers_of_replica_and_shard_persist() -> None:
-    """A named buffer is made once, zero, and as long as the vector or the range."""
+def test_named_buffers_of_a_replica_persist() -> None:
+    """A named buffer is made once, zero, and as long as the vector."""
     replica, _, _ = pair(Mixed)
-    (server,) = shards(Mixed, lambda model: SGD(model.parameters()), 1)
-    for home in (replica, server):
-        residual = home.buffer("residual")
-        assert [(part.numel(), part.dtype) for part in residual] == [
-            (p.numel(), p.dtype) for p in home.parameters
-        ]
-        assert all((part == 0).all() for part in residual)
-        residual[0].fill_(1.0)
-        assert home.buffer("residual") is residual and (home.buffer("other")[0] == 0).all()
+    residual = replica.buffer("residual")
+    assert sizes(residual) == sizes(replica.parameters)
+    assert all((part == 0).all() for part in residual)
+    residual[0].fill_(1.0)
+    assert replica.buffer("residual") is residual and (replica.buffer("other")[0] == 0).all()
+
+
+@pytest.mark.parametrize("make", [Mixed, Half], ids=["mixed", "half"])
+def test_zeros_of_a_shard_are_like_its_range(make: Any) -> None:
+    """New vectors each time, with the dtypes of the range, or in at least 32 bits."""
+    for server in shards(make, lambda model: SGD(model.parameters()), 3):
+        first, second = server.zeros(), server.zeros()
+        assert sizes(first) == sizes(server.parameters)
+        assert all((part == 0).all() for part in first)
+        assert not any(one is other for one, other in zip(first, second, strict=True))
+        exact = server.zeros(exact=True)
+        assert all(part.element_size() >= 4 for part in exact)
+        assert [part.numel() for part in exact] == [part.numel() for part in server.parameters]
+
+
+def sizes(vectors: Any) -> list[tuple[int, torch.dtype]]:
+    return [(part.numel(), part.dtype) for part in vectors]
+
+
+@pytest.mark.parametrize("make", [mlp, odd, Mixed], ids=["mlp", "odd", "mixed"])
+@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_saved_shards_continue_with_the_same_bits(make: Any, optimizer: Any, count: int) -> None:
+    """Saved after any step, packed for the wire and loaded into servers that have gone another way."""
+    chosen = lambda model: optimizer(model.parameters())  # noqa: E731
+    torch.manual_seed(0)
+    model = make()
+    replica = Replica(model, chosen(model))
+    servers, others = shards(make, chosen, count), shards(make, chosen, count)
+    for step in range(6):
+        backward(model, step)
+        replica.gradients.gather()
+        absent = replica.gradients.absent if step != 3 else [0, *replica.gradients.absent]
+        for number in range(count):
+            if step == 2:
+                others[number].load_state_dict(unpack(pack(servers[number].state_dict())))
+            for server in (servers[number], others[number]):
+                gradient = cut(replica.gradient, server.start, server.stop)
+                server.apply(gradient, absent if step > 1 or server is servers[number] else [])
+        replica.optimizer.zero_grad()
+    for one, other in zip(servers, others, strict=True):
+        assert one.version == other.version == 6
+        assert all(map(torch.equal, one.parameters, other.parameters))
+        (slices, held), (same, alike) = one.state(), other.state()
+        assert slices == same and all(map(torch.equal, held, alike))
 
 
 # --- what cannot work -------------------------------------------------------------------------------

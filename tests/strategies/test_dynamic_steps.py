@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import polyrhythm as pr
 from polyrhythm.core.message import Message
+from polyrhythm.core.node import Members
 from polyrhythm.core.peer import Peer
 from polyrhythm.model.shard import Shard
 from tests.support.programs import MOMENTUM, SPEEDS, Point, Script, Walk, events, pushes, trained
@@ -208,18 +210,19 @@ def test_server_reports_the_latest_speed_of_the_fastest_live_worker() -> None:
     """The latest of each counts, not the best; one that left counts no longer, and who asks always does."""
     model = torch.nn.Linear(2, 2)
     shard = Shard(model, torch.optim.SGD(model.parameters()), 0, 1)
-    strategy = pr.parse("delayed-nesterov:8,dynamic=yes")
+    node = SimpleNamespace(rank=0, members=Members())
+    server: Any = pr.parse("delayed-nesterov:8,dynamic=yes").server(node, shard)  # type: ignore[arg-type]
 
     def push(rank: int, speed: float) -> Message:
         return Message(Peer("worker", rank), "push", 1, {"speed": speed})
 
     for rank, speed in [(0, 1.0), (1, 9.0), (1, 4.0)]:
-        strategy.hear(shard, push(rank, speed))
-    assert strategy.tell(shard, push(0, 1.0)) == {"fastest": 4.0}
-    strategy.forget(shard, 1)
-    assert strategy.tell(shard, push(0, 1.0)) == {"fastest": 1.0}
-    strategy.hear(shard, Message(Peer("worker", 0), "pull", 2))
-    assert strategy.tell(shard, push(3, 0.5)) == {"fastest": 0.5}
+        server.note(push(rank, speed))
+    assert server.extras(push(0, 1.0)) == {"fastest": 4.0}
+    server.forget(1)
+    assert server.extras(push(0, 1.0)) == {"fastest": 1.0}
+    server.note(Message(Peer("worker", 0), "pull", 2))
+    assert server.extras(push(3, 0.5)) == {"fastest": 0.5}
 
 
 def test_dynamic_steps_with_period_1_change_nothing(simulate: Any) -> None:

@@ -12,7 +12,6 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.strategies.server.server_loop import known_to
 from polyrhythm.wire import Transport
 from tests.support.combine import few
 
@@ -45,13 +44,14 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     places = [("worker", peer.rank, transports[peer].address) for peer in WORKERS]
     for node in nodes.values():
         node.meet([*places, ("server", 0, proxy.address)])
-    shard = Shard(*model(), 0, 1, nodes[SERVER].empty)
-    replicas = [Replica(*model(), nodes[peer].empty) for peer in WORKERS]
+    shard = Shard(*model(), 0, 1, nodes[SERVER].memory.empty)
+    served = chosen.server(nodes[SERVER], shard)
+    replicas = [Replica(*model(), nodes[peer].memory.empty) for peer in WORKERS]
     done, failures, known = threading.Event(), [], {}
 
     def serve():
         with torch.no_grad():
-            chosen.serve(nodes[SERVER], shard)
+            served.serve()
 
     def cut():
         while not done.wait(0.004):
@@ -61,14 +61,15 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
         node, replica = nodes[WORKERS[rank]], replicas[rank]
         try:
             with torch.no_grad():
-                chosen.start(node, replica)
+                worker = chosen.worker(node, replica, node.group())
+                worker.start()
                 for step in range(1, STEPS + 1):
                     replica.gradient[0].copy_(slope(rank, step, total))
                     replica.steps = step
-                    chosen.step(node, replica)
+                    worker.step()
                 replica.leaves_early = True  # so that it pushes what waits
-                chosen.finish(node, replica)
-            known[rank] = replica.buffer("known")[0].clone()
+                worker.finish()
+            known[rank] = worker.servers.known[0].clone()
         except BaseException as error:
             failures.append(error)
 
@@ -99,7 +100,7 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     assert len(applied) == len(set(applied)) == 2 * (STEPS + 1)  # and what each had left
     assert len(delivered) > len(applied)  # some came twice, or this test shows nothing
     for rank in range(2):
-        assert torch.equal(known[rank], shard.buffer(known_to(rank))[0])
+        assert torch.equal(known[rank], served.coded.known[rank][0])
     begin = Replica(*model()).parameters[0]
     law = begin - 0.5 * sum(slope(rank, step, total) for rank in range(2) for step in range(1, STEPS + 1))
     assert (shard.parameters[0] - law).abs().max() < 1e-12 * law.abs().max() * STEPS

@@ -38,14 +38,14 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     server, worker = (Quiet(peer, transports[peer], 0, time.monotonic()) for peer in (SERVER, WORKER))
     for node in (server, worker):
         node.meet([("worker", 0, transports[WORKER].address), ("server", 0, proxy.address)])
-    shard, replica = Shard(*point(), 0, 1, server.empty), Replica(*point(), worker.empty)
+    shard, replica = Shard(*point(), 0, 1, server.memory.empty), Replica(*point(), worker.memory.empty)
     replica.layout.parameters[0].grad = torch.ones(1000)
     replica.gradients.gather()
     done = threading.Event()
 
     def serve():
         with torch.no_grad():
-            chosen.serve(server, shard)
+            chosen.server(server, shard).serve()
 
     def cut():
         while not done.wait(0.004):
@@ -56,10 +56,11 @@ def test_pushes_survive_cuts_and_count_once(strategy):
         for thread in threads:
             thread.start()
         with torch.no_grad():
-            chosen.start(worker, replica)
+            trainer = chosen.worker(worker, replica, worker.group())
+            trainer.start()
             for _ in range(pushes):
                 replica.steps += 1
-                chosen.step(worker, replica)
+                trainer.step()
     finally:
         done.set()
         threads[1].join()

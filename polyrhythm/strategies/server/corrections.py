@@ -1,53 +1,69 @@
-"""Corrections of stale gradients: what the parameters did since the gradient's worker pulled them counts.
+"""Corrections of a stale gradient by how far the parameters have moved since its worker pulled them.
 
 Both keep, for each worker, the parameters that it pulled last: a vector of the model's size per worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.vectors import copied
+from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
-from polyrhythm.strategies.server.server_loop import known_to
+from polyrhythm.strategies.server.server_loop import ServerLoop
+from polyrhythm.strategies.server.worker_vectors import WorkerVectors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from polyrhythm.core.message import Message
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.strategy import Traits
+    from polyrhythm.core.worker import Server, State
     from polyrhythm.model.shard import Shard
-    from polyrhythm.strategies.server.server_loop import Push
+    from polyrhythm.model.vectors import Vectors
+    from polyrhythm.strategies.server.updates import PushedUpdate
 
 
 @dataclass(frozen=True)
-class _Remembering(ParameterServer):
-    """A server that knows what each worker has pulled."""
+class StalenessCorrection(ParameterServer):
+    """A server that corrects a gradient by the parameters that its worker has pulled."""
 
     free: ClassVar[tuple[str, ...]] = (
         "wait_for", "max_staleness", "weight", "damping", "discard", "pull", "reduce", "clip",
     )  # fmt: skip
 
-    def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        if not self.answers_in_code:
-            copied(shard.parameters, self.pulled(shard, reader.sender.rank))
-        return shard.parameters
 
-    def pulled(self, shard: Shard, worker: int) -> Sequence[Tensor]:
-        """What a worker computes its gradient on."""
-        return shard.buffer(known_to(worker) if self.answers_in_code else f"pulled by {worker}")
+class CorrectingServer(ServerLoop):
+    """Knows the parameters that each worker has pulled."""
 
-    def forget(self, shard: Shard, worker: int) -> None:
-        shard.buffers.pop(f"pulled by {worker}", None)
+    def __init__(self, strategy: StalenessCorrection, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        # Where replies are in code, these are known anyway.
+        self.pulled = WorkerVectors(shard) if self.coded is None else self.coded.known
+
+    def view(self, reader: Message) -> Vectors:
+        if self.coded is None:
+            copied(self.shard.parameters, self.pulled[reader.sender.rank])
+        return self.shard.parameters
+
+    def forget(self, worker: int) -> None:
+        self.pulled.pop(worker, None)
+
+    def state_dict(self) -> State:
+        pulled = self.pulled.state_dict() if self.coded is None else None
+        return {**super().state_dict(), "pulled": pulled}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        if self.coded is None:
+            self.pulled.load_state_dict(state["pulled"])
 
 
 @dataclass(frozen=True)
-class DelayCompensated(_Remembering):
-    """Asynchronous, with each gradient corrected to first order for what it missed (DC-ASGD).
+class DelayCompensated(StalenessCorrection):
+    """Asynchronous, with each gradient corrected to first order for the updates that it missed (DC-ASGD).
 
-    g <- g + lam g*g*(w - w_i), where w_i is what worker i pulled and g*g stands for the curvature. With
+    g <- g + lam g*g*(w - w_i), where worker i has pulled w_i and g*g approximates the curvature. With
     `adaptive` lam is divided by sqrt(ms + 1e-7) per parameter, ms <- decay ms + (1 - decay) g*g; lam is then
     larger, such as 2. Without delay, or with lam = 0, it is `async` bit for bit.
 
@@ -73,26 +89,47 @@ class DelayCompensated(_Remembering):
         if self.decay != 0.95 and not self.adaptive:
             raise UsageError("decay is for adaptive=yes")
 
-    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
+    def server(self, node: Node, shard: Shard) -> Server:
         if not self.lam:
-            return push.update
-        if self.adaptive:
-            for mean, gradient in zip(shard.buffer("mean square", exact=True), push.update, strict=True):
-                mean.mul_(self.decay).add_(gradient.to(mean.dtype).square(), alpha=1 - self.decay)
+            return super().server(node, shard)
+        return DelayCompensatedServer(self, node, shard)
+
+
+class DelayCompensatedServer(CorrectingServer):
+    """Adds lam g*g*(w - w_i) to the gradient of worker i."""
+
+    strategy: DelayCompensated
+
+    def __init__(self, strategy: DelayCompensated, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.mean_square = shard.zeros(exact=True) if strategy.adaptive else ()
+
+    def transform(self, push: PushedUpdate) -> Vectors:
+        lam, decay = self.strategy.lam, self.strategy.decay
+        if self.strategy.adaptive:
+            for mean, gradient in zip(self.mean_square, push.update, strict=True):
+                mean.mul_(decay).add_(gradient.to(mean.dtype).square(), alpha=1 - decay)
         if not push.staleness:
             return push.update
-        pulled, update = self.pulled(shard, push.worker), tuple(part.clone() for part in push.update)
-        for span in shard.spans(push["groups"]):
+        pulled, update = self.pulled[push.worker], cloned(push.update)
+        for span in self.shard.spans(push.settings):
             gradient = span.of(update)
-            missed = gradient.square().mul_(span.of(shard.parameters) - span.of(pulled))
-            if self.adaptive:
-                missed.div_((span.of(shard.buffer("mean square")) + 1e-7).sqrt_())
-            gradient.add_(missed, alpha=-self.lam if span.settings.get("maximize") else self.lam)
+            missed = gradient.square().mul_(span.of(self.shard.parameters) - span.of(pulled))
+            if self.strategy.adaptive:
+                missed.div_((span.of(self.mean_square) + 1e-7).sqrt_())
+            gradient.add_(missed, alpha=-lam if span.settings.get("maximize") else lam)
         return update
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "mean_square": list(self.mean_square)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        copied(state["mean_square"], self.mean_square)
 
 
 @dataclass(frozen=True)
-class GapAware(_Remembering):
+class GapAware(StalenessCorrection):
     """Asynchronous, with each element of a gradient divided by how far its parameter moved meanwhile.
 
     P = 1 + |w - w_i| / C and g <- g / P, weight decay included; C is the length of a usual step, the largest
@@ -106,22 +143,39 @@ class GapAware(_Remembering):
 
     name: ClassVar[str] = "gap-aware"
     paper: ClassVar[str] = "Barkai, Hakimi, Schuster 2020, Gap-Aware Mitigation of Gradient Staleness"
-    optimizers: ClassVar[str] = "SGD"
 
-    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
-        counts = shard.notes["steps measured"] = shard.notes.get("steps measured", 0) + 1
-        means, steps = shard.buffer("mean square", exact=True), shard.momentum() or push.update
-        for mean, step in zip(means, steps, strict=True):
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, optimizer="SGD")
+
+    def server(self, node: Node, shard: Shard) -> Server:
+        return GapAwareServer(self, node, shard)
+
+
+class GapAwareServer(CorrectingServer):
+    """Divides the gradient of worker i by P = 1 + |w - w_i| / C."""
+
+    def __init__(self, strategy: GapAware, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.count = 0  # of the steps in the running mean
+        self.mean_square = shard.zeros(exact=True)
+        self.highest: dict[int, float] = {}  # the largest learning rate so far, by parameter group
+        self._momentum = shard.zeros()
+
+    def transform(self, push: PushedUpdate) -> Vectors:
+        self.count += 1
+        steps = self._momentum if self.shard.momentum(into=self._momentum) else push.update
+        for mean, step in zip(self.mean_square, steps, strict=True):
             mean.mul_(0.999).add_(step.to(mean.dtype).square(), alpha=0.001)
-        highest = shard.notes.setdefault("highest rates", {})
-        for group, settings in enumerate(push["groups"]):
-            highest[group] = max(highest.get(group, 0.0), settings["lr"])
+        for group, settings in enumerate(push.settings):
+            self.highest[group] = max(self.highest.get(group, 0.0), settings["lr"])
         if not push.staleness:
             return push.update
-        pulled, update = self.pulled(shard, push.worker), tuple(part.clone() for part in push.update)
-        for span in shard.spans(push["groups"], push["absent"]):
-            now, gradient = span.of(shard.parameters), span.of(update)
-            usual = (span.of(means) / (1 - 0.999**counts)).sqrt_().add_(1e-8).mul_(highest[span.group])
+        pulled, update = self.pulled[push.worker], cloned(push.update)
+        for span in self.shard.spans(push.settings, push.absent):
+            now, gradient = span.of(self.shard.parameters), span.of(update)
+            root = (span.of(self.mean_square) / (1 - 0.999**self.count)).sqrt_().add_(1e-8)
+            usual = root.mul_(self.highest[span.group])
             usual.clamp_(min=1e-30)  # where nothing moves yet, because the rate is still 0
             penalty = (now - span.of(pulled)).abs_().div(usual).add_(1)
             gradient.div_(penalty)
@@ -129,3 +183,12 @@ class GapAware(_Remembering):
                 sign = -1 if span.settings["maximize"] else 1
                 gradient.add_((now / penalty - now) * (sign * decay))
         return update
+
+    def state_dict(self) -> State:
+        own = {"count": self.count, "mean_square": list(self.mean_square), "highest": dict(self.highest)}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.count, self.highest = state["count"], dict(state["highest"])
+        copied(state["mean_square"], self.mean_square)

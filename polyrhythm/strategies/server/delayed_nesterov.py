@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: local steps, and an outer optimizer on the server that does not wait for anybody."""
+"""Asynchronous DiLoCo: local steps, and an outer optimizer on the server that waits for no worker."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import LocalStepsChosen
-from polyrhythm.model.vectors import copied
+from polyrhythm.model.vectors import cloned, copied, difference
 from polyrhythm.strategies.server.parameter_server import ParameterServer
+from polyrhythm.strategies.server.server_loop import ServerLoop
+from polyrhythm.strategies.server.updates import PushRequest
+from polyrhythm.strategies.server.worker import ParameterServerWorker
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from polyrhythm.core.group import Group
     from polyrhythm.core.message import Field, Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.worker import Server, State, Worker
     from polyrhythm.model.replica import Replica
     from polyrhythm.model.shard import Shard
-    from polyrhythm.strategies.server.server_loop import Settings
+    from polyrhythm.model.vectors import Vectors
+    from polyrhythm.strategies.server.updates import Settings
 
 
 @dataclass(frozen=True)
 class DelayedNesterov(ParameterServer):
-    """Asynchronous DiLoCo: workers push how far `period` steps alone led; every N-th push adds momentum.
+    """Asynchronous DiLoCo: workers push the displacement of `period` local steps; the server adds momentum.
 
     d = w_pulled - w_i after local steps by the script's own optimizer. Each push: w <- w - lr d/N; every
     N-th: m <- beta m + mean d, w <- w - lr beta m. N pushes from one w are one step of Nesterov's momentum.
 
     With `dynamic`, worker i takes max(1, floor(period v_i / max_j v_j)) steps, where v is a worker's speed in
-    steps per second, measured from push to push without the time that it waits. So all push about as often,
-    and nobody's push is much staler than another's (DyLU, of the same paper). Its first push comes after
-    `period` steps, for until then its speed is not known.
+    steps per second, measured from push to push without the time that it waits. So all push about equally
+    often, and no push is much staler than another (DyLU, of the same paper). The first push of a worker comes
+    after `period` steps, because its speed is not known before.
 
     >>> import polyrhythm as pr
     >>> pr.parse("delayed-nesterov:50,dynamic=yes").period
@@ -60,78 +64,129 @@ class DelayedNesterov(ParameterServer):
         if self.max_staleness == 0:
             raise UsageError("each push is a step of its own here; use a max_staleness of 1 or more")
 
-    def start(self, node: Node, replica: Replica) -> None:
-        super().start(node, replica)
-        copied(replica.parameters, replica.buffer("pulled"))
-        replica.notes.update(alone=0, steps=self.period, since=node.now())
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return DelayedNesterovWorker(self, node, replica, group)
 
-    def step(self, node: Node, replica: Replica) -> None:
-        replica.apply()
-        replica.notes["alone"] += 1
-        if replica.notes["alone"] >= replica.notes["steps"]:
-            self._choose(node, replica, self._exchange(node, replica))
+    def server(self, node: Node, shard: Shard) -> Server:
+        return DelayedNesterovServer(self, node, shard)
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        if replica.notes["alone"]:
-            self._exchange(node, replica)
-        super().finish(node, replica)
 
-    def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
-        before = node.now()
-        shown = super().consensus(node, replica)
-        replica.notes["since"] += node.now() - before  # waiting is not working
+class DelayedNesterovWorker(ParameterServerWorker):
+    """Takes local steps, then pushes the displacement."""
+
+    strategy: DelayedNesterov
+
+    def __init__(self, strategy: DelayedNesterov, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.pulled = replica.buffer()  # the parameters that the local steps began with
+        self.local_steps = 0  # since then
+        self.period = strategy.period  # local steps until the next push
+        self.since = 0.0  # when the local steps began, later by all waits since
+        self._displacement = replica.buffer()
+
+    def start(self) -> None:
+        super().start()
+        copied(self.replica.parameters, self.pulled)
+        self.since = self.node.now()
+
+    def step(self) -> None:
+        self.replica.apply()
+        self.local_steps += 1
+        if self.local_steps >= self.period:
+            self.choose_period(self.exchange())
+
+    def finish(self) -> None:
+        if self.local_steps:
+            self.exchange()
+        super().finish()
+
+    def consensus(self, final: bool = False) -> Vectors:
+        before = self.node.now()
+        shown = super().consensus(final)
+        self.since += self.node.now() - before  # waiting is not working
         return shown
 
-    def restore(self, node: Node, replica: Replica) -> None:
-        """The optimizer works here."""
-
-    def _exchange(self, node: Node, replica: Replica) -> float:
+    def exchange(self) -> float:
         """Pushes and pulls. Returns this worker's speed, as a share of the fastest one's."""
-        pulled, difference, notes = replica.buffer("pulled"), replica.buffer("difference"), replica.notes
-        for place, old, new in zip(difference, pulled, replica.parameters, strict=True):
-            place.copy_(old).sub_(new)
-        speed = notes["alone"] / max(node.now() - notes["since"], 1e-9)  # where steps seem to take no time
-        answers = self._push(node, replica, difference, **({"speed": speed} if self.dynamic else {}))
-        copied(replica.parameters, pulled)
-        notes.update(alone=0, since=node.now())
-        return speed / max(answer["fastest"] for answer in answers) if self.dynamic else 1.0
+        dynamic, parameters = self.strategy.dynamic, self.replica.parameters
+        d = difference(self.pulled, parameters, into=self._displacement)
+        # In simulation steps may take no time.
+        speed = self.local_steps / max(self.node.now() - self.since, 1e-9)
+        extras: dict[str, Field] = {"speed": speed} if dynamic else {}
+        replies = self.servers.push(PushRequest(d, extras=extras))
+        copied(parameters, self.pulled)
+        self.local_steps, self.since = 0, self.node.now()
+        return speed / max(reply["fastest"] for reply in replies) if dynamic else 1.0
 
-    def _choose(self, node: Node, replica: Replica, share: float) -> None:
-        """How many steps this worker takes until its next push."""
+    def choose_period(self, share: float) -> None:
+        """Chooses the number of local steps until the next push."""
         # Clocks round: the same speed, measured twice, may differ in its last digits.
-        steps = max(1, math.floor(self.period * share + 1e-6))
-        if steps != replica.notes["steps"]:
-            replica.notes["steps"] = steps
-            node.log(LocalStepsChosen(replica.steps, steps, share))
+        steps = max(1, math.floor(self.strategy.period * share + 1e-6))
+        if steps != self.period:
+            self.period = steps
+            self.node.log(LocalStepsChosen(self.replica.steps, steps, share))
 
-    def hear(self, shard: Shard, message: Message) -> None:
-        speeds = shard.notes.setdefault("speeds", {})
-        if message.kind == "pull":  # it begins, or begins anew
-            speeds.pop(message.sender.rank, None)
+    def state_dict(self) -> State:
+        before = self.node.now()
+        state = super().state_dict()
+        self.since += self.node.now() - before
+        return state
+
+    def own_state(self) -> State:
+        elapsed = self.node.now() - self.since
+        own = {"pulled": cloned(self.pulled), "local_steps": self.local_steps, "period": self.period}
+        return {**super().own_state(), **own, "elapsed": elapsed}
+
+    def load_own_state(self, state: State) -> None:
+        super().load_own_state(state)
+        copied(state["pulled"], self.pulled)
+        self.local_steps, self.period = state["local_steps"], state["period"]
+        self.since = self.node.now() - state["elapsed"]
+
+
+class DelayedNesterovServer(ServerLoop):
+    """Applies each displacement, and every N-th time the momentum of the last N."""
+
+    strategy: DelayedNesterov
+
+    def __init__(self, strategy: DelayedNesterov, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.momentum, self.total = shard.zeros(), shard.zeros()  # m, and the sum of d in this round
+        self.speeds: dict[int, float] = {}  # of the workers
+
+    def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
+        lr, beta, count = self.strategy.lr, self.strategy.beta, self.started
+        self.shard.shift(update, -lr / count)
+        for place, part in zip(self.total, update, strict=True):
+            place.add_(part)
+        if self.shard.version % count:
+            return
+        for part, momentum, place in zip(self.shard.parameters, self.momentum, self.total, strict=True):
+            momentum.mul_(beta).add_(place, alpha=1 / count)
+            part.add_(momentum, alpha=-lr * beta)
+            place.zero_()
+
+    def note(self, message: Message) -> None:
+        if message.kind == "pull":  # it starts, and its speed is not known yet
+            self.speeds.pop(message.sender.rank, None)
         elif "speed" in message.fields:
-            speeds[message.sender.rank] = message["speed"]
+            self.speeds[message.sender.rank] = message["speed"]
 
-    def tell(self, shard: Shard, reader: Message) -> dict[str, Field]:
+    def extras(self, reader: Message) -> dict[str, Field]:
         if "speed" not in reader.fields:
             return {}
         # Its own too: it may have pushed before the server heard that it has joined.
-        return {"fastest": max([reader["speed"], *shard.notes["speeds"].values()])}
+        return {"fastest": max([reader["speed"], *self.speeds.values()])}
 
-    def forget(self, shard: Shard, worker: int) -> None:
-        shard.notes.get("speeds", {}).pop(worker, None)
+    def forget(self, worker: int) -> None:
+        self.speeds.pop(worker, None)
 
-    def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["round"] = len(node.members.workers)
-        super().serve(node, shard)
+    def state_dict(self) -> State:
+        own = {"momentum": list(self.momentum), "total": list(self.total), "speeds": dict(self.speeds)}
+        return {**super().state_dict(), **own}
 
-    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
-        count, total, momenta = shard.notes["round"], shard.buffer("round"), shard.buffer("momentum")
-        shard.shift(update, -self.lr / count)
-        for place, part in zip(total, update, strict=True):
-            place.add_(part)
-        if shard.version % count:
-            return
-        for part, momentum, place in zip(shard.parameters, momenta, total, strict=True):
-            momentum.mul_(self.beta).add_(place, alpha=1 / count)
-            part.add_(momentum, alpha=-self.lr * self.beta)
-            place.zero_()
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        copied(state["momentum"], self.momentum)
+        copied(state["total"], self.total)
+        self.speeds = dict(state["speeds"])

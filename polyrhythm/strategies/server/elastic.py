@@ -1,4 +1,4 @@
-"""Elastic averaging: workers explore on their own, on a spring that ties them to a centre."""
+"""Elastic averaging: workers explore on their own, on a spring that ties them to a center."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.vectors import difference
 from polyrhythm.strategies.server.parameter_server import ParameterServer
+from polyrhythm.strategies.server.server_loop import ServerLoop
+from polyrhythm.strategies.server.updates import PushRequest
+from polyrhythm.strategies.server.worker import ParameterServerWorker
+from polyrhythm.strategies.server.worker_vectors import WorkerVectors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from polyrhythm.core.group import Group
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.worker import Server, State, Worker
     from polyrhythm.model.replica import Replica
     from polyrhythm.model.shard import Shard
-    from polyrhythm.strategies.server.server_loop import Push, Settings
+    from polyrhythm.model.vectors import Vectors
+    from polyrhythm.strategies.server.updates import PushedUpdate, Settings
 
 
 @dataclass(frozen=True)
 class Elastic(ParameterServer):
-    """Workers train alone; every `period` steps each and the server's centre pull each other closer (EASGD).
+    """Workers train locally; every `period` steps each one and the center pull each other closer (EASGD).
 
-    d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: what one loses the other gains. In between x_i takes
+    d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: each gains what the other loses. In between x_i takes
     steps of the script's own optimizer. alpha is 0.9/N if not given. With `max_staleness=0` all exchange
-    together, with the same c: synchronous EASGD. The result is c. With a codec the worker pulls c first, and
-    d, which it computes, goes through the codec: both take what its code stands for. What that leaves out is
-    in x_i - c still, and so in the next d.
+    together, with the same c: synchronous EASGD. The result is c. With a codec the worker pulls c first,
+    computes d and sends it through the codec; both take the decoded d. What the codec leaves out stays in
+    x_i - c, and so in the next d.
 
     >>> import polyrhythm as pr
     >>> pr.parse("easgd:10,alpha=0.1").period
@@ -52,59 +58,92 @@ class Elastic(ParameterServer):
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
             raise UsageError("alpha must be 0 or more")
 
-    def step(self, node: Node, replica: Replica) -> None:
-        if replica.steps % self.period == 0:
-            self._exchange(node, replica)  # before the step, whose gradient is that of the old x_i
-        replica.apply()
-
-    def restore(self, node: Node, replica: Replica) -> None:
-        """The optimizer works here."""
-
-    def _exchange(self, node: Node, replica: Replica) -> None:
-        if self.codec is not None:
-            return self._exchange_in_code(node, replica)
-        difference = replica.buffer("difference")
-        self._push(node, replica, replica.parameters, into=difference)
-        for part, change in zip(replica.parameters, difference, strict=True):
-            part.sub_(change)
-
     @property
     def feedback(self) -> bool:
         return False
 
-    def _exchange_in_code(self, node: Node, replica: Replica) -> None:
-        centre, difference = replica.buffer("centre"), replica.buffer("difference")
-        self._pull(node, replica, into=centre)
-        for place, mine, theirs in zip(difference, replica.parameters, centre, strict=True):
-            place.copy_(mine).sub_(theirs).mul_(self._alpha(node))
-        told = replica.buffer("told", exact=True)
-        self._push(node, replica, difference, fetch=False, seen=told)
-        for part, change in zip(replica.parameters, told, strict=True):
-            part.sub_(change)
-
-    def _alpha(self, node: Node) -> float:
+    def elasticity(self, node: Node) -> float:
+        """alpha, or its default."""
         return 0.9 / len(node.members.workers) if self.alpha is None else self.alpha
 
-    def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["alpha"] = self._alpha(node)
-        super().serve(node, shard)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return (ElasticWorker if self.codec is None else CodedElasticWorker)(self, node, replica, group)
 
-    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
-        if self.codec is not None:
-            return push.update
-        # Computed once, here, and sent back: what the worker subtracts is bit for bit what the centre adds.
-        difference = shard.buffer(f"difference of {push.worker}")
-        for place, theirs, centre in zip(difference, push.update, shard.parameters, strict=True):
-            place.copy_(theirs).sub_(centre).mul_(shard.notes["alpha"])
-        return difference
+    def server(self, node: Node, shard: Shard) -> Server:
+        return (ElasticServer if self.codec is None else CenterServer)(self, node, shard)
 
-    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
-        shard.shift(update)
 
-    def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        if reader.kind == "pull" or self.codec is not None:
-            return shard.parameters
-        return shard.buffer(f"difference of {reader.sender.rank}")
+class ElasticWorker(ParameterServerWorker):
+    """Pushes x_i and gets d."""
 
-    def forget(self, shard: Shard, worker: int) -> None:
-        shard.buffers.pop(f"difference of {worker}", None)
+    strategy: Elastic
+
+    def __init__(self, strategy: Elastic, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.steps = 0
+        self._difference = replica.buffer()
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps % self.strategy.period == 0:
+            self.exchange()  # before the step, whose gradient is that of the old x_i
+        self.replica.apply()
+
+    def exchange(self) -> None:
+        """x_i <- x_i - d."""
+        self.servers.push(PushRequest(self.replica.parameters, into=self._difference))
+        for part, change in zip(self.replica.parameters, self._difference, strict=True):
+            part.sub_(change)
+
+    def own_state(self) -> State:
+        return {**super().own_state(), "steps": self.steps}
+
+    def load_own_state(self, state: State) -> None:
+        super().load_own_state(state)
+        self.steps = state["steps"]
+
+
+class CodedElasticWorker(ElasticWorker):
+    """Pulls c, computes d and pushes it through the codec."""
+
+    def __init__(self, strategy: Elastic, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self._center, self._decoded = replica.buffer(), replica.buffer(exact=True)
+
+    def exchange(self) -> None:
+        self.servers.pull(into=self._center)
+        for part in difference(self.replica.parameters, self._center, into=self._difference):
+            part.mul_(self.strategy.elasticity(self.node))
+        self.servers.push(PushRequest(self._difference, fetch=False, decoded=self._decoded))
+        for part, change in zip(self.replica.parameters, self._decoded, strict=True):
+            part.sub_(change)
+
+
+class CenterServer(ServerLoop):
+    """Holds c, and adds each d that is pushed."""
+
+    strategy: Elastic
+
+    def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
+        self.shard.shift(update)
+
+
+class ElasticServer(CenterServer):
+    """Computes d once and sends it back: the worker subtracts the bits that the center adds."""
+
+    def __init__(self, strategy: Elastic, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.alpha = strategy.elasticity(node)
+        self.differences = WorkerVectors(shard)
+
+    def transform(self, push: PushedUpdate) -> Vectors:
+        d = difference(push.update, self.shard.parameters, into=self.differences[push.worker])
+        for part in d:
+            part.mul_(self.alpha)
+        return d
+
+    def view(self, reader: Message) -> Vectors:
+        return self.shard.parameters if reader.kind == "pull" else self.differences[reader.sender.rank]
+
+    def forget(self, worker: int) -> None:
+        self.differences.pop(worker, None)

@@ -1,38 +1,42 @@
-"""Momentum under asynchrony: instead of the one buffer of a server, into which gradients of all ages fall.
+"""Momentum under asynchrony, instead of one buffer on the server into which gradients of all ages fall.
 
-These take momentum, weight decay and learning rate from the script's `torch.optim.SGD`. Weight decay is added
-by the worker, to the parameters that it computed the gradient on, and so exactly once; the server then runs
-SGD without momentum and without decay.
+These take momentum, weight decay and learning rate from the script's `torch.optim.SGD`. The worker adds
+weight decay, with the parameters that it computed the gradient on, so it is added exactly once; the server
+then runs SGD without momentum and without decay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.model.vectors import copied
+from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
+from polyrhythm.strategies.server.server_loop import ServerLoop
+from polyrhythm.strategies.server.worker import GradientWorker
+from polyrhythm.strategies.server.worker_vectors import WorkerVectors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from polyrhythm.core.group import Group
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.strategy import Traits
+    from polyrhythm.core.worker import Server, State, Worker
     from polyrhythm.model.replica import Replica
     from polyrhythm.model.shard import Shard
-    from polyrhythm.strategies.server.server_loop import Push, Settings
+    from polyrhythm.model.vectors import Vectors
+    from polyrhythm.strategies.server.updates import PushedUpdate, Settings
 
 
 DANA = "Hakimi, Barkai, Gabel, Schuster 2019, Taming Momentum in a Distributed Environment"
 
 
 @dataclass(frozen=True)
-class _WithMomentum(ParameterServer):
-    """What the strategies of this module have in common."""
+class AsynchronousMomentum(ParameterServer):
+    """The strategies of this module: the worker adds weight decay, the server runs plain SGD."""
 
-    optimizers: ClassVar[str] = "SGD"
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "weight", "damping", "discard", "clip", "prefetch")
 
     def __post_init__(self) -> None:
@@ -40,41 +44,51 @@ class _WithMomentum(ParameterServer):
         if self.max_staleness == 0:
             raise UsageError("each push is a step of its own here; use a max_staleness of 1 or more")
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        if any(group["dampening"] for group in groups):
-            raise UsageError(f"{self} has no dampening; leave it out of torch.optim.SGD")
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, optimizer="SGD")
 
-    def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
-        return _decayed(replica), replica.settings()
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return DecayingWorker(self, node, replica, group)
 
-    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
-        shard.apply(update, absent, _plain(groups))
-
-
-def _decayed(replica: Replica) -> Sequence[Tensor]:
-    """The gradient as SGD takes it: downhill, with weight decay."""
-    direction = copied(replica.gradient, replica.buffer("direction"))
-    for span in replica.spans():
-        place = span.of(direction)
-        if span.settings["maximize"]:
-            place.neg_()
-        if decay := span.settings["weight_decay"]:
-            place.add_(span.of(replica.parameters), alpha=decay)
-    return direction
+    def server(self, node: Node, shard: Shard) -> Server:
+        return PlainSGDServer(self, node, shard)
 
 
-def _plain(groups: Settings) -> list[dict[str, Any]]:
-    """The settings of SGD without what is done elsewhere."""
-    done: dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0, "maximize": False}
-    return [{**group, **done} for group in groups]
+class DecayingWorker(GradientWorker):
+    """Pushes the gradient as SGD takes it: downhill, with weight decay."""
+
+    def __init__(self, strategy: AsynchronousMomentum, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        if any(settings["dampening"] for settings in replica.optimizer.param_groups):
+            raise UsageError(f"{strategy} has no dampening; leave it out of torch.optim.SGD")
+        self._direction = replica.buffer()
+
+    def outgoing(self) -> Vectors:
+        direction = copied(self.replica.gradient, self._direction)
+        for span in self.replica.spans():
+            place = span.of(direction)
+            if span.settings["maximize"]:
+                place.neg_()
+            if decay := span.settings["weight_decay"]:
+                place.add_(span.of(self.replica.parameters), alpha=decay)
+        return direction
+
+
+class PlainSGDServer(ServerLoop):
+    """Runs SGD without what is done elsewhere."""
+
+    def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
+        done: dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0, "maximize": False}
+        self.shard.apply(update, absent, [{**group, **done} for group in settings])
 
 
 @dataclass(frozen=True)
-class DanaZero(_WithMomentum):
+class DanaZero(AsynchronousMomentum):
     """Asynchronous; the server keeps a momentum for each worker, and shows where all of them will lead.
 
-    v_i <- mu v_i + g, w <- w - lr v_i, and worker i gets w - lr mu sum_j v_j: an estimate of where the
-    parameters will be when its gradient comes. One worker: Nesterov's momentum.
+    v_i <- mu v_i + g, w <- w - lr v_i, and worker i gets w - lr mu sum_j v_j: an estimate of the parameters
+    at the time when its gradient arrives. With one worker it is Nesterov's momentum.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("dana-zero"))
@@ -84,36 +98,60 @@ class DanaZero(_WithMomentum):
     name: ClassVar[str] = "dana-zero"
     paper: ClassVar[str] = DANA
 
-    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
-        mine, total = shard.buffer(f"momentum of {push.worker}"), shard.buffer("sum of momenta")
-        shard.notes["groups"] = push["groups"]
-        for span in shard.spans(push["groups"], push["absent"]):
-            momentum, everyone = span.of(mine), span.of(total)
+    def server(self, node: Node, shard: Shard) -> Server:
+        return DanaZeroServer(self, node, shard)
+
+
+class DanaZeroServer(PlainSGDServer):
+    """Keeps v_j of each worker and their sum."""
+
+    def __init__(self, strategy: DanaZero, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.momentum = WorkerVectors(shard)
+        self.total = shard.zeros()
+        self.settings: Settings = ()  # of the last push
+        self._ahead = shard.zeros()
+
+    def transform(self, push: PushedUpdate) -> Vectors:
+        mine, self.settings = self.momentum[push.worker], push.settings
+        for span in self.shard.spans(push.settings, push.absent):
+            momentum, everyone = span.of(mine), span.of(self.total)
             everyone.sub_(momentum)
             momentum.mul_(span.settings["momentum"]).add_(span.of(push.update))
             everyone.add_(momentum)
         return mine
 
-    def view(self, shard: Shard, reader: Message) -> Sequence[Tensor]:
-        if "groups" not in shard.notes:
-            return shard.parameters
-        ahead, total = copied(shard.parameters, shard.buffer("ahead")), shard.buffer("sum of momenta")
-        for span in shard.spans(shard.notes["groups"]):
-            span.of(ahead).add_(span.of(total), alpha=-span.settings["lr"] * span.settings["momentum"])
+    def view(self, reader: Message) -> Vectors:
+        if not self.settings:
+            return self.shard.parameters
+        ahead = copied(self.shard.parameters, self._ahead)
+        for span in self.shard.spans(self.settings):
+            rate = span.settings["lr"] * span.settings["momentum"]
+            span.of(ahead).add_(span.of(self.total), alpha=-rate)
         return ahead
 
-    def forget(self, shard: Shard, worker: int) -> None:
-        mine = shard.buffers.pop(f"momentum of {worker}", ())
-        for total, momentum in zip(shard.buffer("sum of momenta"), mine, strict=False):
+    def forget(self, worker: int) -> None:
+        mine = self.momentum.pop(worker, ())
+        for total, momentum in zip(self.total, mine, strict=False):
             total.sub_(momentum)
+
+    def state_dict(self) -> State:
+        own = {"momentum": self.momentum.state_dict(), "total": list(self.total)}
+        return {**super().state_dict(), **own, "settings": list(self.settings)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.momentum.load_state_dict(state["momentum"])
+        copied(state["total"], self.total)
+        self.settings = state["settings"]
 
 
 @dataclass(frozen=True)
-class DanaSlim(_WithMomentum):
+class DanaSlim(AsynchronousMomentum):
     """Asynchronous; each worker keeps its own momentum and pushes Nesterov's direction, not its gradient.
 
     v_i <- mu v_i + g, and w <- w - lr (g + mu v_i): the same as `dana-zero` while the learning rate is
-    constant, without its state on the server. One worker: Nesterov's momentum, bit for bit.
+    constant, without its state on the server. With one worker it is Nesterov's momentum, bit for bit.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("dana-slim"))
@@ -121,28 +159,45 @@ class DanaSlim(_WithMomentum):
     """
 
     name: ClassVar[str] = "dana-slim"
-    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
     paper: ClassVar[str] = DANA
 
-    # What the server made of a push the worker's momentum would not know.
+    # The worker's momentum would not know that the server weighted, clipped or dropped a push.
     free: ClassVar[tuple[str, ...]] = ("max_staleness", "prefetch")
 
-    def outgoing(self, replica: Replica) -> tuple[Sequence[Tensor], Settings]:
-        direction, momenta = _decayed(replica), replica.buffer("momentum")
-        for span in replica.spans():
-            mu, momentum, place = span.settings["momentum"], span.of(momenta), span.of(direction)
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return DanaSlimWorker(self, node, replica, group)
+
+
+class DanaSlimWorker(DecayingWorker):
+    """Keeps v_i and pushes g + mu v_i."""
+
+    def __init__(self, strategy: DanaSlim, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.momentum = replica.buffer()
+
+    def outgoing(self) -> Vectors:
+        direction = super().outgoing()
+        for span in self.replica.spans():
+            mu, momentum, place = span.settings["momentum"], span.of(self.momentum), span.of(direction)
             momentum.mul_(mu).add_(place)
             place.add_(momentum, alpha=mu)
-        return direction, replica.settings()
+        return direction
+
+    def own_state(self) -> State:
+        return {**super().own_state(), "momentum": cloned(self.momentum)}
+
+    def load_own_state(self, state: State) -> None:
+        super().load_own_state(state)
+        copied(state["momentum"], self.momentum)
 
 
 @dataclass(frozen=True)
-class OrderedMomentum(_WithMomentum):
+class OrderedMomentum(AsynchronousMomentum):
     """Asynchronous; a late gradient enters the momentum where it would be, had it come in time (OrMo).
 
     Versions are counted in rounds of N. A round begins with u <- mu u, w <- w - lr u. A gradient that was
     computed d rounds ago then adds mu^d g to u and takes (1 + mu + ... + mu^d) g from w, so that when all
-    have come the momentum is that of N workers in step, whatever their order.
+    have come the momentum is that of N synchronous workers, whatever their order.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("ormo"))
@@ -152,23 +207,30 @@ class OrderedMomentum(_WithMomentum):
     name: ClassVar[str] = "ormo"
     paper: ClassVar[str] = "Shi, Yang, Li 2024, Ordered Momentum for Asynchronous SGD"
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        super().check_groups(groups)
-        if any(group["nesterov"] for group in groups):
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        if any(settings["nesterov"] for settings in replica.optimizer.param_groups):
             raise UsageError(f"{self} orders plain momentum; leave out nesterov, or use dana-slim")
+        return super().worker(node, replica, group)
 
-    def serve(self, node: Node, shard: Shard) -> None:
-        shard.notes["round"] = len(node.members.workers)
-        super().serve(node, shard)
+    def server(self, node: Node, shard: Shard) -> Server:
+        return OrderedMomentumServer(self, node, shard)
 
-    def transform(self, shard: Shard, push: Push) -> Sequence[Tensor]:
-        rounds = shard.version // shard.notes["round"]
-        late = rounds - push["version"] // shard.notes["round"]
-        begins = rounds > shard.notes.get("rounds", 0)
-        shard.notes["rounds"] = rounds
-        momenta, direction = shard.buffer("momentum"), shard.buffer("direction")
-        for span in shard.spans(push["groups"]):
-            mu, momentum, place = span.settings["momentum"], span.of(momenta), span.of(direction)
+
+class OrderedMomentumServer(PlainSGDServer):
+    """Keeps u, and puts each gradient into the round that it was computed in."""
+
+    def __init__(self, strategy: OrderedMomentum, node: Node, shard: Shard) -> None:
+        super().__init__(strategy, node, shard)
+        self.rounds = 0  # that have begun
+        self.momentum = shard.zeros()
+        self._direction = shard.zeros()
+
+    def transform(self, push: PushedUpdate) -> Vectors:
+        rounds = self.shard.version // self.started
+        late = rounds - push.version // self.started
+        begins, self.rounds = rounds > self.rounds, rounds
+        for span in self.shard.spans(push.settings):
+            mu, momentum, place = span.settings["momentum"], span.of(self.momentum), span.of(self._direction)
             if begins:
                 place.copy_(momentum.mul_(mu))
             else:
@@ -176,7 +238,15 @@ class OrderedMomentum(_WithMomentum):
             gradient = span.of(push.update)
             momentum.add_(gradient, alpha=mu**late)
             place.add_(gradient, alpha=sum(mu**power for power in range(late + 1)))
-        return direction
+        return self._direction
 
-    def update(self, shard: Shard, update: Sequence[Tensor], absent: Sequence[int], groups: Settings) -> None:
-        super().update(shard, update, (), groups)  # who has no gradient now still has momentum
+    def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
+        super().update(update, (), settings)  # parameters without a gradient still have momentum
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "rounds": self.rounds, "momentum": list(self.momentum)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.rounds = state["rounds"]
+        copied(state["momentum"], self.momentum)

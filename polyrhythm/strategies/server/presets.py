@@ -1,30 +1,35 @@
-"""The strategies with servers that people know by name: points in the space of `server`."""
+"""The parameter servers that people know by name: points in the space of `ParameterServer`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.strategies.legacy_ops import rescale
+from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.server.parameter_server import ParameterServer
+from polyrhythm.strategies.server.updates import PushRequest
+from polyrhythm.strategies.server.worker import GradientWorker
 
 if TYPE_CHECKING:
+    from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.core.strategy import Traits
+    from polyrhythm.core.worker import State, Worker
     from polyrhythm.model.replica import Replica
 
 
 @dataclass(frozen=True)
 class Sync(ParameterServer):
-    """The server waits for a push of every worker, applies their mean, and answers all (hard synchronous).
+    """The server waits for a push of every worker, applies their mean, and replies to all (bulk-synchronous).
 
     G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
-    `allreduce`. What the script clips is each worker's own gradient; `clip=1` clips the mean.
+    `allreduce`. The script clips each worker's own gradient; `clip=1` clips the mean.
 
     >>> import polyrhythm as pr
-    >>> pr.parse("sync").lockstep
+    >>> pr.parse("sync").traits.lockstep
     True
     """
 
@@ -41,9 +46,9 @@ class Sync(ParameterServer):
 class Backup(ParameterServer):
     """The server applies the mean of the first pushes, all but `spare`, and drops those that come too late.
 
-    Of N + b workers the first N gradients at the present version make a step; the others' are discarded and
-    they go on from the new version. Staleness is always 0. A worker that is always slow never counts, and
-    with it its batches.
+    Of N + b workers the first N gradients at the present version make a step; the others are discarded, and
+    their workers continue from the new version. Staleness is always 0. A worker that is always slow never
+    counts, and neither do its batches.
 
     >>> import polyrhythm as pr
     >>> pr.parse("backup:2").spare
@@ -71,15 +76,15 @@ class Backup(ParameterServer):
             )
 
     @property
-    def lockstep(self) -> bool:
-        return self.spare == 0
+    def traits(self) -> Traits:
+        return replace(super().traits, lockstep=self.spare == 0)
 
-    def check_counts(self, workers: int, servers: int) -> None:
-        super().check_counts(workers, servers)
-        if self.spare >= workers:
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        if self.spare >= plan.workers:
             raise UsageError(
-                f"{self}: {self.spare} of {workers} workers are spare, so nobody counts; "
-                f"use at most {workers - 1}"
+                f"{self}: {self.spare} of {plan.workers} workers are spare, so nobody counts; "
+                f"use at most {plan.workers - 1}"
             )
 
     def quorum(self, workers: int, started: int) -> int:
@@ -88,12 +93,12 @@ class Backup(ParameterServer):
 
 @dataclass(frozen=True)
 class Async(ParameterServer):
-    """The server applies each push as it comes and answers at once; nobody waits (Downpour).
+    """The server applies each push as it comes and replies at once; no worker waits (Downpour).
 
     w <- Opt(w, g_i) for one worker's gradient at a time. Mean staleness is N-1 for any mix of speeds, so the
     learning rate has to shrink as workers are added. With `push_every` or `fetch_every` above 1 a worker adds
-    up its gradients between pushes, and in between takes plain steps of its own, w <- w - lr g; the server
-    steps once per push, by the sum, and so decays weights once per push.
+    up its gradients between pushes and takes plain local steps, w <- w - lr g; the server steps once per
+    push, by the sum, and so decays weights once per push.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("async:weight=1/tau,push_every=4"))
@@ -117,54 +122,82 @@ class Async(ParameterServer):
         if self.prefetch and (self.push_every, self.fetch_every) != (1, 1):
             raise UsageError("prefetch fetches at every step; leave out push_every and fetch_every")
         if self.fetch_every > 1 and (self.max_staleness, self.discard) != (math.inf, math.inf):
-            raise UsageError("who does not fetch cannot be held to a staleness; leave out fetch_every")
+            raise UsageError(
+                "a worker that does not fetch cannot be held to a staleness; leave out fetch_every"
+            )
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        if (self.push_every, self.fetch_every) != (1, 1) and not all("lr" in group for group in groups):
-            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
-
-    def step(self, node: Node, replica: Replica) -> None:
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         if (self.push_every, self.fetch_every) == (1, 1):
-            return super().step(node, replica)
-        accrued = replica.buffer("accrued")
-        replica.notes.setdefault("versions", dict(replica.version))
-        for place, part in zip(accrued, replica.gradient, strict=True):
-            place.add_(part)
+            return super().worker(node, replica, group)
+        if not all("lr" in settings for settings in replica.optimizer.param_groups):
+            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
+        return DownpourWorker(self, node, replica, group)
+
+
+class DownpourWorker(GradientWorker):
+    """Takes plain local steps between its pushes and fetches."""
+
+    strategy: Async
+
+    def __init__(self, strategy: Async, node: Node, replica: Replica, group: Group) -> None:
+        super().__init__(strategy, node, replica, group)
+        self.accrued = replica.buffer()  # the sum of the gradients since the last push
+        self.base: dict[int, int] = {}  # the versions that the first of them was computed on, by server
+        self.absent: set[int] = set()  # the parameters without a gradient in all of them
+        self.steps = 0
+
+    def step(self) -> None:
+        replica = self.replica
+        self.steps += 1
         absent = set(replica.gradients.absent)
-        replica.notes["absent"] = replica.notes.get("absent", absent) & absent
+        if self.base:
+            self.absent &= absent
+        else:
+            self.base, self.absent = dict(self.servers.versions), absent
+        for place, part in zip(self.accrued, replica.gradient, strict=True):
+            place.add_(part)
         for span in replica.spans():
             rate = span.settings["lr"] if span.settings.get("maximize") else -span.settings["lr"]
             span.of(replica.parameters).add_(span.of(replica.gradient), alpha=rate)
-        fetch = replica.steps % self.fetch_every == 0
-        if replica.steps % self.push_every == 0:
-            self._push_accrued(node, replica, fetch)
+        fetch = self.steps % self.strategy.fetch_every == 0
+        if self.steps % self.strategy.push_every == 0:
+            self.push_accrued(fetch)
         elif fetch:
-            self._pull(node, replica)
+            self.servers.pull()
 
-    def finish(self, node: Node, replica: Replica) -> None:
-        if "absent" in replica.notes:
-            self._push_accrued(node, replica, fetch=False)
-        super().finish(node, replica)
+    def finish(self) -> None:
+        if self.base:
+            self.push_accrued(fetch=False)
+        super().finish()
 
-    def _push_accrued(self, node: Node, replica: Replica, fetch: bool) -> None:
-        accrued, absent = replica.buffer("accrued"), replica.notes.pop("absent")
-        if self.codec is not None:
-            rescale(replica, self.codec)
-        self._push(
-            node, replica, accrued, replica.settings(), fetch=fetch, absent=sorted(absent),
-            versions=replica.notes.pop("versions"),
-        )  # fmt: skip
-        for part in accrued:
+    def push_accrued(self, fetch: bool) -> None:
+        """Pushes the sum of the gradients since the last push."""
+        self.servers.rescale()
+        absent, settings = sorted(self.absent), self.replica.settings()
+        self.servers.push(PushRequest(self.accrued, settings, absent, fetch, versions=self.base))
+        self.base = {}
+        for part in self.accrued:
             part.zero_()
+
+    def own_state(self) -> State:
+        accrued = cloned(self.accrued) if self.base else []
+        own = {"accrued": accrued, "base": dict(self.base), "absent": sorted(self.absent)}
+        return {**super().own_state(), **own, "steps": self.steps}
+
+    def load_own_state(self, state: State) -> None:
+        super().load_own_state(state)
+        self.base, self.absent, self.steps = dict(state["base"]), set(state["absent"]), state["steps"]
+        if self.base:
+            copied(state["accrued"], self.accrued)
 
 
 @dataclass(frozen=True)
 class Softsync(ParameterServer):
-    """The server applies the mean of each `wait_for` pushes, whoever they are from.
+    """The server applies the mean of each `wait_for` pushes, from any workers.
 
-    w <- Opt(w, mean of S gradients). Who has pushed goes on at once, so mean staleness is (N-1)/S; with
-    `pull=next-version` it waits until its push is applied. With `weight=1/tau` each gradient counts 1/tau:
-    staleness-aware training.
+    w <- Opt(w, mean of S gradients). A worker that has pushed continues at once, so mean staleness is
+    (N-1)/S; with `pull=next-version` it waits until its push is applied. With `weight=1/tau` each gradient
+    counts 1/tau: staleness-aware training.
 
     >>> import polyrhythm as pr
     >>> pr.parse("softsync:4,weight=1/tau").wait_for
@@ -191,7 +224,7 @@ class StaleSynchronous(ParameterServer):
     are there and applies their mean, which is `sync`; s = inf is `async`.
 
     >>> import polyrhythm as pr
-    >>> pr.parse("ssp:0").lockstep, pr.parse("ssp:3").lockstep
+    >>> pr.parse("ssp:0").traits.lockstep, pr.parse("ssp:3").traits.lockstep
     (True, False)
     """
 

@@ -1,434 +1,318 @@
-"""The desk of a parameter server: the pushes it has collected, who waits for parameters, and its whole day.
+"""ServerLoop: a parameter server at work.
 
-What is collected and how it is applied is up to the strategy; the desk sees to it that each push counts once,
-that nobody reads who may not, and that those who leave are waited for no longer.
-
-Where pushes are held until their group is applied, several servers must hold the same groups: if each chose
-by itself, every worker might be held by another server, and none could push what the others wait for. So the
-first server decides, and tells the others by verdicts: these pushes are a group, this one came too late.
+It collects pushes, applies them in groups, and replies to the workers that may read. Each push counts once,
+no worker reads that is too far ahead, and a worker that has left is not waited for. What an update does is up
+to the strategy: its own server overrides `transform`, `update`, `view`, `note`, `extras` and `forget`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from polyrhythm.collectives.arithmetic import reduce
-from polyrhythm.compress.reducers import reducer_for
-from polyrhythm.compress.replies import reply_codec
-from polyrhythm.core.errors import WireError
-from polyrhythm.core.events import Applied, Dropped, Pulled, Refused
-from polyrhythm.core.message import Message
-from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
+from polyrhythm.core.events import Applied, Dropped, Pulled
+from polyrhythm.core.worker import Server
+from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.vectors import copied
+from polyrhythm.strategies.server.clocks import Clocks
+from polyrhythm.strategies.server.codes import CodedReplies, PushDecoder
+from polyrhythm.strategies.server.norms import NormExchange
+from polyrhythm.strategies.server.push_group import PushGroup
+from polyrhythm.strategies.server.snapshot import Rendezvous
+from polyrhythm.strategies.server.updates import PushedUpdate, Settings, norm, turned
+from polyrhythm.strategies.server.verdicts import Verdicts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyrhythm.compress.compressor import Compressor
+    from polyrhythm.core.message import Field, Message
     from polyrhythm.core.node import Node
+    from polyrhythm.core.worker import State
     from polyrhythm.model.shard import Shard
+    from polyrhythm.model.vectors import Vectors
     from polyrhythm.strategies.server.parameter_server import ParameterServer
 
-T = TypeVar("T")
-Settings = Sequence[dict[str, Any]]  # of each parameter group
+KINDS = (
+    "initialize", "push", "pull", "look", "state", "verdict", "pause", "meet", "snapshot", "restore"
+)  # fmt: skip
 
 
-@dataclass
-class Push:
-    """One worker's update, as the server collects it."""
+class ServerLoop(Server):
+    """One server."""
 
-    message: Message
-    staleness: int
-    update: Sequence[Tensor]  # lent by the worker until it is answered
-    nbytes: int
-
-    @property
-    def worker(self) -> int:
-        return self.message.sender.rank
-
-    @property
-    def name(self) -> tuple[int, int, int]:
-        """What it is called on every server; sequence numbers differ between them."""
-        return self.worker, self.message.incarnation, self["step"]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.message[key]
-
-
-class ServerLoop:
-    """One server at work."""
+    strategy: ParameterServer
 
     def __init__(self, strategy: ParameterServer, node: Node, shard: Shard) -> None:
         self.strategy, self.node, self.shard = strategy, node, shard
-        self.group: list[Push] = []  # not applied yet
-        self.added = False  # the group's updates are in the buffer "sum" already, and no longer lent
-        self.readers: list[Message] = []
         self.started = len(node.members.workers)
         self.initialized = False
-        self.norms: dict[int, dict[int, float]] = {}  # squares, by version and server
-        # Where each push is an update by itself, its worker knows the norm of all of it.
-        self.single = strategy.wait_for == 1 and not strategy.together
-        self.lends = strategy.lockstep or strategy.pull == "next-version"
-        guided = self.lends and not strategy.lockstep and not self.single and len(node.members.servers) > 1
-        self.leads, self.follows = guided and node.rank == 0, guided and node.rank > 0
-        self.decided = 0  # verdicts given, or carried out
-        self.verdicts: dict[int, Message] = {}  # not carried out yet, by number
-        self.finals = 0  # how many may take the final parameters home
-        self.pending: dict[tuple[int, int, int], Push] = {}  # not decided upon yet, by name
-        # The worker pushes in code, and is answered in code: what each has is known here.
-        from polyrhythm.compress.compressor import Decompressor
+        self.clocks = Clocks([worker.rank for worker in node.members.workers])
+        self.seen: dict[int, int] = {}  # the sequence number of each worker's last push
+        self.group = PushGroup(strategy, shard, self.transform)  # not applied yet
+        self.readers: list[Message] = []  # requests for parameters that wait for a reply
+        lockstep = strategy.traits.lockstep
+        self.holds = lockstep or strategy.pull == "next-version"  # pushes, until their group is applied
+        # Groups of some of the workers, whose pushes are held.
+        self.partial = self.holds and not lockstep and not strategy.single
+        self.verdicts = Verdicts(node, needed=self.partial)
+        self.rendezvous = Rendezvous(node, self.started)
+        self.norms = NormExchange(node)
+        self.decoder = PushDecoder(strategy.codec, node, shard)
+        self.coded: CodedReplies | None = None
+        if strategy.codec is not None and strategy.replies_in_code:
+            self.coded = CodedReplies(strategy.codec, node, shard)
 
-        self.coder = (
-            Decompressor(strategy.codec, shard.layout, shard.start, shard.stop) if strategy.codec else None
-        )
-        if self.coder is not None:
-            self.reducer = reducer_for(self.coder.codec)
-        self.senders: dict[int, Compressor] = {}
-        shard.clocks.update((worker.rank, 0) for worker in node.members.workers)
+    # --- what a strategy changes --------------------------------------------------------------------
 
-    def work(self) -> None:
-        """Serves until training is over."""
-        node, shard = self.node, self.shard
-        while not node.members.over:
-            message = node.receive("initialize", "push", "pull", "look", "state", "verdict")
+    def transform(self, push: PushedUpdate) -> Vectors:
+        """The update as it is collected. `push.update` is lent: it may not be changed in place."""
+        return push.update
+
+    def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
+        """Applies what was collected; by default with the user's optimizer."""
+        self.shard.apply(update, absent, settings)
+
+    def view(self, reader: Message) -> Vectors:
+        """The parameters for a worker that pulls or has pushed."""
+        return self.shard.parameters
+
+    def note(self, message: Message) -> None:
+        """Called with each pull and with each push that arrives for the first time."""
+
+    def extras(self, reader: Message) -> dict[str, Field]:
+        """More fields of the reply to a worker that pulls or has pushed."""
+        return {}
+
+    def forget(self, worker: int) -> None:
+        """Called when a worker has left."""
+
+    # --- the loop -----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        while not self.node.members.over:
+            message = self.node.receive(*KINDS)
             if message is None:
-                self._let_go()
-            elif message.kind == "push":
-                self._take(message)
-            elif message.kind == "initialize":
-                if not self.initialized:  # by worker 0, and not by one that came in its place
-                    copied(message.tensors, shard.parameters)
-                self.initialized = True
-                node.reply(message)
-            elif message.kind == "state":
-                slices, tensors = shard.state()
-                node.reply(message, *tensors, slices=slices)
-            elif message.kind == "verdict":
-                self.verdicts[message["number"]] = message
-                node.reply(message)
+                self._membership_changed()
             else:
-                if message.kind == "pull":
-                    self._clock(message.sender.rank)
-                    self.strategy.hear(shard, message)
-                elif message["final"] and not self.follows:
-                    self._apply()
-                    self._decide("final")
-                self.readers.append(message)
-            if self.follows:
+                self._handle(message)
+            if self.verdicts.follows:
                 self._follow()
             elif self.group and len(self.group) >= self._quorum():
                 self._apply()
             if self.initialized:
-                self._answer()
+                self._reply()
+            self.rendezvous.advance(self.clocks.workers, self.shard.version, self.verdicts.number)
         self._apply()
 
+    def _handle(self, message: Message) -> None:
+        match message.kind:
+            case "push":
+                self.rendezvous.trains(message.sender.rank)
+                self._collect(message)
+            case "pull":
+                self.rendezvous.trains(message.sender.rank)
+                self.note(message)
+                self.readers.append(message)
+            case "look":
+                if message["final"] and not self.verdicts.follows:
+                    self._apply()
+                    self.verdicts.announce("final")
+                self.readers.append(message)
+            case "initialize":
+                if not self.initialized:  # by worker 0, and not by its replacement
+                    copied(message.tensors, self.shard.parameters)
+                self.initialized = True
+                self.node.reply(message)
+            case "state":
+                slices, tensors = self.shard.state()
+                self.node.reply(message, *tensors, slices=slices)
+            case "verdict":
+                self.verdicts.add(message)
+            case "pause":
+                self.rendezvous.pause(message)
+                self.node.reply(message)
+            case "meet":
+                self.rendezvous.add(message, trained=self.seen)
+            case "snapshot":
+                self.readers.append(message)
+            case "restore":
+                state = unpack(message.tensors)
+                self.shard.load_state_dict(state["shard"])
+                self.load_state_dict(state["server"])
+                self.node.reply(message)
+
+    def _membership_changed(self) -> None:
+        """A worker has joined or left. What the dead have lent is copied, their requests are forgotten."""
+        members = self.node.members
+        present = {worker.rank for worker in members.workers}
+        for worker in [worker for worker in self.clocks.workers if worker not in present]:
+            self.clocks.forget(worker)
+            self.forget(worker)
+            if self.coded is not None:
+                self.coded.forget(worker)
+        self.rendezvous.membership_changed(present)
+        self.initialized |= 0 not in present  # then every server starts from the model that it built itself
+        self.readers = [reader for reader in self.readers if members.alive(reader)]
+        for push in (*self.group.pushes, *self.verdicts.pending.values()):
+            if not members.alive(push.message):
+                push.update = tuple(part.clone() for part in push.update)
+
+    # --- collecting ---------------------------------------------------------------------------------
+
     def _quorum(self) -> int:
-        if self.single:
+        """How many pushes make a group now."""
+        if self.strategy.single:
             return 1
         present = len(self.node.members.workers)
+        if self.partial:
+            present -= len(self.rendezvous.paused)  # they do not push before the others are paused too
         return min(self.strategy.quorum(present, self.started), present)
 
-    def _clock(self, worker: int) -> int:
-        """How many pushes a worker has made. One that joins starts with the slowest, or all would wait."""
-        return self.shard.clocks.setdefault(worker, min(self.shard.clocks.values(), default=0))
-
-    def _take(self, message: Message) -> None:
+    def _collect(self, message: Message) -> None:
         """Collects a push, unless it came before or is too stale."""
-        shard, worker = self.shard, message.sender.rank
-        if message.sequence <= shard.seen.get(worker, 0):
-            self.readers.append(message)  # applied already; only its answer got lost
+        worker = message.sender.rank
+        if message.sequence <= self.seen.get(worker, 0):
+            self.readers.append(message)  # applied already; only its reply was lost
             return
-        shard.seen[worker] = message.sequence
-        shard.clocks[worker] = self._clock(worker) + 1
-        self.strategy.hear(shard, message)
-        staleness = shard.version - message["version"]
-        push = Push(message, staleness, (), sum(part.nbytes for part in message.tensors))
-        if self.follows:
-            push.update = self._update(message)
-            self.pending[push.name] = push
+        self.seen[worker] = message.sequence
+        self.rendezvous.refuse_load(worker)
+        self.clocks.tick(worker)
+        self.note(message)
+        push = PushedUpdate.of(message, self.shard.version)
+        if self.verdicts.follows:
+            self.decoder.decode(push)
+            self.verdicts.pending[push.name] = push
             return
-        if staleness >= self.strategy.discard:
+        if push.staleness >= self.strategy.discard:
             self._drop(push)
             return
-        push.update = self._update(message)
-        self.group.append(push)
-        if not self.lends and self._quorum() > 1:
-            # Added up as they come, for the answer goes out before the group is applied.
-            for place, part in zip(shard.buffer("sum"), self._weighed(push, alone=True), strict=True):
-                place.copy_(part) if len(self.group) == 1 else place.add_(part)
-            self.added = True
-            push.update = ()
+        self.decoder.decode(push)
+        if self.holds or self._quorum() <= 1:
+            self.group.add(push)
+        else:
+            self.group.add_at_once(push)
             self.readers.append(message)
 
-    def _drop(self, push: Push) -> None:
-        self._decide("drop", [push])
+    def _drop(self, push: PushedUpdate) -> None:
+        self.verdicts.announce("drop", [push])
         self._log(Dropped, push)
         self.readers.append(push.message)
 
-    def _decide(self, what: str, pushes: Sequence[Push] = ()) -> None:
-        """Tells the other servers, if they wait for it, what was decided here."""
-        if not self.leads:
-            return
-        self.decided += 1
-        names = [list(push.name) for push in pushes]
-        # Asked, and not just sent, so that it is repeated until it has arrived.
-        for server in self._others():
-            self.node.request(server, "verdict", number=self.decided, what=what, pushes=names)
-
-    def _others(self) -> list[Peer]:
-        return [server for server in self.node.members.servers if server != self.node.me]
-
     def _follow(self) -> None:
-        """Carries out verdicts once all their pushes are here; what the dead did not send is no loss."""
-        while (verdict := self.verdicts.get(self.decided + 1)) is not None:
-            names = [(worker, incarnation, step) for worker, incarnation, step in verdict["pushes"]]
-            if any(self._comes(name[0], name[1]) for name in names if name not in self.pending):
-                return
-            self.decided += 1
-            del self.verdicts[self.decided]
-            pushes = [self.pending.pop(name) for name in names if name in self.pending]
-            for push in pushes:
-                push.staleness = self.shard.version - push["version"]
-                if verdict["what"] == "drop":
+        """Carries out the verdicts of the first server."""
+        while (verdict := self.verdicts.next()) is not None:
+            for push in verdict.pushes:
+                push.staleness = self.shard.version - push.version
+            if verdict.what == "drop":
+                for push in verdict.pushes:
                     self._drop(push)
-            if verdict["what"] == "group":
-                self.group = pushes
+            elif verdict.what == "group":
+                self.group.pushes = verdict.pushes
                 self._apply()
-                if not pushes:  # in step with the other servers nevertheless
+                if not verdict.pushes:  # the version stays that of the other servers
                     self._clipped(())
                     self.shard.version += 1
-            elif verdict["what"] == "final":
-                self.finals += 1
-                # Of the dead, who did not live to send it to the first server too.
-                alive = self.node.members.alive
-                for push in [push for push in self.pending.values() if not alive(push.message)]:
-                    self._log(Dropped, self.pending.pop(push.name))
+            else:
+                self.verdicts.finals += 1
+                for push in self.verdicts.orphans():
+                    self._log(Dropped, push)
 
-    def _comes(self, worker: int, incarnation: int) -> bool:
-        """Whether something of this life of a worker may still come."""
-        sequence = incarnation << INCARNATION_SHIFT
-        return self.node.members.alive(Message(Peer("worker", worker), "push", sequence))
-
-    def _weighed(self, push: Push, alone: bool) -> Sequence[Tensor]:
-        """One update as it is collected: weighted by its staleness, then transformed."""
-        strategy, factor = self.strategy, 1.0
-        if strategy.weight == "1/tau":
-            factor = 1 / max(1, push.staleness)
-        elif strategy.weight == "exp":
-            factor = math.exp(-strategy.damping * push.staleness)
-        if self.single and push["norm"] > strategy.clip:
-            factor *= _shrink(strategy.clip, push["norm"])
-        if factor != 1:
-            push.update = self._scaled(push.update, factor, alone)
-        return strategy.transform(self.shard, push)
+    # --- applying -----------------------------------------------------------------------------------
 
     def _apply(self) -> None:
-        """Applies the group, if there is one: reduced in rank order, unless it is added up already."""
-        strategy, shard = self.strategy, self.shard
-        group, self.group = self.group, []
+        """Applies the group, if there is one."""
+        group = self.group
         if not group:
             return
-        if len(group) > 1:
-            group.sort(key=lambda push: (push.worker, push.message.sequence))
-        self._decide("group", group)
-        if self.added:
-            update: Sequence[Tensor] = shard.buffer("sum")
-            if strategy.reduce == "mean":
-                for part in update:
-                    part.div_(len(group))
-        else:
-            updates = [self._weighed(push, alone=len(group) == 1) for push in group]
-            update = updates[0]
-            if len(group) > 1:
-                update = shard.buffer("sum")
-                for place, parts in zip(update, zip(*updates, strict=True), strict=True):
-                    reduce(parts, strategy.reduce, [place])
-            self.readers += [push.message for push in turned(group, self.node.rank)]
-        self.added = False
-        if self.coder is not None:
-            self.reducer.decide(update, self.coder)
+        group.sort()
+        self.verdicts.announce("group", group.pushes)
+        if not group.summed:
+            self.readers += [push.message for push in turned(group.pushes, self.node.rank)]
+        update = group.reduced()
+        self.decoder.agree(update)
         update = self._clipped(update)
-        absent = group[0]["absent"]
-        for push in group[1:]:
-            absent = [index for index in absent if index in push["absent"]]
-        strategy.update(shard, update, absent, group[0]["groups"])
-        for push in group:
+        self.update(update, group.absent(), group.pushes[0].settings)
+        for push in group.pushes:
             self._log(Applied, push)
+        group.clear()
 
-    def _log(self, event: type[Applied | Dropped], push: Push) -> None:
-        number, step = push.message.sequence, push["step"]
-        self.node.log(event(self.shard.version, push.worker, number, step, push.staleness, push.nbytes))
+    def _clipped(self, update: Vectors) -> Vectors:
+        """The update of a group with its norm, over all servers, at most `clip`."""
+        if self.strategy.single or self.strategy.clip == math.inf:
+            return update
 
-    def _answer(self) -> None:
-        """Answers those who may read: nobody more than `max_staleness` steps ahead of the slowest."""
-        node, shard = self.node, self.shard
-        slowest = min(shard.clocks.values(), default=0)
+        def changed() -> None:
+            nonlocal update
+            update = tuple(part.clone() for part in update)  # the worker that lent it may have left
+            self._membership_changed()
+
+        return self.group.clipped(update, self.norms.total(self.shard.version, norm(update), changed))
+
+    def _log(self, event: type[Applied | Dropped], push: PushedUpdate) -> None:
+        sequence, step = push.message.sequence, push.message["step"]
+        self.node.log(event(self.shard.version, push.worker, sequence, step, push.staleness, push.nbytes))
+
+    # --- replies ------------------------------------------------------------------------------------
+
+    def _reply(self) -> None:
+        """Replies to those who may read now."""
+        slowest = self.clocks.slowest(self.rendezvous.paused)
         waiting = []
         for reader in self.readers:
-            worker = reader.sender.rank
-            if not node.members.alive(reader):
+            if not self.node.members.alive(reader):
                 continue
-            if reader.kind == "look" and reader["final"] and self.follows and not self.finals:
-                waiting.append(reader)
-            elif reader.kind == "look":
-                self.finals -= self.follows and reader["final"]
-                node.reply(reader, *shard.parameters, version=shard.version)
-            elif reader.kind == "push" and not reader["fetch"]:
-                node.reply(reader)
-            elif self._clock(worker) - slowest > self.strategy.max_staleness:
-                waiting.append(reader)
+            if self._may_read(reader, slowest):
+                self._reply_to(reader)
             else:
-                if reader.kind == "pull":
-                    node.log(Pulled(worker, shard.version))
-                more = self.strategy.tell(shard, reader)
-                view = self.strategy.view(shard, reader)
-                if self.strategy.answers_in_code:
-                    version, view = self._in_code(reader, view)
-                    node.reply(reader, *view, version=version, **more)
-                else:
-                    node.reply(reader, *view, version=shard.version, **more)
+                waiting.append(reader)
         self.readers = waiting
 
-    def _in_code(self, reader: Message, view: Sequence[Tensor]) -> tuple[int, Sequence[Tensor]]:
-        """What changes what this worker has into what it shall see, nearly; and which version that is.
+    def _may_read(self, reader: Message, slowest: int) -> bool:
+        """False for a worker more than `max_staleness` steps ahead of the slowest."""
+        if reader.kind == "snapshot":
+            return self.verdicts.number >= int(reader["verdicts"])
+        if reader.kind == "look":
+            return not (reader["final"] and self.verdicts.follows and not self.verdicts.finals)
+        if reader.kind == "push" and not reader["fetch"]:
+            return True
+        if self.rendezvous.busy:
+            return False
+        return self.clocks[reader.sender.rank] - slowest <= self.strategy.max_staleness
 
-        The worker adds what the code stands for to what it has, as is done here: so both always know it, bit
-        for bit, and what a code leaves out is in the next difference. An answer that got lost is given again,
-        and one that a worker has had, if a request comes late and twice, changes nothing.
+    def _reply_to(self, reader: Message) -> None:
+        node, shard = self.node, self.shard
+        if reader.kind == "snapshot":
+            node.reply(reader, *pack({"shard": shard.state_dict(), "server": self.state_dict()}))
+        elif reader.kind == "look":
+            self.verdicts.finals -= self.verdicts.follows and reader["final"]
+            node.reply(reader, *shard.parameters, version=shard.version)
+        elif reader.kind == "push" and not reader["fetch"]:
+            node.reply(reader)
+        else:
+            if reader.kind == "pull":
+                node.log(Pulled(reader.sender.rank, shard.version))
+            extras, version, view = self.extras(reader), shard.version, self.view(reader)
+            if self.coded is not None:
+                version, view = self.coded.reply(reader, view)
+            node.reply(reader, *view, version=version, **extras)
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """The state of this server, besides its shard; its tensors are not copied.
+
+        It is asked for while no worker waits for a reply. Sequence numbers are left out: those of a resumed
+        run begin at 0.
         """
-        shard, worker = self.shard, reader.sender.rank
-        known, answers = shard.buffer(known_to(worker)), shard.notes.setdefault("answers", {})
-        last, version, given = answers.get(worker, (-1, 0, ()))
-        if reader.sequence < last:
-            return version, ()  # nobody waits for it
-        if reader.sequence == last:
-            return version, known if given is None else given
-        if reader.kind == "pull" and "coded" not in reader.fields:  # it begins, or begins anew
-            copied(view, known)
-            self.senders.pop(worker, None)
-            answers[worker] = reader.sequence, shard.version, None
-            return shard.version, known
-        change, sender = shard.buffer("change"), self._sender(worker)
-        for place, now, then in zip(change, view, known, strict=True):
-            place.copy_(now).sub_(then)
-        where = f"{self.node.me} at version {shard.version}"
-        shard.layout.check_finite(change, where, shard.start, shard.stop)
-        codes = sender.encode_all(change)
-        sender.add(codes, known)
-        # What travels as it is lies in a buffer that the next answer, to somebody else, overwrites.
-        kept = [
-            code if segment.coded else code.clone()
-            for code, segment in zip(codes, sender.segments, strict=True)
-        ]
-        answers[worker] = reader.sequence, shard.version, kept
-        return shard.version, codes
+        return {
+            "started": self.started,
+            "clocks": self.clocks.state_dict(),
+            "group": self.group.state_dict(),
+            "replies": None if self.coded is None else self.coded.state_dict(),
+        }
 
-    def _sender(self, worker: int) -> Compressor:
-        codec, shard = self.strategy.codec, self.shard
-        assert codec is not None
-        from polyrhythm.compress.compressor import Compressor
-        from polyrhythm.compress.state import SenderState
-
-        if worker not in self.senders:
-            state = SenderState(
-                shard.layout, start=shard.start, stop=shard.stop, name=f"to {worker}", seed=self.node.seed,
-                worker=worker, workers=len(self.node.members.workers),
-            )  # fmt: skip
-            self.senders[worker] = Compressor(
-                reply_codec(codec), state, start=shard.start, stop=shard.stop, feedback=False
-            )
-        return self.senders[worker]
-
-    def _let_go(self) -> None:
-        """Somebody came or left. What the dead have lent is copied, what they waited for forgotten."""
-        present = {worker.rank for worker in self.node.members.workers}
-        for worker in [worker for worker in self.shard.clocks if worker not in present]:
-            del self.shard.clocks[worker]
-            self.strategy.forget(self.shard, worker)
-            self.shard.buffers.pop(known_to(worker), None)
-            self.shard.notes.get("answers", {}).pop(worker, None)
-            self.senders.pop(worker, None)
-        self.initialized |= 0 not in present  # then every server starts from the model that it built itself
-        self.readers = [reader for reader in self.readers if self.node.members.alive(reader)]
-        for push in (*self.group, *self.pending.values()):
-            if not self.node.members.alive(push.message):
-                push.update = tuple(part.clone() for part in push.update)
-
-    def _clipped(self, update: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The update of a group with its norm, over all servers, at most `clip`."""
-        if self.single or self.strategy.clip == math.inf:
-            return update
-        node, version = self.node, self.shard.version
-        squares = self.norms.setdefault(version, {})
-        squares[node.rank] = norm(update) ** 2
-        for server in self._others():
-            node.request(server, "norm", version=version, square=squares[node.rank])
-        while any(server.rank not in squares for server in node.members.servers):
-            message = node.receive("norm")
-            if message is None:
-                update = tuple(part.clone() for part in update)  # its worker may be the one that left
-                self._let_go()
-            else:
-                node.reply(message)
-                self.norms.setdefault(message["version"], {})[message.sender.rank] = message["square"]
-        del self.norms[version]
-        total = math.sqrt(sum(squares[rank] for rank in sorted(squares)))
-        if total <= self.strategy.clip or not update:
-            return update
-        return self._scaled(update, _shrink(self.strategy.clip, total), alone=True)
-
-    def _scaled(self, update: Sequence[Tensor], factor: float, alone: bool) -> Sequence[Tensor]:
-        """An update times a factor; in memory that is used again, if it is the only one now."""
-        import torch
-
-        if not alone:
-            return tuple(part * factor for part in update)
-        places = self.shard.buffer("scaled")
-        return tuple(torch.mul(part, factor, out=place) for part, place in zip(update, places, strict=True))
-
-    def _update(self, push: Message) -> tuple[Tensor, ...]:
-        update, codec = self._decoded(push), self.strategy.codec
-        if codec is not None and codec.feedback and push["absent"]:
-            # What was not sent before comes also when its worker has no gradient for it.
-            push.fields["absent"] = self.shard.silent(update, push["absent"])
-        return update
-
-    def _decoded(self, push: Message) -> tuple[Tensor, ...]:
-        if self.coder is None or not push.fields.get("coded", True):
-            parts = zip(push.tensors, self.shard.parameters, strict=True)
-            return tuple(part.to(like.device) for part, like in parts)
-        import torch
-
-        update = tuple(torch.zeros_like(part) for part in self.shard.parameters)
-        try:
-            self.coder.add(push.tensors, update)
-        except WireError as error:  # it counts as nothing, and this server lives on
-            worker, why = push.sender.rank, f"{push.sender} sent a push that cannot be read: {error}"
-            self.node.log(Refused(worker, push.sequence, why))
-            return tuple(part.zero_() for part in update)
-        return update
-
-
-def known_to(worker: int) -> str:
-    """The buffer with what a worker has, where it is answered in code."""
-    return f"known to {worker}"
-
-
-def turned(items: list[T], rank: int) -> list[T]:
-    """Begins elsewhere on every node: if all sent to the first first, they would queue at its link."""
-    first = rank % len(items)
-    return items[first:] + items[:first]
-
-
-def norm(vectors: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all of them together."""
-    import torch
-
-    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in vectors))
-
-
-def _shrink(most: float, length: float) -> float:
-    return most / (length + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
+    def load_state_dict(self, state: State) -> None:
+        self.started = state["started"]
+        self.clocks.load_state_dict(state["clocks"])
+        self.group.load_state_dict(state["group"])
+        if self.coded is not None:
+            self.coded.load_state_dict(state["replies"])
