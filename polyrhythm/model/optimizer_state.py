@@ -20,17 +20,17 @@ ONCE = ("step", "mu_product", "eta", "mu")
 class OptimizerState:
     """What a worker's optimizer keeps for each element: momentum_buffer, exp_avg and the like.
 
-    Once asked for they live in the replica's `buffers`, and the optimizer works on views of them.
+    Once asked for, they are flat vectors, and the optimizer works on views of them.
     """
 
     def __init__(
         self,
         layout: Layout,
         optimizer: torch.optim.Optimizer,
-        buffers: dict[str, tuple[Tensor, ...]],
         empty: Empty,
     ) -> None:
-        self._layout, self._optimizer, self._buffers, self._empty = layout, optimizer, buffers, empty
+        self._layout, self._optimizer, self._empty = layout, optimizer, empty
+        self._buffers: dict[str, tuple[Tensor, ...]] = {}  # by what the optimizer calls it
         self._held: Tensor | None = None
 
     def names(self) -> list[str]:
@@ -69,23 +69,22 @@ class OptimizerState:
                     view.zero_()
                 elif value.data_ptr() != view.data_ptr():
                     state[name] = view.copy_(value)
-        return tuple(vector for name in names for vector in self._buffers[_of_optimizer(name)]), self._held
+        return tuple(vector for name in names for vector in self._buffers[name]), self._held
 
     def _vectors(self, name: str, states: Sequence[dict[str, Any]]) -> tuple[Tensor, ...]:
         """The flat vectors for one name; they have the dtypes that the optimizer has chosen."""
-        key = _of_optimizer(name)
-        if key not in self._buffers:
+        if name not in self._buffers:
             dtypes = [dtype for dtype, _ in self._layout.kinds]
             for piece, state in zip(self._layout.pieces, states, strict=True):
                 if isinstance(state.get(name), Tensor):
                     dtypes[piece.part] = state[name].dtype
-            self._buffers[key] = tuple(
+            self._buffers[name] = tuple(
                 self._empty(count, dtype, device)
                 for count, dtype, (_, device) in zip(
                     self._layout.counts, dtypes, self._layout.kinds, strict=True
                 )
             )
-        return self._buffers[key]
+        return self._buffers[name]
 
     def adopt(self, names: Sequence[str]) -> None:
         """Where others have a state and this optimizer has none, it goes on with theirs."""
@@ -99,7 +98,7 @@ class OptimizerState:
                 state = states[parameter] = states.get(parameter) or copy.deepcopy(rest)
                 for name in names:
                     if state.get(name) is None:
-                        state[name] = self._layout.view(self._buffers[_of_optimizer(name)], piece)
+                        state[name] = self._layout.view(self._buffers[name], piece)
 
     def forget(self) -> None:
         """The optimizer goes on as a new one would begin."""
@@ -116,7 +115,3 @@ class OptimizerState:
 def _along(value: Any, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has a number for each element of its parameter."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
-
-
-def _of_optimizer(name: str) -> str:
-    return f"{name} of the optimizer"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.core.errors import UsageError
 from polyrhythm.model.gradients import GradientBuffer
 from polyrhythm.model.layout import (
     Empty,
@@ -26,14 +25,6 @@ from polyrhythm.model.layout import (
     untouched,
 )
 from polyrhythm.model.optimizer_state import OptimizerState
-
-if TYPE_CHECKING:
-    from polyrhythm.compress.compressor import Compressor, Decompressor
-    from polyrhythm.core.message import Reply
-    from polyrhythm.core.peer import Peer
-
-
-SENT = "sent: "  # so begin the names of the buffers in which codecs remember what a worker sends
 
 
 class Replica:
@@ -66,13 +57,7 @@ class Replica:
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
         self._shown: nn.Module | None = None
-        self.version: dict[int, int] = {}
-        self.buffers: dict[str, tuple[Tensor, ...]] = {}
-        self.notes: dict[str, Any] = {}  # what else a strategy remembers
-        self.senders: dict[Any, Compressor] = {}  # through a codec: views of the buffers and notes above
-        self.readers: dict[Any, Decompressor] = {}  # of what servers answer in code
-        self.outstanding: list[tuple[Peer, Reply]] = []  # answers that a strategy has not waited for yet
-        self.optimizer_state = OptimizerState(self.layout, optimizer, self.buffers, empty)
+        self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
 
     def move(self, vectors: Sequence[Tensor]) -> None:
         """Makes these vectors the parameters, with the values that they have."""
@@ -109,7 +94,7 @@ class Replica:
         return [Span(groups[group], group, *rest) for group, *rest in spans]
 
     def restore(self, states: Sequence[State]) -> None:
-        """Puts the state of an optimizer that works elsewhere, in slices, back into the user's own."""
+        """Puts the state of the optimizers on the servers, in slices, into the optimizer of the script."""
         whole: dict[int, dict[str, Any]] = {}
         for slices, tensors in states:
             queue = iter(tensors)
@@ -127,47 +112,12 @@ class Replica:
         for index, entry in whole.items():
             self.optimizer.state[self.layout.parameters[index]] = entry
 
-    # --- what it remembers --------------------------------------------------------------------------
-
-    def buffer(self, name: str | None = None, exact: bool = False) -> tuple[Tensor, ...]:
+    def buffer(self, exact: bool = False) -> tuple[Tensor, ...]:
         """New flat vectors of the layout, zero, in memory that can be lent; `exact`: in at least 32 bits."""
-        if name is not None and name in self.buffers:
-            return self.buffers[name]
         vectors = self.layout.vectors(self.empty, exact)
         for vector in vectors:
             vector.zero_()
-        if name is not None:
-            self.buffers[name] = vectors
         return vectors
-
-    @property
-    def residual(self) -> tuple[Tensor, ...]:
-        """What a codec has not sent yet of what this worker wanted to send."""
-        return self.buffer(f"{SENT}residual", exact=True)
-
-    def memory(self, names: Sequence[str]) -> dict[str, Any]:
-        """What is saved of it: buffers and notes of these names, and all that codecs remember."""
-        kept = [name for name in self.buffers if name in names or name.startswith(SENT)]
-        return {
-            "layout": self.layout.hash,
-            "buffers": {name: [part.clone() for part in self.buffers[name]] for name in kept},
-            "notes": {name: self.notes[name] for name in names if name in self.notes},
-            "codecs": self.notes["codecs"].segments_dict() if "codecs" in self.notes else {},
-            "rates": list(self.notes.get("rates of residuals", ())),
-        }
-
-    def remember(self, saved: dict[str, Any]) -> None:
-        """Takes back what `memory` gave."""
-        if saved["layout"] != self.layout.hash:
-            raise UsageError("this state was saved with another model, or with other parameter groups")
-        for name, parts in saved["buffers"].items():
-            for place, part in zip(self.buffer(name, exact=name.startswith(SENT)), parts, strict=True):
-                place.copy_(part)
-        self.notes.update(saved["notes"])
-        self.notes["codecs"] = copy.deepcopy(saved["codecs"])
-        self.senders.clear()  # they look at the notes that were there before
-        if saved["rates"]:
-            self.notes["rates of residuals"] = list(saved["rates"])
 
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not touch; reused by later calls."""
