@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.core.errors import PeerLost, UsageError, WireError
-from polyrhythm.core.legacy import Legacy
-from polyrhythm.core.node import others as others  # noqa: PLC0414  (the snapshot barrier imports it here)
+from polyrhythm.core.node import others
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.published import Key, Publication, Published
 from polyrhythm.core.strategy import Strategy, Traits
@@ -234,15 +233,3 @@ class CohortWorker(DecentralizedWorker):
         if self.node.incarnation and not self.replica.steps and self.adopt(self.mean):
             with self.node.lock():
                 copied(self.mean, self.replica.parameters)
-
-
-@dataclass(frozen=True)
-class Peers(Legacy):
-    """What broadcast still needs until it is ported."""
-
-    stays: ClassVar[bool] = True
-    kinds: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def survives(self) -> bool:
-        return True
