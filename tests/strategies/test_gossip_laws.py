@@ -1,4 +1,4 @@
-"""The laws of workers that mix with their neighbors: exact in simulation, where they are exact."""
+"""Laws of workers that mix with their neighbors, exact in simulation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flat(values: list[Tensor]) -> np.ndarray:
 
 
 def rows(plane: Plane) -> np.ndarray:
-    """x[step, worker]: what each had after each step."""
+    """x[step, worker]: the parameters after each step."""
     ranks = sorted(plane.x)
     return np.array([[flat(plane.x[rank][step]) for rank in ranks] for step in range(plane.count)])
 
@@ -84,7 +84,7 @@ def test_gossip_matches_the_mixing_matrix_update_of_the_paper(
 
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM], ids=["sgd", "momentum"])
 def test_a_complete_graph_is_allreduce_if_the_step_comes_first(simulate: Any, optimizer: Any) -> None:
-    """The paper's order takes gradients where each worker is, and is another algorithm."""
+    """The paper's order takes gradients before mixing, and is another algorithm."""
     script = Script(optimizer=optimizer, size=50, epochs=4)
     law = trained(simulate(script, "allreduce", 4))
     after = trained(simulate(script, f"gossip:complete,order={AFTER}", 4))
@@ -105,7 +105,7 @@ def test_weight_decay_pulls_at_the_mean(simulate: Any, order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gossip_keeps_parameter_changes_made_by_the_script(simulate: Any, order: str) -> None:
-    """Between two steps one worker moves its parameters: the mean moves by that, and by no more."""
+    """Between two steps one worker changes its parameters: the mean moves by that change only."""
 
     def main() -> None:
         here = pr.init()
@@ -134,7 +134,7 @@ def test_gossip_keeps_parameter_changes_made_by_the_script(simulate: Any, order:
 
 @pytest.mark.parametrize(("topology", "workers"), [each for each in GRAPHS if each[1] > 2])
 def test_gossip_without_steps_contracts_by_rho_per_mixing(simulate: Any, topology: str, workers: int) -> None:
-    """One step brings them apart; from then on each mixing leaves rho of the distance at most."""
+    """The first step moves them apart; then each mixing leaves at most rho of the distance."""
     plane = Plane(30, rate=lambda step: LR * (step == 1))
     simulate(plane, f"gossip:{topology}", workers)
     x = rows(plane)
@@ -149,7 +149,7 @@ def test_gossip_without_steps_contracts_by_rho_per_mixing(simulate: Any, topolog
     distances = [far(each) for each in x]
     for before, after in pairwise(distances):
         assert after <= (rho + 1e-9) * before + 1e-12
-    if rho > 0.1:  # and no less, once what fades sooner has faded
+    if rho > 0.1:  # and no less, once faster modes have decayed
         assert distances[15] / distances[14] == pytest.approx(rho, rel=0.05)
     assert np.abs(x.mean(1) - x[0].mean(0)).max() < 1e-12
 
@@ -178,7 +178,7 @@ NET = '[[hosts]]\nlatency = "{latency}"\nbandwidth = "1 GB/s"\nstep_time = "10 m
     ("strategy", "step"), [("gossip", 0.010), (f"gossip:order={AFTER}", 0.014), ("choco", 0.014)]
 )
 def test_gossip_mixing_adds_at_most_one_network_latency(simulate: Any, strategy: str, step: float) -> None:
-    """What neighbors show comes while the gradient is computed; or one way, for it was asked for before."""
+    """Publications arrive while the gradient is computed, or one latency later, as requests go out ahead."""
 
     def took(count: int) -> float:
         return simulate(Plane(count), strategy, 4, cluster=NET.format(latency="2 ms"))["wall_s"]
@@ -187,7 +187,7 @@ def test_gossip_mixing_adds_at_most_one_network_latency(simulate: Any, strategy:
 
 
 def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
-    """On a ring, and exponential by turns, each sends its parameters twice per step at most."""
+    """On a ring, and with exponential turns, each sends its parameters at most twice per step."""
 
     def sent(topology: str, workers: int) -> float:
         counts = (simulate(Plane(count), f"gossip:{topology}", workers)["bytes_sent"] for count in (14, 2))
@@ -203,7 +203,7 @@ def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
 
 @pytest.mark.parametrize(("topology", "most"), [("ring", 2), ("complete", 2), ("exponential", 4)])
 def test_gossip_keeps_only_a_few_rounds_of_parameters(simulate: Any, topology: str, most: int) -> None:
-    """However slow one is, what was shown is kept for two rounds, or for a cycle of turns and one more."""
+    """However slow a worker is, publications are kept for two rounds, or a cycle of turns and one more."""
     slow = '[[hosts]]\ncount = 1\nspeed = 0.05\n[[hosts]]\nlatency = "30 ms"\n'
     slow += 'step_time = { exponential = "10 ms" }\n'
     plane = Plane(30)
@@ -216,7 +216,7 @@ def test_gossip_keeps_only_a_few_rounds_of_parameters(simulate: Any, topology: s
 
 @pytest.mark.parametrize(("topology", "workers"), [("ring", 5), ("0-1/0-2/0-3/3-4", 5)])
 def test_choco_is_the_paper(simulate: Any, topology: str, workers: int) -> None:
-    """y = x - lr g, x <- y + gamma (W - 1) y, for without a codec everybody knows every y."""
+    """y = x - lr g, x <- y + gamma (W - 1) y: without a codec every estimate is exact."""
     plane, gamma = Plane(7), 0.3
     simulate(plane, f"choco:{gamma},topology={topology}", workers)
     x, g = rows(plane), gradients(plane, workers)
@@ -241,7 +241,7 @@ def test_choco_without_a_codec_is_gossip(simulate: Any, topology: str, optimizer
 def test_choco_neighbors_hold_identical_copies_of_sent_parameters(
     simulate: Any, model: str, codec: str
 ) -> None:
-    """Each worker and all its neighbors have the same bits of what it has told; the mean is preserved."""
+    """Each worker and all its neighbors have the same bits of its estimate; the mean is preserved."""
     plane = Plane(9, model=MODELS[model])
     simulate(plane, f"choco:topology=0-1/0-2/0-3/3-4{codec}", 5)
     for rank, near in enumerate(graph(parse_topology("0-1/0-2/0-3/3-4"), 5)):
@@ -264,7 +264,7 @@ def test_choco_neighbors_hold_identical_copies_of_sent_parameters(
     quick=3,
 )
 def test_choco_without_steps_converges_for_every_codec(simulate: Any, codec: str, topology: str) -> None:
-    """Without a learning rate, and with the gamma that follows from the codec, nobody strays."""
+    """Without a learning rate, and with the gamma that follows from the codec, no worker diverges."""
     plane = Plane(150, rate=lambda step: LR * (step == 1))
     simulate(plane, f"choco:topology={topology}+{codec}", 4)
     x = rows(plane)
@@ -274,7 +274,7 @@ def test_choco_without_steps_converges_for_every_codec(simulate: Any, codec: str
 
 
 def test_share_of_energy_kept_by_a_codec_matches_theory() -> None:
-    """Of flat numbers the largest tenth has 27 % of the squares; lots have their share; 8 bits nearly all."""
+    """Of uniform numbers the largest tenth has 27 % of the energy, a random tenth 10 %, 8 bits nearly all."""
     from polyrhythm.model.layout import Layout
 
     model = torch.nn.Linear(100, 100)
@@ -292,7 +292,7 @@ def test_share_of_energy_kept_by_a_codec_matches_theory() -> None:
     "strategy", ["gossip", f"gossip:order={AFTER}", "choco", "choco+topk:0.2", "choco+int4"]
 )
 def test_interrupted_gossip_run_resumes_exactly(strategy: str, tmp_path: Path) -> None:
-    """Each worker's own model, optimizer and session, loaded after `prepare`: the same bits."""
+    """With each worker's own model, optimizer and session, loaded after `prepare`: the same bits."""
 
     def main(begin: int, end: int) -> None:
         here = pr.init()
@@ -342,7 +342,7 @@ BACK = ONE + 'back = "{back} ms"\n'
 def test_gossip_survivors_train_on_after_a_death_or_replacement(
     simulate: Any, strategy: str, failures: str
 ) -> None:
-    """One of eight dies for good, or is replaced: the others train on, on a graph of their own."""
+    """One of eight dies for good, or is replaced: the others continue on a graph of their own."""
     script = Script(optimizer=MOMENTUM, size=96, epochs=EPOCHS, shuffle=True)
     cluster = DEATHS.format(failures)
     first, again = (simulate(script, strategy, 8, cluster=cluster) for _ in range(2))
@@ -355,7 +355,7 @@ def test_gossip_survivors_train_on_after_a_death_or_replacement(
 
 @pytest.mark.parametrize("strategy", ["gossip", "choco", "choco+int8"])
 def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strategy: str) -> None:
-    """From the next epoch on W is that of the living: one step brings them apart, and mixing together."""
+    """From the next epoch on W is that of the survivors: one step moves them apart, and mixing together."""
 
     def main() -> None:
         here = pr.init()
@@ -391,7 +391,7 @@ def test_after_a_death_the_mean_of_the_living_is_preserved(simulate: Any, strate
 def test_gossip_never_deadlocks_when_workers_die_at_random_times(
     simulate: Any, strategy: str, seed: int
 ) -> None:
-    """Three of six die at odd times, two of them come back, at once or later; the run comes to its end."""
+    """Three of six die at random times, two of them come back, at once or later; the run ends."""
     times = np.random.default_rng(seed).integers(15, 400, 3)
     gaps = np.random.default_rng(seed + 100).integers(1, 120, 2)
     cluster = '[[hosts]]\nlatency = "3 ms"\nstep_time = { exponential = "10 ms" }\n'
@@ -407,8 +407,8 @@ def test_gossip_never_deadlocks_when_workers_die_at_random_times(
 
 @pytest.mark.parametrize("strategy", ["gossip", f"gossip:order={AFTER}", "choco"])
 def test_gossip_request_to_a_replaced_neighbor_does_not_hang(simulate: Any, strategy: str) -> None:
-    """A neighbor dies when it has shown a round and is there again before it is asked for the next one. It
-    waits for the next epoch, which waits for who has asked: so it must say that it is not in this one."""
+    """A neighbor dies after it has published a round and is replaced before the next request. The replacement
+    waits for the next epoch, which waits for the requester: so it must answer that it is not in this one."""
     cluster = '[[hosts]]\ncount = 1\nstep_time = "100 ms"\n[[hosts]]\nstep_time = "10 ms"\n'
     cluster += BACK.format(at=30, back=40)
     summary = simulate(Script(size=48, epochs=3), strategy, 2, cluster=cluster)

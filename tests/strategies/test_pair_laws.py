@@ -1,4 +1,4 @@
-"""What holds where workers exchange with one other at a time: adpsgd, push and noloco."""
+"""Laws of workers that exchange with one other at a time: adpsgd, push and noloco."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOPOLOGIES = ["complete", "ring", "exponential", "random:3", "0-1/1-2/2-3/3-4/4-
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
-    """Has this called after every event of a simulation."""
+    """Calls `look` after every event of a simulation."""
     run = Loop.run
 
     def watched(self: Loop, until: Callable[[], bool]) -> None:
@@ -58,7 +58,7 @@ def flat(tensors: Any) -> Tensor:
 
 
 def down(plane: Plane, rank: int, steps: int) -> Tensor:
-    """How far the first so many gradients of a worker lead down the plane, at a rate of 0.5."""
+    """How far a worker's first gradients lead down the plane, at a learning rate of 0.5."""
     model = plane.model()
     total = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.float64)
     for step in range(1, steps + 1):
@@ -73,8 +73,8 @@ def down(plane: Plane, rank: int, steps: int) -> Tensor:
 def test_adpsgd_parameter_sum_changes_by_updates_only(
     simulate: Any, monkeypatch: pytest.MonkeyPatch, topology: str
 ) -> None:
-    """After every event: what all have, less what one has yet to give up for what another got, moved by the
-    steps that were taken and by nothing else."""
+    """After every event: only updates have moved the sum of all x, less the d that one worker has gained and
+    the other has not lost yet."""
     plane, taken, seen = Plane(12), dict.fromkeys(range(6), 0), []
     apply = Replica.apply
 
@@ -108,7 +108,7 @@ def test_adpsgd_parameter_sum_changes_by_updates_only(
 
 
 def test_two_adpsgd_workers_end_at_their_average(simulate: Any) -> None:
-    """Nothing else happens: both have the same, half way between."""
+    """Both end half way between, with the same parameters."""
     plane = Plane(3, rate=lambda step: 0.5 if step == 1 else 0.0)
     simulate(plane, "adpsgd", 2)
     first, second = (flat(plane.x[rank][0]) for rank in range(2))
@@ -122,7 +122,7 @@ SLOW_TO_STEP = "[[hosts]]\ncount = 1\n[[hosts]]\ncount = 1\nspeed = 0.15\n[[host
 
 @pytest.mark.parametrize("topology", ["0-1/1-2", "complete"])
 def test_each_average_counts_with_those_before_it(simulate: Any, topology: str) -> None:
-    """Two become half of their sum, also while the one that is asked computes: it may be asked several times.
+    """Both become half of their sum, also while the answering worker computes, and several times a step.
 
     Replays the log: all step once, and from then on only average.
     """
@@ -147,7 +147,7 @@ def test_each_average_counts_with_those_before_it(simulate: Any, topology: str) 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("topology", TOPOLOGIES[:3])
 def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) -> None:
-    """Neither one that asks nor one that is asked: the others take their steps at the very same times."""
+    """Whether it requests or answers: the others take their steps at the very same times."""
     link = '[[hosts]]\nstep_time = "10 ms"\nlatency = "1 ms"\nbandwidth = "10 Mbit/s"\n'
     straggler = f"[[stragglers]]\nworkers = [{slow}]\nslowdown = 10.0\n"
     assert bool(requests(topology, tuple(range(6)), 0)[slow]) == (slow == 0)
@@ -164,7 +164,7 @@ def test_a_slow_worker_holds_up_nobody(simulate: Any, slow: int, topology: str) 
     ranks=st.sets(st.integers(0, 15), min_size=1),
 )
 def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks: set[int]) -> None:
-    """Whoever lives: each asks or is asked and never both, by edges of the graph, and all are connected."""
+    """For any survivors: each requests or answers and never both, along edges, and all are connected."""
     living = tuple(sorted(ranks))
     near, asked = regraph(parse_topology(topology), living, 3), requests(topology, living, 3)
     answer = {other for others in asked.values() for other in others}
@@ -182,7 +182,7 @@ def test_adpsgd_topology_is_split_into_askers_and_answerers(topology: str, ranks
 def test_an_average_that_is_asked_for_twice_counts_once(
     simulate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that breaks may take the answer along: whoever asks again is given the same."""
+    """An answer may be lost with its connection: the repeated request gets the same answer."""
     digest = simulate(Script(), "adpsgd", 4)["digest"]
     on_message, again = AdPsgdWorker.on_message, []
 
@@ -202,7 +202,7 @@ def test_an_average_that_is_asked_for_twice_counts_once(
 
 
 def test_what_the_script_loads_is_not_lost(simulate: Any) -> None:
-    """Parameters that are loaded after `prepare` are where training goes on, whatever was under way."""
+    """Training continues from parameters loaded after `prepare`, whatever averages were under way."""
 
     def script() -> None:
         here = pr.init()
@@ -219,7 +219,7 @@ def test_what_the_script_loads_is_not_lost(simulate: Any) -> None:
 
 @each_value(("seed", range(12)), ("topology", ["complete", "ring", "random:2"]))
 def test_adpsgd_finishes_despite_random_delays_and_crashes(simulate: Any, seed: int, topology: str) -> None:
-    """Whoever dies, and whenever: the others come to the end, and all is trained on."""
+    """Whichever workers die, and whenever: the others finish, and all examples are trained on."""
     lots = torch.Generator().manual_seed(seed)
     text = '[[hosts]]\nstep_time = { exponential = "10 ms" }\nlatency = "2 ms"\nbandwidth = "1 Mbit/s"\n'
     for rank in torch.randperm(5, generator=lots)[:4].tolist():  # one is left
@@ -235,7 +235,7 @@ def test_adpsgd_finishes_despite_random_delays_and_crashes(simulate: Any, seed: 
 
 
 def test_adpsgd_reassigns_roles_when_the_only_answerer_dies(simulate: Any) -> None:
-    """When the only one that is asked dies, one of those that asked takes its part."""
+    """When the only worker that answers dies, one of those that requested takes its role."""
     crash = '[[failures]]\nworkers = [1]\nat = "55 ms"\n'
     summary = simulate(Script(size=240), "adpsgd", 3, cluster=crash)
     heard = [line for line in events(summary, "deliver") if line["kind"] == "average"]
@@ -245,7 +245,7 @@ def test_adpsgd_reassigns_roles_when_the_only_answerer_dies(simulate: Any) -> No
 
 @pytest.mark.parametrize("who", [[0, 1], [1, 2], [0, 1, 2]])
 def test_adpsgd_workers_that_return_together_copy_a_survivor(simulate: Any, who: list[int]) -> None:
-    """Those that begin anew take their parameters from one that was there, and not from each other."""
+    """Replacements take their parameters from a survivor, and not from each other."""
     crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\nback = "80 ms"\n'
     summary = simulate(Script(size=240), "adpsgd", 4, cluster=crash)
     assert summary["joined"] == len(who)
@@ -326,8 +326,8 @@ def test_push_accepts_fanout_and_ahead_at_their_limits(strategy: str, workers: i
 def test_mass_is_conserved(
     simulate: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, workers: int
 ) -> None:
-    """After every event, what is on its way included: sum of omega == N exactly, and the sum of x moved by
-    the steps that were taken and by nothing else."""
+    """After every event, with shares that are on their way: the sum of omega is N exactly, and only updates
+    have moved the sum of x."""
     plane, seen = Plane(60), {"under way": 0, "events": 0}
     way = torch.zeros(9 * 7 + 7 + 7 * 4 + 4, dtype=torch.float64)
     taken = dict.fromkeys(range(workers), 0)
@@ -358,7 +358,7 @@ def test_mass_is_conserved(
     watch(monkeypatch, look)
     simulate(plane, strategy, workers, cluster=LINKS)
     assert set(taken.values()) == {60} and seen["under way"] > 100
-    # At the end nothing is: each has its whole weight again.
+    # At the end nothing is on its way: each has its whole weight again.
     assert {worker.omega for worker in plane.workers.values()} == {ONE}
 
 
@@ -366,8 +366,8 @@ def test_mass_is_conserved(
     ("workers", "fanout"), [*((n, 1) for n in (2, 3, 4, 5, 8)), (3, 2), (4, 2), (5, 2), (8, 2)]
 )
 def test_balanced_rounds_are_step_then_mix(simulate: Any, workers: int, fanout: int) -> None:
-    """All give and get the same, so omega is 1 and it is D-PSGD: x_i <- sum_j W_ij (x_j - update_j), with
-    the W of each round."""
+    """All give and receive the same, so omega is 1 and it is D-PSGD: x_i <- sum_j W_ij (x_j - update_j),
+    with the W of each round."""
     plane = Plane(20)
     simulate(plane, f"push:fanout={fanout}", workers)
     receivers = min(fanout, (workers - 1).bit_length())
@@ -387,7 +387,7 @@ def began(plane: Plane, workers: int) -> Tensor:
 
 
 def matrix(workers: int, turn: int, receivers: int, fanout: int) -> Tensor:
-    """W of a round: each keeps a part, and one goes to each that is 1, 2, 4, ... places further."""
+    """W of a round: each keeps a share, and gives one to each receiver 1, 2, 4, ... places further."""
     weights = torch.eye(workers, dtype=torch.float64)
     for number in range(receivers):
         far = 1 << (turn * fanout + number) % (workers - 1).bit_length()
@@ -397,7 +397,7 @@ def matrix(workers: int, turn: int, receivers: int, fanout: int) -> Tensor:
 
 
 def test_push_ahead_by_hand_for_two_workers(simulate: Any) -> None:
-    """By the rule itself, for two workers: x and omega of each, written out."""
+    """The update rule for two workers, with x and omega of each written out."""
     ahead, plane = 2, Plane(12)
     simulate(plane, f"push:{ahead}", 2)
     x, omega = list(began(plane, 2)), [1.0, 1.0]
@@ -416,7 +416,7 @@ def test_push_ahead_by_hand_for_two_workers(simulate: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["push", "push:2", "noloco:3"])
 def test_a_slow_link_changes_no_bit(simulate: Any, strategy: str) -> None:
-    """What is taken in which round does not depend on when it comes."""
+    """Which shares a round takes does not depend on when they arrive."""
     digests = {simulate(Script(), strategy, 5, cluster=cluster)["digest"] for cluster in ("", LINKS, UNEQUAL)}
     assert len(digests) == 1
 
@@ -426,7 +426,7 @@ def test_a_slow_link_changes_no_bit(simulate: Any, strategy: str) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 8])
 def test_noloco_mean_follows_heavy_ball_momentum(simulate: Any, workers: int) -> None:
-    """What draws two together sums to zero: mean phi follows heavy ball down the mean way, whoever meets."""
+    """The pull of a pair sums to zero: mean phi follows heavy ball along the mean displacement."""
     plane = Plane(24)
     simulate(plane, "noloco:4,mu=0.5,lr=0.7", workers)
     x = torch.stack([torch.stack([flat(each) for each in plane.x[rank]]) for rank in range(workers)])
@@ -477,7 +477,7 @@ def test_noloco_sends_only_pairwise_messages(simulate: Any) -> None:
     summary = simulate(Steps(12, size=100), "noloco:3", 4)
     heard = [line for line in events(summary, "deliver") if line["kind"] == "fetch"]
     assert len(heard) == 4 * 4  # each of four, four times
-    # Besides, all begin with the parameters of worker 0; the look at the end comes after the count.
+    # Besides, all start with the parameters of worker 0; reading the result comes after the count.
     assert summary["bytes_sent"] == 3 * 800 + 4 * 4 * 2 * 800
 
 
@@ -494,7 +494,7 @@ STEPPING = ["push", "push:2", "push:1,fanout=2", "noloco:3"]
 def test_push_and_noloco_survivors_continue_after_crashes_and_rejoins(
     simulate: Any, strategy: str, back: str, who: list[int]
 ) -> None:
-    """Some die in the middle of an epoch; those that come back are in from the next one on."""
+    """Some die in the middle of an epoch; replacements take part from the next one on."""
     crash = f'[[failures]]\nworkers = {who}\nat = "55 ms"\n{back}'
     script = Script(size=240, epochs=4)
     summary = simulate(script, strategy, 5, cluster=LINKS + crash)
@@ -523,7 +523,7 @@ def test_push_and_noloco_finish_despite_random_delays_and_crashes(
 def test_push_sum_weight_sent_to_a_dead_worker_is_recovered(
     simulate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among those who live the sum of omega falls by no more than the dead one had."""
+    """The sum of omega of the survivors falls by no more than the dead worker had."""
     plane = Plane(60)
     crash = '[[failures]]\nworkers = [1]\nat = "155 ms"\n'
     totals: list[int] = []
@@ -542,7 +542,7 @@ def test_push_sum_weight_sent_to_a_dead_worker_is_recovered(
 
 
 def test_push_loses_no_weight_to_a_worker_that_dies_during_regrouping(simulate: Any) -> None:
-    """It is in the group and gone already: nothing is laid out for it, and no weight is lost to it."""
+    """It is in the cohort and dead already: nothing is published for it, and no weight is lost."""
 
     def script() -> None:
         here = pr.init()

@@ -1,4 +1,4 @@
-"""Graphs and weights: what mixing needs to leave the mean in place and to bring all to it."""
+"""Graphs and mixing weights: mixing preserves the mean and brings all to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of(text: str, places: int, seed: int = 0) -> np.ndarray:
 def test_every_topology_gives_a_connected_graph_with_symmetric_weights(
     topology: Topology, places: int, seed: int
 ) -> None:
-    """Simple, both ways, in one piece; W is symmetric, its rows add up to 1, and everybody counts itself."""
+    """Simple, undirected, connected; W is symmetric, its rows sum to 1, and each place counts itself."""
     try:
         found = graph(topology, places, seed)
     except UsageError:
@@ -68,7 +68,7 @@ def test_every_topology_gives_a_connected_graph_with_symmetric_weights(
 def test_any_set_of_survivors_has_a_connected_balanced_graph(
     topology: Topology, living: set[int], seed: int, turn: int
 ) -> None:
-    """For any of the workers there is a graph that holds together; at each turn its weights are balanced."""
+    """Any survivors have a connected graph; at each turn its weights are balanced."""
     found = regraph(topology, list(living), seed)
     ranks = sorted(living)
     assert list(found) == ranks
@@ -82,7 +82,7 @@ def test_any_set_of_survivors_has_a_connected_balanced_graph(
 @PATIENT
 @given(st.data(), st.integers(2, 12))
 def test_edges_that_are_left_are_kept(data: st.DataObject, places: int) -> None:
-    """An edge list goes on with what is between the living; whoever that does not reach joins a ring."""
+    """An edge list keeps the edges between survivors, and gets a ring if these do not connect them."""
     every = [(low, high) for high in range(places) for low in range(high)]
     edges = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1))
     living = sorted(data.draw(st.sets(st.integers(0, places - 1), min_size=1)))
@@ -187,7 +187,7 @@ def test_random_graphs_differ_by_seed() -> None:
 @PATIENT
 @given(st.integers(2, 33), seeds, st.integers(0, 200))
 def test_pairs_are_perfect_matchings(places: int, seed: int, turn: int) -> None:
-    """Nobody is in two pairs; of an odd number one is left out, and in so many rounds everybody once."""
+    """No place is in two pairs; of an odd number one is left out, and in as many rounds each once."""
     drawn = pairs(places, seed, turn)
     members = [place for pair in drawn for place in pair]
     assert len(members) == len(set(members)) == places - places % 2
@@ -213,7 +213,7 @@ def test_exponential_peers_are_a_permutation_of_the_workers(places: int, turn: i
 
 
 def test_pushes_reach_everybody_in_one_cycle() -> None:
-    """After as many rounds as 2 has to be doubled to be no less than N, each has heard of all."""
+    """After ceil(log2 N) rounds each has heard of all."""
     for places in (2, 3, 7, 8, 12, 16):
         knows = [{place} for place in range(places)]
         for turn in range((places - 1).bit_length()):
@@ -225,7 +225,7 @@ def test_pushes_reach_everybody_in_one_cycle() -> None:
 
 
 def test_weights_of_unequal_neighbors_are_equal_both_ways() -> None:
-    """In a star the centre counts each of 3 at 1/4, and so does each the centre."""
+    """In a star the center gives each of 3 the weight 1/4, and each gives it to the center."""
     weights = of("0-1/0-2/0-3", 4)
     assert metropolis(graph(parse_topology("0-1/0-2/0-3"), 4))[0] == (0.25, 0.25, 0.25)
     assert weights[1].tolist() == [0.25, 0.75, 0, 0]
@@ -290,7 +290,7 @@ def test_any_topology_text_is_a_valid_graph_or_a_one_line_error(text: str, place
         assert ends == {(low, high) for low, near in enumerate(found) for high in near if low < high}
     if topology.kind == "random" and places > 1:
         assert degrees(found) == {int(text.partition(":")[2])}
-    # And under a strategy it is the same text, in the whole grammar.
+    # As the field of a strategy it is the same text.
     strategy = Gossip(topology=text)
     assert parse(str(strategy)) == strategy
     strategy.check(Plan(strategy, places))

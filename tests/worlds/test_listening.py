@@ -1,4 +1,4 @@
-"""Workers that ask each other, and answer while they compute: the seam under all that have no server."""
+"""Workers that answer requests of each other while they compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.programs import Examples, events, mlp, trained
 
 @dataclass(frozen=True)
 class Nearest(Decentralized):
-    """Each asks the next one for its parameters, and takes the mean with its own."""
+    """Each reads the parameters of the next worker, and takes the mean with its own."""
 
     locked: bool = False
     broken: bool = False
@@ -114,7 +114,7 @@ def run_nearest(world: str, folder: Path, dies: dict[int, int], strategy: str, *
 @pytest.mark.parametrize("world", ["simulated", "real"])
 @pytest.mark.parametrize("locked", ["no", "yes"])
 def test_peer_strategy_result_is_the_mean_of_all_replicas(tmp_path: Path, world: str, locked: str) -> None:
-    """Nobody leaves before one has brought home the mean of all replicas, though each ends when it likes."""
+    """No worker leaves before one has brought home the mean of all replicas, whenever each ends."""
     summary = run_nearest(world, tmp_path, {}, f"nearest:locked={locked}")
     last = [torch.load(tmp_path / f"{rank} 0.pt") for rank in range(3)]
     assert not torch.equal(last[0]["0.weight"], last[1]["0.weight"])
@@ -128,7 +128,7 @@ def test_peer_strategy_result_is_the_mean_of_all_replicas(tmp_path: Path, world:
 def test_peer_strategy_survivors_continue_after_a_kill(
     tmp_path: Path, locked: str, restarts: int, victim: int
 ) -> None:
-    """A worker is killed: the others train on, with another in its place if there may be one."""
+    """A worker is killed: the others continue, with a replacement if there may be one."""
     strategy = f"nearest:locked={locked}"
     summary = run_nearest(
         "real", tmp_path, {victim: 5}, strategy, restarts=restarts, timeout=30.0, pause=0.02
@@ -164,7 +164,7 @@ def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: 
 
 
 def test_timeout_at_the_end_of_a_peer_run_names_the_late_worker(tmp_path: Path) -> None:
-    """At the end all wait for the last: if it takes too long the error says who that is."""
+    """At the end all wait for the last: if that takes too long, the error names it."""
 
     def main() -> None:
         script({}, tmp_path, epochs=1)
@@ -176,7 +176,7 @@ def test_timeout_at_the_end_of_a_peer_run_names_the_late_worker(tmp_path: Path) 
 
 
 def test_answers_count_that_a_worker_gives_after_its_last_step(tmp_path: Path) -> None:
-    """Worker 0 takes its steps while worker 1, which it asks, only waits for the others to be done."""
+    """Worker 0 takes its steps while worker 1, whose parameters it reads, waits for the others to be done."""
     steps, waits = 5, tmp_path / "worker 1 waits"
 
     def main() -> None:
@@ -210,7 +210,7 @@ def test_what_a_listener_raises_ends_the_run(tmp_path: Path, world: str) -> None
 
 
 def test_a_request_to_a_lost_peer_fails_when_it_is_awaited() -> None:
-    """So those who ask several at once need to look for the lost in one place only."""
+    """So a worker that sends several requests handles lost peers in one place only."""
     transport = Transport(Peer("worker", 0), bytes(32))
     try:
         node = ProcessNode(transport.me, transport, 0, 0.0)
@@ -246,7 +246,7 @@ def paired(side_by_side: bool) -> None:
 def test_one_that_comes_back_shares_two_loaders(
     simulate: Any, strategy: str, side_by_side: bool, at: int, back: int
 ) -> None:
-    """Whatever it did not see of the first one, of the second it gets what the others are about to begin."""
+    """A replacement that missed part of the first loader shares the second from where the others are."""
     crash = (
         f'[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [1]\nat = "{at} ms"\nback = "{back} ms"\n'
     )
@@ -257,7 +257,7 @@ def test_one_that_comes_back_shares_two_loaders(
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "gossip", "push"])
 def test_a_run_fails_if_all_workers_with_parameters_are_gone(simulate: Any, strategy: str) -> None:
-    """What was trained is lost with the last that had it, and the run says so."""
+    """The trained parameters are lost with the last worker that had them, and the run says so."""
     crash = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [0, 1]\nat = "55 ms"\nback = "80 ms"\n'
     with pytest.raises(PolyrhythmError, match="all that held the parameters are gone"):
         simulate(partial(paired, False), strategy, 2, cluster=crash)

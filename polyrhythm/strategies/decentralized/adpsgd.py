@@ -107,7 +107,7 @@ class AdPsgdWorker(DecentralizedWorker):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return *super().kinds, "rest"
+        return *super().kinds, self.barrier.kind
 
     def start(self) -> None:
         super().start()
@@ -193,9 +193,9 @@ class AdPsgdWorker(DecentralizedWorker):
             raise WireError(
                 f"{message.sender} wants to average with other parameters than {self.node.me} has"
             )
-        if message is None or message.kind == "rest":
+        if message is None or message.kind == self.barrier.kind:
             self.barrier.hear(message)
-        if message is None or message.kind != "rest":
+        if message is None or message.kind != self.barrier.kind:
             super().on_message(message)
             self.answer()
 

@@ -7,7 +7,7 @@ the last has finished.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import reduce
 from polyrhythm.core.errors import PeerLost, UsageError, WireError
-from polyrhythm.core.node import others as others  # noqa: PLC0414  (the snapshot barrier imports it here)
+from polyrhythm.core.node import others
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.published import Key, Publication, Published
 from polyrhythm.core.strategy import Strategy, Traits
@@ -43,7 +43,7 @@ class Decentralized(Strategy):
         return Traits(parameters_held_by_peers=True, survives_loss=True)
 
 
-class DecentralizedWorker(Worker, ABC):
+class DecentralizedWorker(Worker):
     """One of the workers: how it starts, what others may read of it, and the mean of all."""
 
     kind: ClassVar[str] = "fetch"  # of the requests for what this worker publishes
@@ -223,6 +223,10 @@ class CohortWorker(DecentralizedWorker):
             # Publications of the last cohort may still be on their way.
             self.published.forget(before.key(0))
             self.published.begin(self.cohort.key(0))
+
+    def resume(self, round_: int, origin: str) -> None:
+        """Continues with a round of the run that was saved."""
+        self.published.begin(self.cohort.key(round_), origin)
 
     def catch_up(self) -> None:
         """Takes over the latest parameters: a replacement has waited for its first epoch since it started."""

@@ -178,7 +178,7 @@ class ChocoWorker(NeighborWorker):
             copied(state["estimates"][places[peer.rank]], self.estimate_of(peer))
         if self.sender is not None:
             self.sender.load_state_dict(state["sender"])
-        self.resume(state["round"])
+        self.resume(state["round"], f"round {state['round']}")
 
 
 def energy_kept(codec: Codec, layout: Layout) -> float:

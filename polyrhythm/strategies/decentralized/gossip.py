@@ -86,6 +86,6 @@ class GossipWorker(NeighborWorker):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         published = state["published"]
-        self.resume(state["round"] - (published is not None))
+        self.resume(state["round"] - (published is not None), f"round {state['round']}")
         if published is not None:
             self.publish(published)

@@ -162,8 +162,7 @@ class NeighborWorker(CohortWorker):
     def state_dict(self) -> State:
         return {**super().state_dict(), "round": self.exchange.round}
 
-    def resume(self, round_: int) -> None:
-        """Continues with a round of the run that was saved."""
-        self.published.begin(self.cohort.key(round_), f"round {round_}")
+    def resume(self, round_: int, origin: str) -> None:
+        super().resume(round_, origin)
         self.exchange.begin(self.cohort, round_)
         self.request()

@@ -68,7 +68,3 @@ class TransferWorker(CohortWorker):
                 with self.node.lock():
                     self.cohort.gone.add(peer)
         self.catch_up()
-
-    def resume(self, round_: int, origin: str) -> None:
-        """Continues with a round of the run that was saved."""
-        self.published.begin(self.cohort.key(round_), origin)
