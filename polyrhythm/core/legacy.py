@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy, Traits
-from polyrhythm.core.worker import Server, State, Worker
+from polyrhythm.core.worker import State, Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,12 +16,10 @@ if TYPE_CHECKING:
     from polyrhythm.core.node import Node
     from polyrhythm.core.plan import Plan
     from polyrhythm.model.replica import Replica
-    from polyrhythm.model.shard import Shard
 
 
 @dataclass(frozen=True)
 class Legacy(Strategy):
-    servers: ClassVar[bool] = False
     optimizers: ClassVar[str] = "any"
     remembers: ClassVar[tuple[str, ...]] = ()
     stays: ClassVar[bool] = False
@@ -48,7 +45,6 @@ class Legacy(Strategy):
         return Traits(
             lockstep=self.lockstep,
             survives_loss=self.survives,
-            uses_servers=self.servers,
             parameters_held_by_peers=self.stays,
             optimizer=self.optimizers,
             sparse_gradients=self.sparse,
@@ -78,13 +74,8 @@ class Legacy(Strategy):
 
     def finish(self, node: Node, replica: Replica) -> None: ...
 
-    def serve(self, node: Node, shard: Shard) -> None:
-        raise UsageError(f"{self.name} has no servers")
-
     def consensus(self, node: Node, replica: Replica) -> Sequence[Tensor]:
         return replica.parameters
-
-    def restore(self, node: Node, replica: Replica) -> None: ...
 
     def keep(self, node: Node, replica: Replica) -> dict[str, Any]:
         return {}
@@ -98,10 +89,6 @@ class Legacy(Strategy):
         self.check_groups(replica.optimizer.param_groups)
         cls = LegacyForward if self.watches_forward else LegacyWorker
         return cls(self, node, replica, group)
-
-    def server(self, node: Node, shard: Shard) -> Server:
-        self.check_groups(shard.optimizer.param_groups)
-        return LegacyServer(self, node, shard)
 
 
 class LegacyWorker(Worker):
@@ -124,9 +111,6 @@ class LegacyWorker(Worker):
         find = self.strategy.collect if final else self.strategy.consensus
         return find(self.node, self.replica)
 
-    def fetch_optimizer_state(self) -> None:
-        self.strategy.restore(self.node, self.replica)
-
     def state_dict(self) -> State:
         kept = self.strategy.keep(self.node, self.replica)
         return {"memory": self.replica.memory(self.strategy.remembers), "kept": kept}
@@ -139,11 +123,3 @@ class LegacyWorker(Worker):
 class LegacyForward(LegacyWorker):
     def before_forward(self) -> None:
         self.strategy.before_forward(self.node, self.replica)
-
-
-class LegacyServer(Server):
-    def __init__(self, strategy: Legacy, node: Node, shard: Shard) -> None:
-        self.strategy, self.node, self.shard = strategy, node, shard
-
-    def serve(self) -> None:
-        self.strategy.serve(self.node, self.shard)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,6 @@ from polyrhythm.model.layout import (
     untouched,
 )
 from polyrhythm.model.optimizer_state import OptimizerState
-
-if TYPE_CHECKING:
-    from polyrhythm.compress.compressor import Compressor, Decompressor
-    from polyrhythm.core.message import Reply
-    from polyrhythm.core.peer import Peer
-
 
 SENT = "sent: "  # so begin the names of the buffers in which codecs remember what a worker sends
 
@@ -66,12 +60,8 @@ class Replica:
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
         self._shown: nn.Module | None = None
-        self.version: dict[int, int] = {}
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self.notes: dict[str, Any] = {}  # what else a strategy remembers
-        self.senders: dict[Any, Compressor] = {}  # through a codec: views of the buffers and notes above
-        self.readers: dict[Any, Decompressor] = {}  # of what servers answer in code
-        self.outstanding: list[tuple[Peer, Reply]] = []  # answers that a strategy has not waited for yet
         self.optimizer_state = OptimizerState(self.layout, optimizer, self.buffers, empty)
 
     def move(self, vectors: Sequence[Tensor]) -> None:
@@ -146,14 +136,12 @@ class Replica:
         return self.buffer(f"{SENT}residual", exact=True)
 
     def memory(self, names: Sequence[str]) -> dict[str, Any]:
-        """What is saved of it: buffers and notes of these names, and all that codecs remember."""
+        """What is saved of it: buffers and notes of these names, and the residual."""
         kept = [name for name in self.buffers if name in names or name.startswith(SENT)]
         return {
             "layout": self.layout.hash,
             "buffers": {name: [part.clone() for part in self.buffers[name]] for name in kept},
             "notes": {name: self.notes[name] for name in names if name in self.notes},
-            "codecs": self.notes["codecs"].segments_dict() if "codecs" in self.notes else {},
-            "rates": list(self.notes.get("rates of residuals", ())),
         }
 
     def remember(self, saved: dict[str, Any]) -> None:
@@ -164,10 +152,6 @@ class Replica:
             for place, part in zip(self.buffer(name, exact=name.startswith(SENT)), parts, strict=True):
                 place.copy_(part)
         self.notes.update(saved["notes"])
-        self.notes["codecs"] = copy.deepcopy(saved["codecs"])
-        self.senders.clear()  # they look at the notes that were there before
-        if saved["rates"]:
-            self.notes["rates of residuals"] = list(saved["rates"])
 
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not touch; reused by later calls."""
