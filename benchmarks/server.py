@@ -220,16 +220,18 @@ class Ours(System):
     def serve(self, trips: int) -> None:
         import torch
 
-        self.node.expect(1 + WORKERS + WORKERS * trips)  # worker 0 initializes, then all pull, then all push
+        # Worker 0 initializes, then all pull, then all push.
+        self.node.serve_messages(1 + WORKERS + WORKERS * trips)
         with torch.no_grad():
-            self.strategy.serve(self.node, self.shard)
+            self.strategy.server(self.node, self.shard).serve()
 
     def begin(self) -> Callable[[], object]:
-        self.strategy.start(self.node, self.replica)
+        worker = self.strategy.worker(self.node, self.replica, self.node.group())
+        worker.start()
 
         def trip() -> None:
             self.replica.steps += 1
-            self.strategy.step(self.node, self.replica)
+            worker.step()
 
         return trip
 
@@ -242,18 +244,14 @@ def _counting_node() -> type[Any]:
     from polyrhythm.worlds.processes.node import ProcessNode
 
     class Counting(ProcessNode):
-        left, over = 0, False
+        left = 0
 
-        def expect(self, messages: int) -> None:
-            self.left, self.over = messages, False
-
-        @property
-        def workers(self) -> Any:
-            return [] if self.over else super().workers
+        def serve_messages(self, count: int) -> None:
+            self.left, self.members.over = count, False
 
         def receive(self, *kinds: str) -> Message | None:
             if not self.left:
-                self.over = True
+                self.members.over = True
                 return None
             message = super().receive(*kinds)
             self.left -= message is not None

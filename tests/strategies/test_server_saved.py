@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import polyrhythm as pr
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import describe
-from tests.support.combine import each_value
-from tests.support.programs import MOMENTUM, pushes
+from tests.support.combine import each_value, few
+from tests.support.programs import MOMENTUM, Examples, mlp, pushes, trained
 from tests.support.runs import run_in
 
 STEPS = 13
+# Speeds that stay the same. Of unequal ones no two workers end a step at the same time.
 SPEEDS = {
     "equal": '[[hosts]]\nstep_time = "10 ms"\n',
     "unequal": "".join(
@@ -72,7 +78,8 @@ class Saving:
         )
         saved = None
         if self.begin:
-            saved = torch.load(self.path(here.rank, self.begin), weights_only=True)
+            rank = min(here.rank, here.workers - 1)  # there may be more servers than workers
+            saved = torch.load(self.path(rank, self.begin), weights_only=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
         model, optimizer = here.prepare(model, optimizer)
@@ -141,3 +148,206 @@ def applied(summary: dict[str, Any], server: int) -> list[tuple[Any, ...]]:
     """What a server did with each push, in order."""
     names = ("event", "worker", "version", "staleness", "bytes")
     return [tuple(line[name] for name in names) for line in pushes(summary, server)]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["sync", "sync:prefetch=yes+topk:0.2", "backup:0", "easgd:3,max_staleness=0"]
+)
+def test_saving_does_not_change_a_synchronous_run(tmp_path: Path, strategy: str) -> None:
+    plain, saving, resumed = (
+        run_in("simulated", script, strategy=strategy, servers=2, cluster=SPEEDS["unequal"])["digest"]
+        for script in (Saving(tmp_path), Saving(tmp_path, saves=(3, 8)), Saving(tmp_path, begin=8))
+    )
+    assert plain == saving == resumed
+
+
+@pytest.mark.parametrize("strategy", ["sync", "sync:prefetch=yes+topk:0.2"])
+def test_resumed_synchronous_run_has_the_same_bits_on_real_processes(tmp_path: Path, strategy: str) -> None:
+    digests = [
+        run_in("real", script, strategy=strategy, servers=2)["digest"]
+        for script in (Saving(tmp_path, saves=(4,)), Saving(tmp_path, begin=4))
+    ]
+    assert digests[0] == digests[1]
+
+
+@few("strategy", ["ormo:prefetch=yes", "async:push_every=3+int8", "dc-asgd", "delayed-nesterov:3"], quick=1)
+def test_resumed_asynchronous_run_of_one_worker_has_the_same_bits_on_real_processes(
+    tmp_path: Path, strategy: str
+) -> None:
+    """One worker has one order of events."""
+    digests = [
+        run_in("real", script, strategy=strategy, workers=1, servers=2)["digest"]
+        for script in (Saving(tmp_path, saves=(4,)), Saving(tmp_path, begin=4))
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_real_asynchronous_workers_save_and_resume(tmp_path: Path) -> None:
+    """The versions of the servers continue, and every step counts once."""
+    first, second = (
+        run_in("real", script, strategy="async:prefetch=yes", servers=2, runs=tmp_path)
+        for script in (Saving(tmp_path, end=5, saves=(5,)), Saving(tmp_path, begin=5))
+    )
+    for server in range(2):
+        versions = [version for _, _, version, *_ in applied(first, server) + applied(second, server)]
+        assert versions == list(range(1, 3 * STEPS + 1))
+
+
+# --- workers that take different numbers of steps ---------------------------------------------------
+
+HELD = [
+    "ssp:1", "backup:1", "backup:2", "softsync:3,pull=next-version", "async:max_staleness=1,prefetch=yes",
+    "softsync:3,pull=next-version,prefetch=yes", "softsync:2,pull=next-version,clip=0.1", "async", "easgd:2",
+    "delayed-nesterov:2", "softsync:3",
+]  # fmt: skip
+
+
+@dataclass
+class SavingEpochs:
+    """Trains epochs whose batches are shared by lease, and saves after each."""
+
+    folder: Path
+    epochs: int = 4
+    size: int = 60
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model = mlp()
+        loader: Any = DataLoader(Examples(self.size), batch_size=2)
+        model, optimizer, loader = here.prepare(model, MOMENTUM(model.parameters()), loader)
+        for epoch in range(self.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            torch.save(here.state_dict(), self.folder / f"{here.rank} {epoch}.pt")
+
+    def saved(self, epoch: int, workers: int) -> list[dict[str, Any]]:
+        """What each worker saved, but for those that joined later."""
+        states = [
+            torch.load(self.folder / f"{rank} {epoch}.pt", weights_only=True)["worker"]
+            for rank in range(workers)
+        ]
+        return [state for state in states if state]
+
+
+@each_value(("strategy", HELD), ("servers", [1, 2]))
+def test_a_paused_worker_holds_nobody_back(tmp_path: Path, strategy: str, servers: int) -> None:
+    """A slow worker waits to save while others still push: groups do without it, and so does the bound."""
+    cluster = '[[hosts]]\ncount = 1\nspeed = 0.1\n[[hosts]]\nstep_time = { exponential = "10 ms" }\n'
+    script = SavingEpochs(tmp_path)
+    summary = run_in(
+        "simulated", script, strategy=strategy, workers=4, servers=servers, cluster=cluster, runs=tmp_path
+    )
+    assert summary["steps"] == script.epochs * script.size / 2
+    for epoch in range(script.epochs):
+        states = script.saved(epoch, 4)
+        assert len(states) == 4 and [len(each["servers"]["states"]) for each in states] == [servers, 0, 0, 0]
+
+
+@each_value(("strategy", HELD), ("servers", [1, 3]))
+@few("seeds", [range(2), range(2, 8)], quick=1)
+def test_saving_with_servers_never_deadlocks_despite_crashes(
+    tmp_path: Path, strategy: str, servers: int, seeds: range
+) -> None:
+    """Random deaths and returns while others save, over slow links: the run ends."""
+    for seed in seeds:
+        chance = random.Random(f"{strategy}/{servers}/{seed}")
+        cluster = (
+            '[[hosts]]\nstep_time = { exponential = "10 ms" }\nbandwidth = "1 Mbit/s"\nlatency = "2 ms"\n'
+        )
+        for worker in chance.sample(range(5), 3):
+            at = chance.uniform(5, 250)
+            cluster += f'[[failures]]\nworkers = [{worker}]\nat = "{at:.3f} ms"\n'
+            if chance.random() < 0.6:
+                cluster += f'back = "{at + chance.uniform(1, 80):.3f} ms"\n'
+        script = SavingEpochs(tmp_path, epochs=5)
+        summary = run_in(
+            "simulated", script, strategy=strategy, workers=5, servers=servers, cluster=cluster, seed=seed
+        )
+        assert summary["samples"] >= 5 * script.size and summary["batches_undone"] == 0
+
+
+def test_a_replacement_passes_the_places_where_others_have_saved(tmp_path: Path) -> None:
+    """It is part of the snapshots that follow, and has nothing of those before."""
+    cluster = f'{SPEEDS["equal"]}[[failures]]\nworkers = [2]\nat = "120 ms"\nback = "150 ms"\n'
+    script = SavingEpochs(tmp_path, epochs=6)
+    summary = run_in("simulated", script, strategy="async", workers=3, cluster=cluster)
+    assert summary["replaced"] == {"worker 2": 1}
+    numbers = [len(script.saved(epoch, 3)) for epoch in range(6)]
+    assert numbers == sorted(numbers) and numbers[0] == 2 and numbers[-1] == 3
+    for epoch in range(6):
+        marks = [state["servers"]["mark"] for state in script.saved(epoch, 3)]
+        assert all(mark == marks[0] for mark in marks) and marks[0][2] == epoch + 1
+
+
+def test_one_that_saves_alone_waits_for_the_others_to_finish(tmp_path: Path) -> None:
+    """Its state is that of the end: the servers have all that was pushed."""
+
+    def script() -> None:
+        here = pr.init()
+        model: Any = mlp()
+        optimizer: Any = MOMENTUM(model.parameters())
+        model, optimizer = here.prepare(model, optimizer)
+        for _ in range(1 + here.rank):
+            model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        if here.rank == 0:
+            torch.save(here.state_dict(), tmp_path / "alone.pt")
+
+    summary = run_in("simulated", script, strategy="async", workers=3, servers=2, runs=tmp_path)
+    states = torch.load(tmp_path / "alone.pt", weights_only=True)["worker"]["servers"]["states"]
+    found, final = [part for state in states for part in state["shard"]["parameters"]], trained(summary)
+    names = [name for name, _ in mlp().named_parameters()]
+    assert torch.equal(torch.cat(found), torch.cat([final[name].flatten() for name in names]))
+    assert [state["shard"]["version"] for state in states] == [1 + 2 + 3] * 2
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["sync", "ssp:2", "dana-zero", "easgd:5"])
+@pytest.mark.parametrize("forgets", [0, 2])
+def test_a_worker_that_does_not_load_is_refused_by_servers(
+    tmp_path: Path, strategy: str, forgets: int
+) -> None:
+    """Before it can push an update that was computed on other parameters."""
+    run_in("simulated", Saving(tmp_path, end=3, saves=(3,)), strategy=strategy, servers=2)
+    with pytest.raises(UsageError, match=rf"worker {forgets} has taken a step already: all workers call"):
+        run_in("simulated", Saving(tmp_path, begin=3, forgets=forgets), strategy=strategy, servers=2)
+
+
+def test_states_of_different_steps_are_refused_by_servers(tmp_path: Path) -> None:
+    run_in("simulated", Saving(tmp_path, end=4, saves=(2, 4)), strategy="async")
+    shutil.copy(tmp_path / "1 2.pt", tmp_path / "1 4.pt")
+    with pytest.raises(UsageError, match="worker 1 resumed from a different checkpoint than worker 0; load"):
+        run_in("simulated", Saving(tmp_path, begin=4), strategy="async")
+
+
+def test_resuming_without_the_state_of_the_servers_is_refused(tmp_path: Path) -> None:
+    run_in("simulated", Saving(tmp_path, end=2, saves=(2,)), strategy="async", workers=2)
+    shutil.copy(tmp_path / "1 2.pt", tmp_path / "0 2.pt")
+    with pytest.raises(UsageError, match=r"no worker loads the state of the servers: .* worker 0 saved"):
+        run_in("simulated", Saving(tmp_path, begin=2), strategy="async", workers=2)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
+def test_resuming_with_another_number_of_nodes_is_refused_by_servers(
+    tmp_path: Path, workers: int, servers: int
+) -> None:
+    run_in("simulated", Saving(tmp_path, end=2, saves=(2,)), strategy="async", workers=3, servers=2)
+    with pytest.raises(UsageError, match=rf"saved by 3 workers and 2 servers, and this run has {workers} "):
+        run_in("simulated", Saving(tmp_path, begin=2), strategy="async", workers=workers, servers=servers)
+
+
+def test_a_worker_without_a_saved_state_joins_the_resumed_ones(tmp_path: Path) -> None:
+    """Its predecessor had died before the others saved: it starts with the servers' parameters."""
+    cluster = f'{SPEEDS["equal"]}[[failures]]\nworkers = [2]\nat = "15 ms"\n'
+    run_in("simulated", Saving(tmp_path, end=4, saves=(4,)), strategy="ssp:1", cluster=cluster)
+    state = torch.load(tmp_path / "1 4.pt", weights_only=True)
+    state["session"]["worker"] = {}
+    torch.save(state, tmp_path / "2 4.pt")
+    resumed = Saving(tmp_path, begin=4)
+    summary = run_in("simulated", resumed, strategy="ssp:1", cluster=SPEEDS["equal"], runs=tmp_path)
+    assert summary["steps"] == 3 * (STEPS - 4)
+    assert applied(summary, 0)[0][2] == 4 + 4 + 1 + 1

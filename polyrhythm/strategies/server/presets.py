@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sync(ParameterServer):
+class Synchronous(ParameterServer):
     """The server waits for a push of every worker, applies their mean, and replies to all (bulk-synchronous).
 
     G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
