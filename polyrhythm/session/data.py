@@ -1,4 +1,4 @@
-"""Who trains on what: the user's DataLoader, shared out among the workers.
+"""Shares the DataLoader out. SharedLoader has a long constructor: each way to share needs its own calls.
 
 Every worker draws the same order for an epoch from the run's seed, so nothing about the data travels.
 

@@ -1,4 +1,6 @@
-"""One connection between two nodes: a stream socket that carries messages straight from and to memory.
+"""One connection between two nodes. Long, until sealing is split off: framing and sealing share buffers.
+
+It is a stream socket that carries messages straight from and to memory.
 
 Addresses are `unix:@name` (Linux abstract sockets), `unix:/path` (elsewhere) and `tcp:host:port`. Within a
 host the bytes are plain: who could read them could read the node's memory. Between hosts they travel as

@@ -17,7 +17,7 @@ from polyrhythm.wire.frame import Header
 _DRAIN = 1 << 20
 
 
-class Place:
+class ReceiveTarget:
     """Where the tensors of an ask that has not come yet may go."""
 
     def __init__(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> None:
@@ -33,13 +33,13 @@ class ReceiveTargets:
     def __init__(self, arenas: Arenas | None) -> None:
         self._arenas = arenas
         self._lock = threading.Lock()
-        self._kept: dict[tuple[Peer, str], Place] = {}
+        self._kept: dict[tuple[Peer, str], ReceiveTarget] = {}
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: ReceiveTarget) -> None:
         with self._lock:
             self._kept[place.request] = place
 
-    def withdraw(self, place: Place) -> None:
+    def withdraw(self, place: ReceiveTarget) -> None:
         """Nobody takes it from now on; whoever has taken it may still be filling it."""
         with self._lock:
             if self._kept.get(place.request) is place:
@@ -72,7 +72,7 @@ class ReceiveTargets:
             buffers.append(Buffer(part.dtype, view, part.arena, part.offset))
         return buffers, memory
 
-    def _claim(self, channel: Channel, header: Header) -> Place | None:
+    def _claim(self, channel: Channel, header: Header) -> ReceiveTarget | None:
         """The place that is kept for the tensors of this ask, if all of them come inline and fit."""
         if not self._kept or not header.asked or any(part.arena >= 0 for part in header.parts):
             return None

@@ -1,4 +1,6 @@
-"""The transport of one node: messages to and from its peers, whatever happens to the connections.
+"""The transport of one node. Long, until sending and receiving are split: both use every connection's state.
+
+Messages to and from its peers, whatever happens to the connections.
 
 Three ways to talk:
 
@@ -34,7 +36,7 @@ from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.inbox import Inbox, Incoming, Line, Reading
 from polyrhythm.wire.links import Links
 from polyrhythm.wire.poller import Poller
-from polyrhythm.wire.receive_targets import Place, ReceiveTargets, drain
+from polyrhythm.wire.receive_targets import ReceiveTarget, ReceiveTargets, drain
 from polyrhythm.wire.requests import Pending, Requests, waited
 
 _REFUSED, _BAD = "!refused", "!bad"  # the wire's own kinds of answer; those of a node do not begin with "!"
@@ -159,7 +161,7 @@ class Transport:
 
         What it returns takes that back: afterwards nothing is written there.
         """
-        place = Place(sender, kind, buffers)
+        place = ReceiveTarget(sender, kind, buffers)
         self._places.keep(place)
 
         def withdraw() -> None:
