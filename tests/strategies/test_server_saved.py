@@ -17,7 +17,7 @@ import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import describe
 from tests.support.combine import each_value, few
-from tests.support.programs import MOMENTUM, Examples, mlp, pushes, trained
+from tests.support.programs import MOMENTUM, Examples, events, mlp, pushes, trained
 from tests.support.runs import run_in
 
 STEPS = 13
@@ -266,6 +266,30 @@ def test_saving_with_servers_never_deadlocks_despite_crashes(
             "simulated", script, strategy=strategy, workers=5, servers=servers, cluster=cluster, seed=seed
         )
         assert summary["samples"] >= 5 * script.size and summary["batches_undone"] == 0
+
+
+def test_another_worker_keeps_the_snapshot_if_its_keeper_dies(tmp_path: Path) -> None:
+    """Worker 0 dies around the time of the snapshot. If it has not saved, worker 1 has the servers' state."""
+    begun = 0  # snapshots that worker 0 did not live to end
+    for at in range(20, 160, 5):
+        cluster = (
+            '[[hosts]]\nstep_time = "10 ms"\nbandwidth = "1 Mbit/s"\nlatency = "1 ms"\n'
+            f'[[failures]]\nworkers = [0]\nat = "{at} ms"\n'
+        )
+        script = SavingEpochs(tmp_path, epochs=1, size=24)
+        for path in tmp_path.glob("*.pt"):
+            path.unlink()
+        summary = run_in(
+            "simulated", script, strategy="async", workers=3, servers=2, cluster=cluster, runs=tmp_path
+        )
+        asked = [line["sender"] for line in events(summary, "deliver") if line["kind"] == "snapshot"]
+        if (tmp_path / "0 0.pt").exists():
+            continue
+        begun += "worker 0" in asked
+        states = [torch.load(tmp_path / f"{rank} 0.pt")["worker"]["servers"] for rank in (1, 2)]
+        assert [len(each["states"]) for each in states] == [2, 0]
+        assert states[0]["mark"] == states[1]["mark"] and states[0]["mark"][-1] == 1
+    assert begun
 
 
 def test_a_replacement_passes_the_places_where_others_have_saved(tmp_path: Path) -> None:
