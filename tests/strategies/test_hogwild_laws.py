@@ -631,7 +631,9 @@ def test_hogwild_chosen_in_the_script_refuses_several_hosts(tmp_path: Path) -> N
         model = Bowl()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with pytest.raises(UsageError, match="works on memory that all workers share, and they are on several"):
+    with pytest.raises(
+        UsageError, match="works on memory that all workers share, so they must be on one host"
+    ):
         pr.run(main, workers=2, runs=tmp_path, listen="tcp:127.0.0.1:0")
 
 

@@ -41,9 +41,9 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (*WORKERS, SERVER)}
     proxy = Proxy(transports[SERVER].address)
     nodes = {peer: Quiet(peer, transports[peer], 0, time.monotonic()) for peer in transports}
-    places = [("worker", peer.rank, transports[peer].address) for peer in WORKERS]
+    places = [("worker", peer.rank, (transports[peer].address, "", -1)) for peer in WORKERS]
     for node in nodes.values():
-        node.meet([*places, ("server", 0, proxy.address)])
+        node.meet([*places, ("server", 0, (proxy.address, "", -1))])
     shard = Shard(*model(), 0, 1, nodes[SERVER].memory.empty)
     served = chosen.server(nodes[SERVER], shard)
     replicas = [Replica(*model(), nodes[peer].memory.empty) for peer in WORKERS]

@@ -37,7 +37,9 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     proxy = Proxy(transports[SERVER].address)
     server, worker = (Quiet(peer, transports[peer], 0, time.monotonic()) for peer in (SERVER, WORKER))
     for node in (server, worker):
-        node.meet([("worker", 0, transports[WORKER].address), ("server", 0, proxy.address)])
+        node.meet(
+            [("worker", 0, (transports[WORKER].address, "", -1)), ("server", 0, (proxy.address, "", -1))]
+        )
     shard, replica = Shard(*point(), 0, 1, server.memory.empty), Replica(*point(), worker.memory.empty)
     replica.layout.parameters[0].grad = torch.ones(1000)
     replica.gradients.gather()
