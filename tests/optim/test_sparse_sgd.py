@@ -649,13 +649,12 @@ if not holder:
     os.kill(os.getpid(), signal.SIGSTOP)
 os.waitpid(holder, os.WUNTRACED)
 import torch, polyrhythm as pr
-from polyrhythm.optim.sparse_sgd import Counts
 optimizer = pr.SparseSGD([torch.zeros(4, 1)], lr=0.1)
 batch = torch.tensor([[1, 2]]), None, torch.ones(1)
-optimizer.share(0, Counts(), SharedRegion(arenas).lock("free"))
+optimizer.share(0, optimizer._counters, SharedRegion(arenas).lock("free"))
 optimizer.learn(*batch)  # compiled by now
 optimizer.param_groups[0]["params"][0].zero_()
-optimizer.share(0, Counts(), SharedRegion(arenas).lock("x"))
+optimizer.share(0, optimizer._counters, SharedRegion(arenas).lock("x"))
 
 def interrupt(main):  # once the innermost Python function is the one that calls the compiled loop
     while sys._current_frames()[main].f_code.co_name != "_learn_locked":
