@@ -169,7 +169,7 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
             name = f"{epoch}.{here.rank}.{here._node.incarnation}.pt"  # type: ignore[attr-defined]
             torch.save(here.state_dict(), tmp_path / name)
 
-    crash = '[[hosts]]\nlatency = "1 ms"\n[[failures]]\nworkers = [1]\nat = "115 ms"\nback = "140 ms"\n'
+    crash = '[[hosts]]\nlatency = "1 ms"\n[[failures]]\nworkers = [1]\nat = "160 ms"\nback = "180 ms"\n'
     summary = simulate(script, "adpsgd", 3, cluster=crash)
     assert summary["joined"] == 1
     states = {path.stem: torch.load(path)["worker"] for path in tmp_path.glob("?.?.?.pt")}
