@@ -97,13 +97,13 @@ class Turns(pr.Codec):
 
     name = "turns"
     main = "parts"
-    summable = True  # all workers are at the same turn, so the mean of their codes is the code of the mean
+    reduction = pr.Reduction.SUM  # all workers are at the same turn, so their codes can be averaged
 
     parts: int = 4
     feedback: bool = field(default=True, kw_only=True)
 
-    def encode(self, values, memory):
-        turn = memory.count % self.parts
+    def encode(self, values, state):
+        turn = state.count % self.parts
         return torch.cat([values.new_tensor([turn]), values[turn :: self.parts]])
 
     def decode(self, code, into, scale=1.0):

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from polyrhythm import integrations
-    from polyrhythm.core.codec import Codec
+    from polyrhythm.core.codec import Codec, Reduction
     from polyrhythm.core.errors import NotFinite, PeerLost, PolyrhythmError, UsageError, WaitError, WireError
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
@@ -31,8 +31,8 @@ _HOME = {
     "init": "session.api", "Session": "session.api",
     "run": "launch", "simulate": "launch", "join": "launch",
     "Strategy": "core.strategy", "Traits": "core.strategy", "Worker": "core.worker", "Server": "core.worker",
-    "MeanReducer": "strategies.reduce_ops", "Codec": "core.codec", "parse": "core.registry",
-    "Plan": "core.plan",
+    "MeanReducer": "strategies.reduce_ops", "Codec": "core.codec", "Reduction": "core.codec",
+    "parse": "core.registry", "Plan": "core.plan",
     "Node": "core.node", "Message": "core.message", "Peer": "core.peer",
     "Replica": "model.replica", "Shard": "model.shard",
     "PolyrhythmError": "core.errors", "UsageError": "core.errors", "WireError": "core.errors",
@@ -43,9 +43,9 @@ _HOME = {
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
-    "PeerLost", "Plan", "PolyrhythmError", "Replica", "Server", "Session", "Shard", "SparseSGD", "Strategy",
-    "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join", "parse",
-    "run", "simulate",
+    "PeerLost", "Plan", "PolyrhythmError", "Reduction", "Replica", "Server", "Session", "Shard", "SparseSGD",
+    "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join",
+    "parse", "run", "simulate",
 ]  # fmt: skip
 
 
