@@ -8,6 +8,7 @@ from test_pushes import Quiet
 from test_transport import KEY, Proxy
 from torch import nn
 
+from polyrhythm.core.events import Applied, Delivered
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
@@ -94,9 +95,9 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
             transport.close()
         proxy.close()
     assert not failures
-    lines = nodes[SERVER]._lines
-    applied = [(line["worker"], line["sequence"]) for line in lines if line["event"] == "apply"]
-    delivered = [line for line in lines if line.get("kind") == "push"]
+    events = nodes[SERVER].events
+    applied = [(event.worker, event.sequence) for event in events if isinstance(event, Applied)]
+    delivered = [each for each in events if isinstance(each, Delivered) and each.kind == "push"]
     assert len(applied) == len(set(applied)) == 2 * (STEPS + 1)  # and what each had left
     assert len(delivered) > len(applied)  # some came twice, or this test shows nothing
     for rank in range(2):

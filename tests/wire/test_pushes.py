@@ -7,6 +7,7 @@ import torch
 from test_transport import KEY, Proxy
 from torch import nn
 
+from polyrhythm.core.events import Applied, Delivered
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
@@ -19,10 +20,14 @@ WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
 
 
 class Quiet(ProcessNode):
-    """There is no coordinator here, so its event log stays with it."""
+    """There is no coordinator here, so its events stay with it."""
 
-    def flush(self):
-        self._flushed = self.now()
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.events = []
+
+    def log(self, event):
+        self.events.append(event)
 
 
 def point():
@@ -72,8 +77,8 @@ def test_pushes_survive_cuts_and_count_once(strategy):
         for transport in transports.values():
             transport.close()
         proxy.close()
-    applied = [line["sequence"] for line in server._lines if line["event"] == "apply"]
-    delivered = [line["sequence"] for line in server._lines if line.get("kind") == "push"]
+    applied = [event.sequence for event in server.events if isinstance(event, Applied)]
+    delivered = [each for each in server.events if isinstance(each, Delivered) and each.kind == "push"]
     assert shard.version == pushes == len(applied) == len(set(applied))
     assert len(delivered) > pushes  # some came twice, or this test shows nothing
     if chosen.name == "easgd":  # what the worker lost the centre has gained
