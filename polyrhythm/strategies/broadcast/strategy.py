@@ -142,12 +142,17 @@ class BroadcastWorker(Worker):
             self.group.broadcast(*replica.parameters)
         copied(replica.parameters, self.base)
         _refuse_loading(replica.model)
+        later = self.warmup.follows or bool(node.incarnation)
+        if not later:
+            # Before it answers requests: another worker may already have come to its first snapshot.
+            self.broadcast.barrier.begin(later=False)
         node.subscribe(self.on_message, *WarmUp.kinds, *ReliableBroadcast.kinds)
         if node.incarnation:
             self.broadcast.catch_up()
         if self.warmup.follows:
             self.warmup.wait()
-        self.broadcast.barrier.begin(later=self.warmup.follows or bool(node.incarnation))
+        if later:
+            self.broadcast.barrier.begin(later=True)
         self.warmup.begin()
         self._place(replica.parameters)
 

@@ -110,12 +110,13 @@ class AdPsgdWorker(DecentralizedWorker):
         return *super().kinds, self.barrier.kind
 
     def start(self) -> None:
+        if not self.node.incarnation:
+            # Before it answers requests: another worker may already have come to its first snapshot.
+            self.barrier.begin(later=False)
         super().start()
         if self.node.incarnation:
             # Beside the first steps: a snapshot that is being taken goes on without this worker.
             self._joining = self.node.spawn(self.barrier.begin, True)
-        else:
-            self.barrier.begin(later=False)
 
     def begin(self) -> None:
         if self.node.incarnation:
