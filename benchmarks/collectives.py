@@ -66,7 +66,7 @@ def _rank(place: Together, arenas: Any, sizes: tuple[int, ...], rounds: int) -> 
     systems: dict[str, Callable[[Any], None]] = {
         "gloo": distributed.all_reduce,
         "ring": lambda x: ring.all_reduce(node, node.members.workers, [x], "sum", next(numbers)),
-        "shared memory": lambda x: node.group().all_reduce(x, op="sum"),
+        "shared memory": lambda x: node.everyone.all_reduce(x, op="sum"),
     }
     times: dict[tuple[int, str], list[float]] = {}
     for size in sizes:

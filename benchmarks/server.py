@@ -226,7 +226,7 @@ class Ours(System):
             self.strategy.server(self.node, self.shard).serve()
 
     def begin(self) -> Callable[[], object]:
-        worker = self.strategy.worker(self.node, self.replica, self.node.group())
+        worker = self.strategy.worker(self.node, self.replica, self.node.everyone)
         worker.start()
 
         def trip() -> None:

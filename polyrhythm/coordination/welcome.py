@@ -22,7 +22,6 @@ def welcome(
         incarnation=membership.incarnations[peer],
         batch_norm=plan.batch_norm,
         cohort=cohort,
-        sites=[list(ranks) for ranks in plan.sites.values()],
         far=_far(plan, peer),
     )
 

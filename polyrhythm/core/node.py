@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.events import Event
 from polyrhythm.core.group import Group, Task
+from polyrhythm.core.mesh import Axis, Mesh
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.peer import Peer
 
@@ -107,15 +108,20 @@ class Node(ABC):
     memory: Memory
     incarnation: int = 0  # how many workers of this rank have died before this one
     cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
-    sites: Sequence[Sequence[Peer]] = ()  # the workers of each site, by rank, if the run has sites
+    mesh: Mesh  # set when it has joined the run
 
     @property
     def rank(self) -> int:
         return self.me.rank
 
+    @property
     @abstractmethod
-    def group(self) -> Group:
+    def everyone(self) -> Group:
         """All workers of the run."""
+
+    def group(self, *axes: Axis) -> Group:
+        """The workers whose place in the mesh differs from this one's on these axes only."""
+        return self.everyone.split([Peer("worker", rank) for rank in self.mesh.ranks(self.rank, *axes)])
 
     @abstractmethod
     def now(self) -> float:

@@ -11,6 +11,7 @@ import msgspec
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import EventPolicy
+from polyrhythm.core.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Plan:
     def local_workers(self) -> int:
         """The number of workers on the first host."""
         return self.workers if self.here is None else self.here
+
+    @property
+    def mesh(self) -> Mesh:
+        """The place of every worker. Without sites all are at one."""
+        return Mesh.of_sites(list(self.sites.values()) or [range(self.workers)])
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values, for `config.json` and for messages."""

@@ -39,7 +39,6 @@ class Welcome(msgspec.Struct, frozen=True):
     incarnation: int
     batch_norm: str
     cohort: int  # the number of the present cohort, see `coordination.leases`
-    sites: list[list[int]]  # the ranks of the workers of each site, if there are sites
     far: list[tuple[str, int]]  # role and rank of all nodes at other sites
 
 

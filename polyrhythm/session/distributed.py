@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.lease import Lease
-from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import (
     BeginEpoch,
     ExamplesDue,
@@ -58,7 +57,7 @@ class DistributedSession(Session):
         if welcome.strategy.text != proposed.text:  # another node was the first
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
-        self._node.sites = [[Peer("worker", rank) for rank in site] for site in welcome.sites]
+        self._node.mesh = here.plan.mesh
         self._norms: Policy | None = None
         self.seed = welcome.seed
         self.rank = here.me.rank
@@ -92,7 +91,7 @@ class DistributedSession(Session):
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
         shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
         with self._away():
-            worker = self._worker = self.strategy.worker(node, replica, node.group())
+            worker = self._worker = self.strategy.worker(node, replica, node.everyone)
             driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
             driver.attach(model, optimizer)
             if isinstance(worker, FetchOptimizerState):
@@ -203,22 +202,15 @@ class DistributedSession(Session):
 
     # --- sharing out the data -----------------------------------------------------------------------
 
-    def _site(self) -> Sequence[Peer]:
-        """The workers of this one's site, if the strategy has two levels."""
-        if len(self.strategy.parts) == 1:
-            return ()
-        return next(site for site in self._node.sites if self._node.me in site)
-
     def _gradient_peers(self) -> Group:
-        """The workers that exchange gradients with this one: those of its site, or all."""
-        everyone, site = self._node.group(), self._site()
-        return everyone.split(site) if site else everyone
+        """The workers that exchange gradients with this one: those of its site under two levels, or all."""
+        return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
 
     def _weighted_with(self) -> list[int]:
         """The workers whose examples a gradient is weighed against; the strategy weighs the rest."""
         if self.strategy.parts[0].traits.weighted_by_examples:
             return [self.rank]
-        return [peer.rank for peer in self._site()]
+        return [peer.rank for peer in self._gradient_peers().members]
 
     def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:

@@ -117,7 +117,7 @@ class StepDriver:
         def wait() -> None:
             # No autocast while others run: in simulation they are on the same thread.
             with self.meter.exchange(), torch.autocast(device, enabled=False), self._away():
-                self._node.group().all_reduce(tensor)
+                self._node.everyone.all_reduce(tensor)
 
         self._context.within(wait)
 

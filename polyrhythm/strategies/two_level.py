@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from polyrhythm.core import grammar
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group, Task
+from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import OPERATORS
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import OnBucket, OnGradient, State, Worker
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from polyrhythm.core.group import Coding
     from polyrhythm.core.node import Node
-    from polyrhythm.core.peer import Peer
     from polyrhythm.core.plan import Plan
     from polyrhythm.model.replica import Replica
 
@@ -115,11 +115,10 @@ class TwoLevel(Strategy):
             )
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
-        mine = next(site for site in node.sites if node.me in site)
-        inside = group.split(mine)
+        inside = node.group("data")
         within = self.within.worker(node, replica, inside)
         cls = TwoLevelInBuckets if isinstance(within, OnBucket) else TwoLevelWorker
-        return cls(self, node, replica, SiteGroup(group, node.sites, inside), within)
+        return cls(self, node, replica, SiteGroup(node, inside), within)
 
 
 class TwoLevelWorker(Worker):
@@ -182,11 +181,12 @@ class SiteGroup(Group):
     of each site takes part in the collective with those of the others, then broadcasts the result inside.
     """
 
-    def __init__(self, everyone: Group, sites: Sequence[Sequence[Peer]], inside: Group) -> None:
-        self.members = sorted(site[0] for site in sites)
-        self.rank = self.members.index(inside.members[0])
+    def __init__(self, node: Node, inside: Group) -> None:
+        first = inside.members[0]
+        self.members = [Peer("worker", rank) for rank in node.mesh.ranks(first.rank, "site")]
+        self.rank = self.members.index(first)
         self.inside = inside
-        self._firsts = everyone.split(self.members) if inside.rank == 0 else None
+        self._firsts = node.group("site") if inside.rank == 0 else None
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         if self._firsts is not None:

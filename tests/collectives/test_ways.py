@@ -149,10 +149,10 @@ def member(
             place = node.memory.empty(count, dtype)
             place.copy_(values)
             private = values.clone()  # not in shared memory
-            node.group().all_reduce(place, private, op=op)
+            node.everyone.all_reduce(place, private, op=op)
             results += [place.clone(), private]
     places = [node.memory.empty(5, torch.float32).fill_(rank + k) for k in range(10)]
-    tasks = [node.group().begin_all_reduce(place) for place in places]
+    tasks = [node.everyone.begin_all_reduce(place) for place in places]
     for task in tasks:
         task.join()
     torch.save(results, folder / f"result-{rank}.pt")
@@ -217,15 +217,15 @@ class Dies:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         node: Any = session._node
         vector = node.memory.empty(1 << 20, torch.float32).fill_(1.0)
-        node.group().all_reduce(vector)
+        node.everyone.all_reduce(vector)
         began = time.monotonic()
         try:
             if session.rank == 1:
-                node.group().begin_all_reduce(vector[: 1 << 18])
+                node.everyone.begin_all_reduce(vector[: 1 << 18])
                 os.kill(os.getpid(), self.how)
             for _ in range(50):
-                node.group().all_reduce(vector[: 1 << 18])
-                node.group().all_reduce(vector)
+                node.everyone.all_reduce(vector[: 1 << 18])
+                node.everyone.all_reduce(vector)
         except PolyrhythmError as error:
             text = f"{time.monotonic() - began:.1f} {error}"
             (self.folder / f"told-{session.rank}").write_text(text)
@@ -269,14 +269,14 @@ def survivor(
     """A worker without a launcher, which would end it: the last one dies, the others keep what they hear."""
     node = joined(rank, hosts, arenas, barrier, folder, way, news)
     vector = node.memory.empty(1 << 16, torch.float32).fill_(1.0)
-    node.group().all_reduce(vector)
+    node.everyone.all_reduce(vector)
     if rank == len(hosts) - 1:
-        node.group().begin_all_reduce(vector)
+        node.everyone.begin_all_reduce(vector)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
         for _ in range(3):
-            node.group().all_reduce(vector)
+            node.everyone.all_reduce(vector)
     except PolyrhythmError as error:
         (folder / f"told-{rank}").write_text(f"{time.monotonic() - began:.1f} {error}")
     barrier.wait(30)
@@ -363,7 +363,7 @@ class Once:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         mine = self.values[session.rank]
         mine = mine if not mine.is_contiguous() else mine.clone()
-        session._node.group().all_reduce(mine, op=self.op)  # type: ignore[attr-defined]
+        session._node.everyone.all_reduce(mine, op=self.op)  # type: ignore[attr-defined]
         if self.into and not session.rank:
             torch.save(mine, self.into)
 

@@ -60,7 +60,7 @@ class Rounds:
             getattr(self, name)[here.rank] = []
         for one in mine:
             parts = [part.clone() for part in one.split([size(group) for group in groups])]
-            self.codec.reducer().mean(here._node.group(), parts, states)
+            self.codec.reducer().mean(here._node.everyone, parts, states)
             for state in states:
                 state.sent()
             self.means[here.rank].append(torch.cat(parts))

@@ -161,7 +161,7 @@ def test_a_failed_exchange_leaves_theta_and_momentum(simulate: Any) -> None:
             if step == 5:
                 agreed, m = numbers.x.detach().clone(), worker.m[0].clone()
             if step == 8 and here.rank == 1:  # it is elsewhere, and there first
-                here._node.group().all_reduce(torch.ones(1))
+                here._node.everyone.all_reduce(torch.ones(1))
             numbers.x.grad = drift(here.rank, numbers.x.detach())
             try:
                 optimizer.step()

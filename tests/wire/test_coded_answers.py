@@ -62,7 +62,7 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
         node, replica = nodes[WORKERS[rank]], replicas[rank]
         try:
             with torch.no_grad():
-                worker = chosen.worker(node, replica, node.group())
+                worker = chosen.worker(node, replica, node.everyone)
                 worker.start()
                 for step in range(1, STEPS + 1):
                     replica.gradient[0].copy_(slope(rank, step, total))

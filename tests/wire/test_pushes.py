@@ -63,7 +63,7 @@ def test_pushes_survive_cuts_and_count_once(strategy):
         for thread in threads:
             thread.start()
         with torch.no_grad():
-            trainer = chosen.worker(worker, replica, worker.group())
+            trainer = chosen.worker(worker, replica, worker.everyone)
             trainer.start()
             for _ in range(pushes):
                 replica.steps += 1

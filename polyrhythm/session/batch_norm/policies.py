@@ -142,7 +142,7 @@ class Rank0(Merged):
             return self.merge(self.exchange.all())
         own = {name: statistics(module) for name, module in tracking(self.model).items()}
         self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
-        self.node.group().broadcast(*(value for each in self.agreed.values() for value in each))
+        self.node.everyone.broadcast(*(value for each in self.agreed.values() for value in each))
 
     def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
         *values, _, _ = _lowest(given).tensors
@@ -174,7 +174,7 @@ class Mean(Merged):
             counts -= self._before
         means, variances = (torch.cat([each[part].cpu() for each in own]) for part in (0, 1))
         mean, variance, _ = pool(
-            lambda table: node.group().all_reduce(table, counts),
+            lambda table: node.everyone.all_reduce(table, counts),
             node.rank, len(node.members.workers), means, variances, self._samples(),
         )  # fmt: skip
         sizes = [each[0].numel() for each in own]

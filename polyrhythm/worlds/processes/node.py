@@ -154,7 +154,8 @@ class ProcessNode(Node):
         self._group = ProcessGroup(self, workers, self._collective)
         self.one_host = {place.host for place in workers.values()} == {self.transport.host}
 
-    def group(self) -> ProcessGroup:
+    @property
+    def everyone(self) -> ProcessGroup:
         assert self._group is not None
         return self._group
 

@@ -70,7 +70,8 @@ class SimulatedNode(Node):
         self._group = SimulatedGroup(self, self.members.workers)
         self._group.count = self.world.plan.workers
 
-    def group(self) -> SimulatedGroup:
+    @property
+    def everyone(self) -> SimulatedGroup:
         assert self._group is not None
         return self._group
 
