@@ -14,6 +14,7 @@ from tests.golden import checks
 from tests.golden.__main__ import RULE, main
 from tests.golden.cases import cases, chosen
 from tests.golden.checks import Golden
+from tests.support.combine import few
 
 
 def fails(wrong: checks.Differences, golden: Golden, found: Golden) -> None:
@@ -21,10 +22,12 @@ def fails(wrong: checks.Differences, golden: Golden, found: Golden) -> None:
         pytest.fail(f"{checks.report(wrong, golden, found)}\n{RULE}", pytrace=False)
 
 
-@pytest.mark.timeout(600)  # all cases in one process
-def test_simulated_runs_are_as_the_golden_file_says() -> None:
+@pytest.mark.timeout(600)  # all cases of a seed in one process
+@few("seed", sorted({case.seed for case in cases()}), quick=1)
+def test_simulated_runs_are_as_the_golden_file_says(seed: int) -> None:
     """Parameters, loss, steps, samples, bytes, virtual time and events of every simulated case."""
-    golden, found = Golden.load(), checks.run(chosen(world="simulated"))
+    simulated = [case for case in chosen(world="simulated") if case.seed == seed]
+    golden, found = Golden.load(), checks.run(simulated)
     fails(checks.differences(golden, found), golden, found)
 
 

@@ -171,6 +171,7 @@ def test_another_host_joins_with_its_own_copy_of_the_script(commands: Commands) 
     assert summary["strategy"] == STRATEGY and summary["metrics"] == expected["metrics"]
 
 
+@pytest.mark.slow
 def test_another_host_imports_the_modules_of_the_run(commands: Commands) -> None:
     """Each host has the module beside its script; the plan says that it is to be imported."""
     scripts = [copied(TRAIN, commands.folder / name, "train.py") for name in ("one", "two")]
@@ -255,6 +256,7 @@ def plugin(commands: Commands) -> Path:
 
 
 @pytest.mark.usefixtures("plugin")
+@pytest.mark.slow
 def test_a_strategy_of_an_installed_package_needs_no_import(commands: Commands) -> None:
     for world in ("run", "simulate"):
         summary = commands.summary(world, TRAIN, "-s", STRATEGY)
