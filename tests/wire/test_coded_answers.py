@@ -13,7 +13,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from tests.support.combine import few
 
 WORKERS, SERVER, STEPS = [Peer("worker", 0), Peer("worker", 1)], Peer("server", 0), 40
@@ -39,7 +39,9 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     """Two workers push at once while connections break: what the server believes each has is what it has,
     bit for bit, each push counts once, and with what was left out all gradients are in the model."""
     chosen, total = parse(strategy), sum(part.numel() for part in model()[0].parameters())
-    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (*WORKERS, SERVER)}
+    transports = {
+        peer: Transport(peer, KEY, TransportOptions("tcp:127.0.0.1", wait=30)) for peer in (*WORKERS, SERVER)
+    }
     proxy = Proxy(transports[SERVER].address)
     nodes = {peer: Quiet(peer, transports[peer], 0, time.monotonic()) for peer in transports}
     places = [("worker", peer.rank, (transports[peer].address, "", -1)) for peer in WORKERS]

@@ -46,7 +46,7 @@ HEADERS = st.builds(
     kind=st.text(min_size=1, max_size=64),
     sequence=st.integers(0, 1 << 60),
     reply_to=st.integers(0, 1 << 60),
-    asked=st.booleans(),
+    wants_reply=st.booleans(),
     layout=st.text(max_size=64),
     fields=st.dictionaries(st.text(max_size=20), PLAIN, max_size=5),
     parts=st.lists(INLINE | SHARED, max_size=8),

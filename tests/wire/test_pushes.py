@@ -12,7 +12,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import few
 
@@ -38,7 +38,9 @@ def point():
 @few("strategy", ["async", "sync", "softsync:1,pull=next-version", "easgd:1,alpha=0.5"], quick=1)
 def test_pushes_survive_cuts_and_count_once(strategy):
     chosen, pushes = parse(strategy), 60
-    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (WORKER, SERVER)}
+    transports = {
+        peer: Transport(peer, KEY, TransportOptions("tcp:127.0.0.1", wait=30)) for peer in (WORKER, SERVER)
+    }
     proxy = Proxy(transports[SERVER].address)
     server, worker = (Quiet(peer, transports[peer], 0, time.monotonic()) for peer in (SERVER, WORKER))
     for node in (server, worker):

@@ -12,11 +12,12 @@ import pytest
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.core.peer import Peer
-from polyrhythm.wire import Arenas, Buffer, Transport
-from polyrhythm.wire.channel import Channel, dial, hang_up, listen, open_channel
+from polyrhythm.wire import Arenas, Buffer, Transport, TransportOptions
+from polyrhythm.wire.channel import Channel, open_channel
 from polyrhythm.wire.frame import Header, Part, encode
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.links import LINGER
+from polyrhythm.wire.sockets import dial, listen, shut_down
 
 KEY = bytes(range(32))
 WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
@@ -38,8 +39,9 @@ def nothing_is_left():
 
 @contextlib.contextmanager
 def nodes(listen="unix:", server=None, worker=None, **both):
-    server = Transport(SERVER, **{"key": KEY, "listen": listen, **both, **(server or {})})
-    worker = Transport(WORKER, **{"key": KEY, "listen": listen, **both, **(worker or {})})
+    options = {"listen": listen, **both}
+    server = Transport(SERVER, KEY, TransportOptions(**{**options, **(server or {})}))
+    worker = Transport(WORKER, KEY, TransportOptions(**{**options, **(worker or {})}))
     worker.introduce(SERVER, server.address)
     try:
         yield server, worker
@@ -79,14 +81,14 @@ class Proxy:
                     self.tamper_at = None
                 self.seen += data
                 target.sendall(data)
-        hang_up(target)
+        shut_down(target)
 
     def cut(self):
         for sock in self.sockets:
-            hang_up(sock)
+            shut_down(sock)
 
     def close(self):
-        hang_up(self.listener)
+        shut_down(self.listener)
         self.threads[0].join()
         self.cut()
         for thread in self.threads[1:]:
@@ -122,7 +124,7 @@ def serve_in_a_process(listen, serve, **options):
     if not (child := os.fork()):
         code = 1
         try:
-            server = Transport(SERVER, KEY, listen=listen, **options)
+            server = Transport(SERVER, KEY, TransportOptions(listen=listen, **options))
             os.write(writing, server.address.encode())
             serve(server)
             server.close()
@@ -141,7 +143,7 @@ def test_ask_and_answer_between_processes(address, lend):
     arenas = Arenas(1, 1 << 30)
     options = {"arenas": arenas, "host": "h"} if lend else {}
     where, ended = serve_in_a_process(address, lambda server: double(server, 20), **options)
-    worker = Transport(WORKER, KEY, listen=address, **options)
+    worker = Transport(WORKER, KEY, TransportOptions(listen=address, **options))
     worker.introduce(SERVER, where)
     for number in range(20):
         count = 1 + number * 9973
@@ -151,7 +153,7 @@ def test_ask_and_answer_between_processes(address, lend):
         assert answer.fields == {"of": "double"}
         assert answer.buffers[0].view is into.view
         assert (np.frombuffer(into.view, np.float32) == 2 * number).all()
-    assert worker.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
+    assert worker.traffic.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
     assert ended() == 0
     worker.close()
     del out, into, answer
@@ -170,7 +172,7 @@ def test_tensors_in_shared_arenas_are_not_sent_over_the_socket():
         server.reply(message, [Buffer("float32", memoryview(bytes(4 << 20)))])
         pending.wait(10)
         assert len(proxy.seen) < 2000
-        assert server.bytes_sent == worker.bytes_sent == 4 << 20
+        assert server.traffic.bytes_sent == worker.traffic.bytes_sent == 4 << 20
         proxy.close()
     del big, message, pending
     arenas.close()
@@ -182,7 +184,9 @@ def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
 
     def look(channel, header, views=()):
         send(channel, header, views)
-        counted.append((header.kind, header.reply_to > 0, worker.bytes_sent, server.bytes_sent))
+        counted.append(
+            (header.kind, header.reply_to > 0, worker.traffic.bytes_sent, server.traffic.bytes_sent)
+        )
 
     with nodes() as (server, worker):
         monkeypatch.setattr(Channel, "send", look)
@@ -195,7 +199,7 @@ def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
         server.close()
         with pytest.raises(PeerLost):
             worker.send(SERVER, "lost", [floats(1)], retry=False)
-        assert worker.bytes_sent == 12
+        assert worker.traffic.bytes_sent == 12
 
 
 def test_tensors_between_hosts_are_sent_as_bytes():
@@ -220,12 +224,12 @@ def test_messages_in_both_directions_over_one_connection(address):
     with nodes(address) as (server, worker):
         worker.send(SERVER, "hello", [floats(1), floats(), floats(2, 3)], {"name": "w"})
         message = server.receive(["hello"], timeout=5)
-        assert (message.sender, message.asked, message.fields) == (WORKER, False, {"name": "w"})
+        assert (message.sender, message.wants_reply, message.fields) == (WORKER, False, {"name": "w"})
         assert [values(b) for b in message.buffers] == [[1], [], [2, 3]]
         pending = server.request(WORKER, "back", [floats(7)])
         double(worker)
         assert values(pending.wait(5).buffers[0]) == [14]
-        assert len(server._engine._channels) == 1
+        assert len(server._poller._channels) == 1
 
 
 def test_receive_chooses_by_kind_and_keeps_order():
@@ -260,7 +264,7 @@ def test_refused_requests_and_transport_misuse_raise_errors():
         with pytest.raises(PolyrhythmError, match=r"^no such shard"):
             pending.wait(5)
         assert pending.done
-        with pytest.raises(UsageError, match="answered already"):
+        with pytest.raises(UsageError, match="has been replied to"):
             server.reply(message)
         for call in (
             lambda: worker.send(Peer("server", 7), "x"),
@@ -289,7 +293,7 @@ def test_an_answer_of_another_shape_is_an_error():
         into = floats(0, 0)
         pending = worker.request(SERVER, "x", into=[into])
         server.reply(server.receive(), [floats(1, 2, 3)])
-        with pytest.raises(WireError, match="server 0 answered 'x' with"):
+        with pytest.raises(WireError, match="server 0 replied to 'x' with"):
             pending.wait(5)
         assert values(into) == [0, 0]
         pending = worker.request(SERVER, "x", into=[into])
@@ -339,7 +343,7 @@ def test_many_threads_ask_at_once():
 def test_a_wrong_key_cannot_join_and_others_are_served(address):
     errors = []
     with nodes(address, server={"on_error": errors.append}) as (server, worker):
-        stranger = Transport(Peer("worker", 9), os.urandom(32), listen=address)
+        stranger = Transport(Peer("worker", 9), os.urandom(32), TransportOptions(address))
         stranger.introduce(SERVER, server.address)
         with pytest.raises(WireError, match="does not have the key of this run"):
             stranger.send(SERVER, "x")
@@ -384,20 +388,20 @@ def test_traffic_counts_the_bytes_on_the_sockets_exactly(encrypt):
         worker.introduce(SERVER, proxy.address)
         worker.send(SERVER, "first")
         server.receive(timeout=5)
-        begun, seen = sum(worker.traffic().values()), len(proxy.seen)
-        assert set(worker.traffic()) == {SERVER} and server.traffic()[WORKER] == 0
+        begun, seen = sum(worker.traffic.by_peer().values()), len(proxy.seen)
+        assert set(worker.traffic.by_peer()) == {SERVER} and server.traffic.by_peer()[WORKER] == 0
         for count in (0, 1, 5, 100_000):
             pending = worker.request(SERVER, "push", [floats(*range(count))], into=[floats(*range(count))])
             double(server)
             pending.wait(5)
-        sent = worker.traffic()[SERVER] - begun + server.traffic()[WORKER]
+        sent = worker.traffic.by_peer()[SERVER] - begun + server.traffic.by_peer()[WORKER]
         assert sent == len(proxy.seen) - seen > 2 * 4 * 100_000
-        before = worker.traffic()[SERVER]
+        before = worker.traffic.by_peer()[SERVER]
         proxy.cut()
         pending = worker.request(SERVER, "again")
         server.reply(server.receive(timeout=5))
         pending.wait(5)
-        assert before < worker.traffic()[SERVER] < before + 500
+        assert before < worker.traffic.by_peer()[SERVER] < before + 500
         proxy.close()
 
 
@@ -423,7 +427,7 @@ def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
     with nodes(worker={"on_error": errors.append}) as (server, worker):
         pending = worker.request(SERVER, "x")
         message = server.receive(timeout=5)
-        message._line.channel._sock.sendall(b"no message at all")
+        message._connection.channel._sock.sendall(b"no message at all")
         with pytest.raises(WireError, match="server 0 sent b'no '"):
             pending.wait(5)
         assert len(errors) == 1
@@ -434,7 +438,7 @@ def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
 
 def test_too_large_a_message_is_refused_before_memory_is_taken():
     errors = []
-    with nodes(server={"limit": 1000, "on_error": errors.append}) as (server, worker):
+    with nodes(server={"max_inline": 1000, "on_error": errors.append}) as (server, worker):
         worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1001)))])
         assert server.receive(timeout=0.2) is None
         assert re.search("worker 1 sent 'x' with 1001 bytes", errors[0])
@@ -447,10 +451,10 @@ def test_a_request_resent_after_a_broken_connection_is_delivered_once(address):
         worker.introduce(SERVER, proxy.address)
         pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
-        line = message._line
+        before = message._connection
         proxy.cut()
         deadline = time.monotonic() + 5
-        while message._line is line and time.monotonic() < deadline:
+        while message._connection is before and time.monotonic() < deadline:
             time.sleep(0.005)
         assert server.receive(timeout=0.05) is None
         server.reply(message, [floats(6)])
@@ -465,7 +469,7 @@ def test_a_request_whose_reply_was_lost_is_redelivered_as_duplicate():
         pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
         assert not message.duplicate
-        message._line.channel.close()
+        message._connection.channel.close()
         server.reply(message, [floats(6)])
         repeated = server.receive(timeout=5)
         assert repeated.duplicate and repeated.sequence == message.sequence
@@ -481,7 +485,7 @@ def test_a_lost_reply_without_tensors_is_resent_automatically():
         worker.introduce(SERVER, proxy.address)
         pending = worker.request(SERVER, "lease")
         message = server.receive(timeout=5)
-        message._line.channel.close()
+        message._connection.channel.close()
         server.reply(message, fields={"first": 8})
         assert server.receive(timeout=0.3) is None
         assert pending.wait(5).fields == {"first": 8}
@@ -553,7 +557,7 @@ def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers,
         assert server.receive(timeout=5).kind == "last"
         assert [message.sequence for message in heard] == [1] and sent == [1, 1]
         assert [values(buffer) for buffer in heard[0].buffers] == [values(buffer) for buffer in buffers]
-        assert not heard[0].duplicate and worker.bytes_sent == 4 * len(buffers)
+        assert not heard[0].duplicate and worker.traffic.bytes_sent == 4 * len(buffers)
 
 
 def test_messages_of_a_restarted_peer_are_not_duplicates():
@@ -574,7 +578,7 @@ def test_a_replacement_may_connect_before_the_death_is_reported(address):
     with nodes(address) as (server, worker):
         old = worker.request(SERVER, "push")
         unanswered = server.receive(timeout=5)
-        with contextlib.closing(Transport(WORKER, KEY, listen=address, incarnation=1)) as again:
+        with contextlib.closing(Transport(WORKER, KEY, TransportOptions(address, incarnation=1))) as again:
             again.introduce(SERVER, server.address)
             pending = again.request(SERVER, "push")
             message = server.receive(timeout=5)
@@ -632,12 +636,12 @@ def test_losing_a_peer_ends_waits_with_an_error_that_names_it():
         worker.send(SERVER, "last words")
         pending = worker.request(SERVER, "push")
         threading.Timer(0.2, worker.lost, (SERVER, "its process ended")).start()
-        expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its "
+        expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to reply to 'push': server 0 is gone: its "
         expected += "process ended$"
         with pytest.raises(PeerLost, match=expected):
             pending.wait()
         with pytest.raises(
-            PeerLost, match=r"worker 1 waited .* for server 0 to take in 'x': server 0 is gone"
+            PeerLost, match=r"worker 1 waited .* for server 0 to receive 'x': server 0 is gone"
         ):
             worker.send(SERVER, "x")
         server.lost(WORKER, "it left")
@@ -671,7 +675,7 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
         late = Peer("server", 1)
         worker.introduce(late, address)
         made = []
-        timer = threading.Timer(0.2, lambda: made.append(Transport(late, KEY, listen=address)))
+        timer = threading.Timer(0.2, lambda: made.append(Transport(late, KEY, TransportOptions(address))))
         timer.start()
         worker.send(late, "x")
         timer.join()
@@ -682,13 +686,13 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
 def test_every_transport_wait_times_out_and_names_both_peers():
     with nodes(wait=0.2, queue=1) as (_, worker):
         for wait, whom in (
-            (lambda: worker.request(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
+            (lambda: worker.request(SERVER, "pull").wait(), "server 0 to reply to 'pull'"),
             (lambda: worker.receive(["b", "a"]), "anyone to send 'a' or 'b'"),
             (
                 lambda: [
                     worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1 << 22)))]) for _ in range(9)
                 ],
-                "server 0 to take in 'x'",
+                "server 0 to receive 'x'",
             ),
         ):
             with pytest.raises(WaitError, match=rf"^worker 1 waited \d\.\d\d s for {whom}"):
@@ -696,7 +700,7 @@ def test_every_transport_wait_times_out_and_names_both_peers():
         sock, address = listen("unix:")
         sock.close()
         worker.introduce(Peer("server", 1), address)
-        with pytest.raises(WaitError, match=r"worker 1 waited .* for server 1 to take in 'x': .*refused"):
+        with pytest.raises(WaitError, match=r"worker 1 waited .* for server 1 to receive 'x': .*refused"):
             worker.send(Peer("server", 1), "x")
 
 
@@ -749,7 +753,7 @@ def test_a_slow_message_holds_up_nobody_else(size):
         header = Header("push", 1, 0, True, "", {}, [Part("uint8", size)])
 
         def trickle():
-            for record in channel._seal.records([memoryview(encode(header)), memoryview(bytearray(size))]):
+            for record in channel._writer.records([memoryview(encode(header)), memoryview(bytearray(size))]):
                 channel._sock.sendall(record)
                 if stop.wait(0.1):
                     return
@@ -815,7 +819,7 @@ def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
         sock = dial(server.address)
         channel = open_channel(sock, identity, KEY, dialed=True, where="the server", encrypt=False)
         sock.settimeout(None)
-        header = encode(Header("x", 1, asked=True, parts=[Part("uint8", size)]))
+        header = encode(Header("x", 1, wants_reply=True, parts=[Part("uint8", size)]))
         sock.sendall(header + b"a" * (size // 4))
         deadline = time.monotonic() + 5
         while place.view[size // 8] != ord("a") and time.monotonic() < deadline:
@@ -856,7 +860,7 @@ def test_peers_sending_to_each_other_do_not_deadlock(address):
 
 
 def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
-    monkeypatch.setattr("polyrhythm.wire.transport.STALL", 0.3)
+    monkeypatch.setattr("polyrhythm.wire.receiver.STALL", 0.3)
     with nodes("tcp:127.0.0.1", encrypt=False) as (server, worker):
         identity = Identity(Peer("worker", 2), "", os.urandom(16))
         sock = dial(server.address)

@@ -60,7 +60,7 @@ class ProcessContext(WorldContext):
         welcome = self.request(JoinRun(strategy, batch_norm, location))
         node.seed, node.incarnation, node.cohort = welcome.seed, welcome.incarnation, welcome.cohort
         node.meet(welcome.peers)
-        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome.far)
+        node.transport.traffic.other_site_peers = frozenset(Peer(role, rank) for role, rank in welcome.far)
         node.start_reports(self.plan.events)
         return welcome
 

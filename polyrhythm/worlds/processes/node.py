@@ -30,7 +30,7 @@ from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, pack
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
-from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.incoming import Incoming
 from polyrhythm.wire.requests import Pending
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.memory import ProcessMemory
@@ -248,14 +248,14 @@ class ProcessNode(Node):
     def receive(self, *kinds: str) -> Message | None:
         self._log_handled()
         while True:
-            wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
+            wakes = self.transport.wake_count  # read first, so that no notice is missed
             # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
             next_ = self._notices[0] if self._notices else None
             news = getattr(self._told, "changes", 0) != self._changes
             if next_ is None:
-                incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
+                incoming = self.transport.receive(kinds, timeout=0 if news else None, wake_count=wakes)
             else:
-                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=next_.arrived)
+                incoming = self.transport.receive(kinds, timeout=0, wake_count=wakes, before=next_.arrived)
             if incoming is not None:
                 message = _message(incoming)
                 late = self.members.outdated(message)
@@ -333,7 +333,7 @@ class ProcessNode(Node):
         self._reporter.log(self.now(), event)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        sent, between = self.transport.bytes_sent, self.transport.bytes_between
+        sent, between = self.transport.traffic.bytes_sent, self.transport.traffic.bytes_between
         self._reporter.totals(Totals(steps, samples, sent, between, compute_s, wait_s))
 
     def start_reports(self, events: EventPolicy) -> None:
@@ -355,7 +355,7 @@ class ProcessNode(Node):
 def _message(incoming: Incoming) -> _Arrived:
     message = _Arrived(
         incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
-        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.asked,
+        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.wants_reply,
     )  # fmt: skip
     message.origin = incoming
     return message

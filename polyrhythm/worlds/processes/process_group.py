@@ -75,7 +75,7 @@ class ProcessGroup(Group):
             return self._line.put(lambda: self._reduce(way, vectors, op, number))
         assert self._inside is not None
         index, count, far = self.rank, len(self._workers), self._far(self._workers)
-        self._node.transport.count(
+        self._node.transport.traffic.count(
             sum(sent(each.numel(), count, index) * each.element_size() for each in vectors),
             sum(sent_to(each.numel(), count, index, far) * each.element_size() for each in vectors)
             if far
@@ -142,7 +142,7 @@ class ProcessGroup(Group):
 
     def _far(self, workers: Sequence[Peer]) -> list[int]:
         """The places of those of these that are at another site."""
-        far = self._node.transport.far
+        far = self._node.transport.traffic.other_site_peers
         return [place for place, worker in enumerate(workers) if worker in far] if far else []
 
     def _reduce(self, way: str, tensors: Sequence[Tensor], op: str, number: int) -> None:
@@ -155,7 +155,7 @@ class ProcessGroup(Group):
                 # Inside its host a first worker gives to all others, and they to it.
                 to = self._others if self._node.me in self._firsts else self._others[:1]
                 nbytes = sum(tensor.nbytes for tensor in tensors)
-                self._node.transport.count(len(to) * nbytes, len(self._far(to)) * nbytes)
+                self._node.transport.traffic.count(len(to) * nbytes, len(self._far(to)) * nbytes)
             count = len(self._workers)
             hierarchical.all_reduce(self._node, self._inside, self._firsts, count, tensors, op, number)
 
