@@ -197,8 +197,8 @@ class Ours(System):
         me = peers[here.rank]
         transport = Transport(me, bytes(32), TransportOptions(listen, arenas, "here", encrypt=encrypt))
         self.node = _counting_node()(me, transport, 0, time.monotonic(), arenas, here.rank if arenas else -1)
-        addresses = here.exchange(transport.address)
-        self.node.meet([(p.role, p.rank, address) for p, address in zip(peers, addresses, strict=True)])
+        locations = here.exchange((transport.address, transport.host, self.node.arena))
+        self.node.meet([(p.role, p.rank, location) for p, location in zip(peers, locations, strict=True)])
         self.strategy = Async()
 
     def prepare(self, count: int) -> None:

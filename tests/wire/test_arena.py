@@ -1,4 +1,4 @@
-"""Arenas: shared by fork, sparse, and their memory is used again."""
+"""Arenas: shared by fork, sparse, and freed memory is reused."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Channels: handshakes, plain and encrypted streams, and what a stranger can do to them."""
+"""Channels: handshakes, plain and encrypted streams, and attacks on them."""
 
 import os
 import threading
@@ -29,7 +29,7 @@ def sockets(address):
 
 
 def both(first, second):
-    """What two functions return or raise when they run at once."""
+    """Runs two functions at once. Returns what each returned or raised."""
     results = [None, None]
 
     def run(at, function):
@@ -142,18 +142,18 @@ def test_handshake_refuses_arbitrary_bytes(data):
 @pytest.mark.parametrize(
     ("magic", "version"), [(b"PRHX", handshake.VERSION), (b"PRHS", handshake.VERSION + 1)]
 )
-def test_another_greeting_is_refused_before_anything_is_proved(magic, version):
+def test_an_invalid_hello_is_rejected_before_a_proof_is_sent(magic, version):
     a, b = sockets("unix:")
     a.sendall((magic + bytes([version])).ljust(handshake._HELLO.size, b"\0"))
     with pytest.raises(WireError, match="a stranger is not a polyrhythm node with handshake version 1"):
         open_channel(b, SERVER, KEY, dialed=False, where="a stranger", timeout=0.5)
-    assert len(a.recv(1000)) == handshake._HELLO.size  # and no proof behind it
+    assert len(a.recv(1000)) == handshake._HELLO.size  # no proof follows
     a.close()
     b.close()
 
 
 def test_a_record_is_no_longer_than_it_may_be():
-    """Nor empty: what it says of its length is looked at before anything is read or kept."""
+    """Nor empty. The length is checked before more is read or memory is allocated."""
     for size in (0, MAX_RECORD + 1, (1 << 32) - 1):
         left, right = pair("tcp:127.0.0.1")
         left._sock.sendall(size.to_bytes(4, "big"))
@@ -181,7 +181,7 @@ def test_records_cannot_be_changed_dropped_or_repeated():
 
 
 def test_each_direction_has_a_key_of_its_own():
-    """Both count their records from 0: under one key two messages would share a nonce."""
+    """Both count records from 0, so with one key two records would share a nonce."""
     a, b = sockets("tcp:127.0.0.1")
     (_, dialed), (_, accepted) = both(
         lambda: handshake.authenticate(a, WORKER, KEY, dialed=True, encrypt=True, where="B"),
@@ -195,7 +195,7 @@ def test_each_direction_has_a_key_of_its_own():
 
 @pytest.mark.parametrize("mirrored", [0, 1], ids=["dialed", "accepted"])
 def test_a_node_refuses_its_own_records(mirrored):
-    """Sent back to it, a message is not one of its peer's, though both have the same number."""
+    """A message reflected to its sender is rejected, although its record number is the expected one."""
     ends = pair("tcp:127.0.0.1")
     node, mirror = ends[mirrored], ends[1 - mirrored]
     node.send(Header("x", 1))
@@ -206,7 +206,7 @@ def test_a_node_refuses_its_own_records(mirrored):
         end.release()
 
 
-def test_ciphers_without_encrypt_into_speak_the_same():
+def test_ciphers_without_encrypt_into_use_the_same_format():
     left, right = pair("tcp:127.0.0.1")
     left._writer._encrypt_into = right._reader._decrypt_into = None
     left.send(Header("x", 1, parts=[Part("uint8", 5)]), [memoryview(b"hello")])

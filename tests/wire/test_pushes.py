@@ -1,4 +1,4 @@
-"""A parameter server over TCP whose connections break again and again: each push counts, and counts once."""
+"""A parameter server over TCP whose connections break repeatedly: each push is applied exactly once."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
 
 
 class Quiet(ProcessNode):
-    """There is no coordinator here, so its events stay with it."""
+    """Keeps its events, because there is no coordinator."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -73,7 +73,7 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     finally:
         done.set()
         threads[1].join()
-        while threads[0].is_alive():  # what is sent one way may go down with a connection
+        while threads[0].is_alive():  # a one-way message may be lost with its connection
             worker.transport.send(SERVER, "over")
             threads[0].join(0.05)
         for transport in transports.values():
@@ -82,8 +82,8 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     applied = [event.sequence for event in server.events if isinstance(event, Applied)]
     delivered = [each for each in server.events if isinstance(each, Delivered) and each.kind == "push"]
     assert shard.version == pushes == len(applied) == len(set(applied))
-    assert len(delivered) > pushes  # some came twice, or this test shows nothing
-    if chosen.name == "easgd":  # what the worker lost the centre has gained
+    assert len(delivered) > pushes  # otherwise nothing was repeated and this test shows nothing
+    if chosen.name == "easgd":  # the center gains what the worker loses
         assert torch.equal(replica.parameters[0] + shard.parameters[0], torch.full((1000,), -float(pushes)))
     else:
         assert torch.equal(shard.parameters[0], torch.full((1000,), -float(pushes)))

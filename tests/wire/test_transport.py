@@ -1,4 +1,4 @@
-"""The transport between real processes and threads: answers, loss, repetition and back-pressure."""
+"""The transport between real processes and threads: replies, loss, retransmission and backpressure."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def nodes(listen="unix:", server=None, worker=None, **both):
 
 
 class Proxy:
-    """Forwards bytes to an address, keeps what it saw, and can cut its connections or change a byte."""
+    """Forwards bytes to an address and records them. It can cut its connections and change a byte."""
 
     def __init__(self, target):
         self.target = target
@@ -119,7 +119,7 @@ def double(server, number=1):
 
 
 def serve_in_a_process(listen, serve, **options):
-    """The address of a server in a child process, and how to wait for the child's end."""
+    """Starts a server in a child process. Returns its address and a function that waits for its end."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         code = 1
@@ -139,7 +139,7 @@ def serve_in_a_process(listen, serve, **options):
 
 @pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize("lend", [False, True])
-def test_ask_and_answer_between_processes(address, lend):
+def test_request_and_reply_between_processes(address, lend):
     arenas = Arenas(1, 1 << 30)
     options = {"arenas": arenas, "host": "h"} if lend else {}
     where, ended = serve_in_a_process(address, lambda server: double(server, 20), **options)
@@ -149,14 +149,14 @@ def test_ask_and_answer_between_processes(address, lend):
         count = 1 + number * 9973
         out, into = (shared(arenas, 0, count) for _ in range(2))
         np.frombuffer(out.view, np.float32)[:] = number
-        answer = worker.request(SERVER, "double", [out], [into]).wait(10)
-        assert answer.fields == {"of": "double"}
-        assert answer.buffers[0].view is into.view
+        reply = worker.request(SERVER, "double", [out], [into]).wait(10)
+        assert reply.fields == {"of": "double"}
+        assert reply.buffers[0].view is into.view
         assert (np.frombuffer(into.view, np.float32) == 2 * number).all()
     assert worker.traffic.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
     assert ended() == 0
     worker.close()
-    del out, into, answer
+    del out, into, reply
     arenas.close()
 
 
@@ -179,7 +179,7 @@ def test_tensors_in_shared_arenas_are_not_sent_over_the_socket():
 
 
 def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
-    """Else one who is told that all has arrived could read a total without it. What cannot be sent is not."""
+    """Otherwise a receiver could end the run before they are in the total. A failed send does not count."""
     counted, send = [], Channel.send
 
     def look(channel, header, views=()):
@@ -288,7 +288,7 @@ def test_another_layout_is_refused():
     assert len(errors) == 1
 
 
-def test_an_answer_of_another_shape_is_an_error():
+def test_a_reply_of_another_shape_is_an_error():
     with nodes() as (server, worker):
         into = floats(0, 0)
         pending = worker.request(SERVER, "x", into=[into])
@@ -301,8 +301,8 @@ def test_an_answer_of_another_shape_is_an_error():
         assert values(pending.wait(5).buffers[0]) == [1, 2]
 
 
-def test_only_who_was_asked_can_answer():
-    """Another peer that names the number of an ask is not believed."""
+def test_only_the_receiver_of_a_request_can_reply():
+    """A reply from another peer is ignored, even with the right sequence number."""
     with nodes() as (server, worker):
         other = Transport(Peer("server", 1), KEY)
         other.introduce(WORKER, worker.address)
@@ -319,24 +319,23 @@ def test_only_who_was_asked_can_answer():
         other.close()
 
 
-def test_many_threads_ask_at_once():
+def test_many_threads_send_requests_at_once():
     with nodes(queue=4) as (server, worker):
         serving = threading.Thread(target=double, args=(server, 400))
         serving.start()
-        wrong = []
+        doubled = []
 
         def request(number):
             for step in range(100):
-                answer = worker.request(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
-                if set(values(answer.buffers[0])) != {2.0 * (number + step)}:
-                    wrong.append((number, step))
+                reply = worker.request(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
+                doubled.append(set(values(reply.buffers[0])) == {2.0 * (number + step)})
 
         threads = [threading.Thread(target=request, args=(number * 1000,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in (*threads, serving):
             thread.join(30)
-        assert not wrong
+        assert doubled == [True] * 400
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -382,7 +381,7 @@ def test_bytes_between_hosts_are_secret(encrypt):
 
 @pytest.mark.parametrize("encrypt", [True, False])
 def test_traffic_counts_the_bytes_on_the_sockets_exactly(encrypt):
-    """To the byte, and what a connection had sent still counts when it has ended."""
+    """To the byte, including connections that have ended."""
     with nodes("tcp:127.0.0.1", encrypt=encrypt) as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
@@ -529,11 +528,11 @@ def test_requests_over_broken_connections_are_counted_exactly_once():
 @pytest.mark.parametrize("handled", [False, True], ids=["received", "handled"])
 @pytest.mark.parametrize("buffers", [[], [floats(3)]], ids=["header", "bytes"])
 def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers, monkeypatch):
-    """Repeated because the connection broke when all of it was there, and before its sender knew."""
+    """The connection breaks after all of the message has arrived and before its sender knows."""
     heard, sent, send = [], [], Channel.send
 
     def arrived():
-        assert server.receive(["another"], timeout=0.05) is None  # reads what is there
+        assert server.receive(["another"], timeout=0.05) is None  # reads what has arrived
         return server.arrived or heard
 
     def breaks(channel, header, views=()):
@@ -574,7 +573,7 @@ def test_messages_of_a_restarted_peer_are_not_duplicates():
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_replacement_may_connect_before_the_death_is_reported(address):
-    """Its connection outlives the word that its former life is lost, and is answered; numbers go on."""
+    """The late report does not close its connection. Its sequence numbers begin above those before."""
     with nodes(address) as (server, worker):
         old = worker.request(SERVER, "push")
         unanswered = server.receive(timeout=5)
@@ -592,12 +591,12 @@ def test_a_replacement_may_connect_before_the_death_is_reported(address):
             assert pending.wait(5).fields == {"version": 7}
             server.send(WORKER, "x")
             assert again.receive(timeout=5).kind == "x"
-            server.reply(unanswered)  # goes to the one that asked, which in truth is gone
+            server.reply(unanswered)  # goes to the first process, which in a real run would be dead
             old.wait(5)
 
 
 def test_receive_before_returns_only_messages_that_arrived_earlier():
-    """A busy node can be told how far to read."""
+    """So a busy node can handle a notice at its place in the order of arrival."""
     with nodes() as (server, worker):
         worker.send(SERVER, "x", fields={"n": 1})
         while server.arrived < 1:
@@ -743,9 +742,9 @@ def test_sockets_closed_during_the_handshake_are_ignored():
         assert server.receive(timeout=5).kind == "x"
 
 
-@pytest.mark.parametrize("size", [2 << 20, 8 << 20])  # read as it comes, and by a thread of its own
+@pytest.mark.parametrize("size", [2 << 20, 8 << 20])  # read as bytes arrive, and by its own thread
 def test_a_slow_message_holds_up_nobody_else(size):
-    """While one worker's push trickles in, another's pull is answered as ever."""
+    """While the push of one worker arrives slowly, the pull of another gets its reply."""
     slow, stop = Peer("worker", 2), threading.Event()
     with nodes("tcp:127.0.0.1:0") as (server, worker):
         identity = Identity(slow, "", os.urandom(16))
@@ -773,7 +772,7 @@ def test_a_slow_message_holds_up_nobody_else(size):
 
 @pytest.mark.parametrize("queue", [1, 2, 64])
 def test_a_thread_waiting_for_another_kind_does_not_block_receives(queue):
-    """With another thread waiting for another kind, a flood is still taken in to its end."""
+    """While another thread waits for another kind, a flood of messages is received completely."""
     number = 2000
     with nodes(server={"queue": queue}) as (server, worker):
         other = threading.Thread(target=server.receive, args=(["other"],), kwargs={"timeout": 60})
@@ -836,15 +835,15 @@ def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_peers_sending_to_each_other_do_not_deadlock(address):
-    """More than the connection holds, both ways at once, and nobody receives before all is sent."""
+    """Both send more than the connection buffers, and none receives before all is sent."""
     with nodes(address) as (server, worker):
         worker.request(SERVER, "hello")
         server.reply(server.receive(timeout=5))
         payload = Buffer("uint8", memoryview(bytes(3 << 20)))
-        asked = {}
+        requests = {}
 
         def send(one, other):
-            asked[one] = [one.request(other, "x", [payload]) for _ in range(12)]
+            requests[one] = [one.request(other, "x", [payload]) for _ in range(12)]
 
         threads = [threading.Thread(target=send, args=pair) for pair in ((server, WORKER), (worker, SERVER))]
         for thread in threads:
@@ -855,7 +854,7 @@ def test_peers_sending_to_each_other_do_not_deadlock(address):
         for one in (server, worker):
             for _ in range(12):
                 one.reply(one.receive(timeout=5))
-        for pending in (*asked[server], *asked[worker]):
+        for pending in (*requests[server], *requests[worker]):
             pending.wait(5)
 
 
@@ -870,5 +869,5 @@ def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
         server.reply(server.receive(timeout=5))
         pending.wait(5)
         sock.settimeout(5)
-        assert sock.recv(1) == b""  # the server hung up
+        assert sock.recv(1) == b""  # the server closed the connection
         channel.release()

@@ -40,14 +40,14 @@ class ProcessMemory(Memory):
         )
 
     def lock(self, name: str) -> Lock:
-        def give_up(holder: int, waited: float) -> None:
+        def check_wait(holder: int, waited: float) -> None:
             if waited > self._node.transport.wait or self._node.transport.closed:
                 who = "another" if holder < 0 else str(Peer("worker", holder))
                 raise WaitError(
                     f"{self._node.me} waited {waited:.1f} s for {who} to release the lock {name!r}"
                 )
 
-        return self._region().lock(name, self._node.rank, give_up)
+        return self._region().lock(name, self._node.rank, check_wait)
 
     def _region(self) -> SharedRegion:
         if self._node.arenas is None or not self._node.one_host:
