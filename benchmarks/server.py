@@ -197,8 +197,11 @@ class Ours(System):
         me = peers[here.rank]
         transport = Transport(me, bytes(32), TransportOptions(listen, arenas, "here", encrypt=encrypt))
         self.node = _counting_node()(me, transport, 0, time.monotonic(), arenas, here.rank if arenas else -1)
-        locations = here.exchange((transport.address, transport.host, self.node.arena))
-        self.node.meet([(p.role, p.rank, location) for p, location in zip(peers, locations, strict=True)])
+        addresses = here.exchange(transport.address)
+        self.node.meet([
+            (peer.role, peer.rank, (address, transport.host, number if arenas else -1))
+            for number, (peer, address) in enumerate(zip(peers, addresses, strict=True))
+        ])  # fmt: skip
         self.strategy = Async()
 
     def prepare(self, count: int) -> None:
@@ -256,10 +259,6 @@ def _counting_node() -> type[Any]:
             message = super().receive(*kinds)
             self.left -= message is not None
             return message
-
-        def flush(self) -> None:
-            self._lines.clear()
-            self._flushed = self.now()
 
     return Counting
 
