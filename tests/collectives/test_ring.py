@@ -355,7 +355,7 @@ def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
         gone = SimpleNamespace(
             kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "incarnation": 0}
         )
-        nodes[0]._notice(gone)  # type: ignore[arg-type]
+        nodes[0]._on_notice(gone)  # type: ignore[arg-type]
         peers = list(nodes[0].members.workers)
 
         def part(node: ProcessNode) -> Any:
