@@ -124,7 +124,7 @@ def _alternate(folder: Path, windows: int, launcher: int) -> None:
     def count() -> None:
         samples[_window()] += BATCH
 
-    reporter.EVERY = REPORT
+    reporter.INTERVAL = REPORT
     EventBuffer.policy = property(policy, lambda buffer, value: None)  # type: ignore[assignment]
 
     def begin(rank: int) -> None:

@@ -138,7 +138,7 @@ def _host(
 def node(place: Together, listen: str, crowd: Crowd | None = None, encrypt: bool = False) -> Any:
     """This process as a worker among all of them, without a launcher."""
     from polyrhythm.core.peer import Peer
-    from polyrhythm.wire import Transport
+    from polyrhythm.wire import Transport, TransportOptions
     from polyrhythm.worlds.processes.node import ProcessNode
 
     class Unlogged(ProcessNode):
@@ -150,7 +150,8 @@ def node(place: Together, listen: str, crowd: Crowd | None = None, encrypt: bool
     crowd = crowd or Crowd([""] * place.count, {"": None})
     me, home = Peer("worker", place.rank), crowd.homes[place.rank]
     arenas = crowd.arenas[home]
-    transport = Transport(me, b"b" * 32, listen=listen, arenas=arenas, host=home, encrypt=encrypt, wait=60.0)
+    options = TransportOptions(listen, arenas, home, encrypt=encrypt, wait=60.0)
+    transport = Transport(me, b"b" * 32, options)
     mine = Unlogged(me, transport, 0, time.monotonic(), arenas, crowd.place(place.rank))
     mine.meet([
         ("worker", rank, address, crowd.homes[rank], crowd.place(rank))

@@ -188,17 +188,20 @@ class Ours(System):
         super().__init__(here, servers)
         from polyrhythm.core.peer import Peer
         from polyrhythm.strategies.server.presets import Async
-        from polyrhythm.wire.transport import Transport
+        from polyrhythm.wire import Transport, TransportOptions
 
         listen = "unix:" if arenas else "tcp:127.0.0.1:0"
         peers = [Peer("worker", rank) for rank in range(WORKERS)] + [
             Peer("server", r) for r in range(servers)
         ]
         me = peers[here.rank]
-        transport = Transport(me, bytes(32), listen=listen, arenas=arenas, host="here", encrypt=encrypt)
+        transport = Transport(me, bytes(32), TransportOptions(listen, arenas, "here", encrypt=encrypt))
         self.node = _counting_node()(me, transport, 0, time.monotonic(), arenas, here.rank if arenas else -1)
         addresses = here.exchange(transport.address)
-        self.node.meet([(p.role, p.rank, address) for p, address in zip(peers, addresses, strict=True)])
+        self.node.meet([
+            (peer.role, peer.rank, (address, transport.host, number if arenas else -1))
+            for number, (peer, address) in enumerate(zip(peers, addresses, strict=True))
+        ])  # fmt: skip
         self.strategy = Async()
 
     def prepare(self, count: int) -> None:
@@ -256,10 +259,6 @@ def _counting_node() -> type[Any]:
             message = super().receive(*kinds)
             self.left -= message is not None
             return message
-
-        def flush(self) -> None:
-            self._lines.clear()
-            self._flushed = self.now()
 
     return Counting
 

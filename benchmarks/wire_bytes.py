@@ -135,11 +135,11 @@ def _worker(warmup: int, steps: int, folder: Path) -> None:
     transport: Any = session._context.node.transport
 
     def sent() -> dict[str, int]:
-        traffic = transport.traffic()
+        traffic = transport.traffic.by_peer()
         return {
             "exchanged": sum(nbytes for peer, nbytes in traffic.items() if peer.role == "worker"),
             "apart": sum(nbytes for peer, nbytes in traffic.items() if peer.role != "worker"),
-            "payload": transport.bytes_sent,
+            "payload": transport.traffic.bytes_sent,
         }
 
     before, losses, step = sent(), [], 0

@@ -19,6 +19,7 @@ from polyrhythm.launch import program
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, session, world_context
 from polyrhythm.session.distributed import DistributedSession
+from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.context import ProcessContext
 from polyrhythm.worlds.processes.node import ProcessNode
@@ -29,15 +30,14 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     me, plan = start.peer, config.plan
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C too, and ends all nodes in order
     torch.set_num_threads(config.threads if me.role == "worker" else max(1, config.threads // 2))
-    transport = Transport(
-        me,
-        config.key,
+    options = TransportOptions(
         listen=config.listen,
         arenas=config.arenas,
         host=config.host,
         wait=plan.timeout,
         incarnation=start.incarnation,
     )
+    transport = Transport(me, config.key, options)
     transport.introduce(COORDINATOR, start.coordinator)
     node = ProcessNode(me, transport, 0, config.began, config.arenas, start.arena, plan.collective)
     here = ProcessContext(node, plan, config.strategy)

@@ -15,7 +15,7 @@ from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import INCARNATION_SHIFT
 from polyrhythm.core.requests import JoinRun, pack_reply, unpack
 from polyrhythm.launch.hosts import HOST
-from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.incoming import Incoming
 from polyrhythm.wire.transport import Transport
 
 
@@ -93,7 +93,7 @@ class CoordinatorService:
             return
 
         def respond(reply: Any) -> None:
-            if incoming.asked:
+            if incoming.wants_reply:
                 try:
                     self._transport.reply(incoming, fields=pack_reply(reply))
                 except WaitError:
@@ -104,7 +104,7 @@ class CoordinatorService:
         try:
             request = unpack(incoming.kind, incoming.fields)
         except WireError as error:
-            if incoming.asked:
+            if incoming.wants_reply:
                 self._transport.reply(incoming, fields={"error": str(error)})
             return
         if isinstance(request, JoinRun) and incarnation == coordinator.membership.incarnations[sender]:

@@ -27,9 +27,10 @@ from polyrhythm.launch.node_config import NodeConfig
 from polyrhythm.launch.nodes import NodeProcesses, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.signals import cause, handled_by
-from polyrhythm.wire.channel import Channel, dial, open_channel
+from polyrhythm.wire.channel import Channel, open_channel
 from polyrhythm.wire.frame import Header
 from polyrhythm.wire.handshake import Identity
+from polyrhythm.wire.sockets import dial
 
 
 class Joiner:
@@ -91,7 +92,9 @@ class Joiner:
     def _enlist(self, workers: int, address: str, site: str) -> dict[str, Any]:
         """Offers workers; returns the terms of the run. Raises UsageError if the coordinator refuses."""
         try:
-            self._say("enlist", asked=True, version=__version__, workers=workers, address=address, site=site)
+            self._say(
+                "enlist", wants_reply=True, version=__version__, workers=workers, address=address, site=site
+            )
             terms = self._channel.receive_header().fields
         except OSError:
             raise PolyrhythmError(f"the run at {self._where} does not answer; is it ending?") from None
@@ -112,7 +115,7 @@ class Joiner:
                     self._pool.release(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "end":
                     self._over = Failure(fields["message"], fields["exit_code"])
-                if not self._channel.ahead:
+                if not self._channel.has_buffered:
                     return
         except WireError as error:
             self._leave("broke off", str(error))
@@ -132,9 +135,9 @@ class Joiner:
         self._say("leave", reason=reason)
         self._over = Failure(message, exit_code)
 
-    def _say(self, kind: str, asked: bool = False, **fields: Any) -> None:
+    def _say(self, kind: str, wants_reply: bool = False, **fields: Any) -> None:
         with contextlib.suppress(OSError):  # reading reports the end of the connection
-            self._channel.send(Header(kind, next(self._numbers), asked=asked, fields=fields))
+            self._channel.send(Header(kind, next(self._numbers), wants_reply=wants_reply, fields=fields))
 
     def _close(self) -> None:
         if self._nodes is not None:

@@ -32,6 +32,7 @@ from polyrhythm.launch.program import Program
 from polyrhythm.launch.remote_hosts import RemoteHosts
 from polyrhythm.launch.signals import cause, handled_by
 from polyrhythm.record.folder import RunFolder
+from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 
 SPARE = 16  # arenas for servers that only the script asks for
@@ -280,13 +281,14 @@ class Launcher:
 
 def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
     """The coordinator's transport."""
+    options = TransportOptions(
+        listen=plan.listen, wait=plan.timeout, watched_role=HOST, on_error=console.line
+    )
     try:
-        transport = Transport(COORDINATOR, key, listen=plan.listen, wait=plan.timeout, on_error=console.line)
+        return Transport(COORDINATOR, key, options)
     except OSError as error:
         where, why = plan.listen.partition(":")[2], str(error.strerror).partition(" (")[0]
         raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None
-    transport.mourned = HOST
-    return transport
 
 
 def _any_port(listen: str) -> str:

@@ -13,8 +13,9 @@ from polyrhythm.launch.console import Console
 from polyrhythm.launch.hosts import HostRegistry, RemoteHost, invitation, listing
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.signals import cause
-from polyrhythm.wire.inbox import Incoming
-from polyrhythm.wire.transport import ENDED, Transport
+from polyrhythm.wire.headers import DISCONNECTED
+from polyrhythm.wire.incoming import Incoming
+from polyrhythm.wire.transport import Transport
 
 
 class RunState(Protocol):
@@ -58,7 +59,7 @@ class RemoteHosts:
             self._run.died(Peer("worker", fields["rank"]), f"{cause(fields['status'])} on {host.address}")
         elif incoming.kind == "leave":
             self._lose(who, f"{fields['reason']} on {host.address}")
-        elif incoming.kind == ENDED:
+        elif incoming.kind == DISCONNECTED:
             self._lose(who, f"is gone with the launcher on {host.address}")
 
     def invite(self) -> None:

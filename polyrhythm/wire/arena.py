@@ -1,7 +1,7 @@
 """Shared memory of one host: large sparse anonymous files that all nodes of a launcher inherit by fork.
 
-The files have no name, so nothing can leak: the kernel frees them with the last process that has them.
-Each node allocates in the arenas that it owns and reads and writes in all; only pages that are used exist.
+The files have no names, so they cannot leak: the kernel frees them with the last process that holds them.
+Each node allocates in the arenas that it owns, and reads and writes in all. Unused pages take no memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
 
 class Arenas:
-    """`count` arenas of `size` bytes each, made by the launcher before it forks the nodes."""
+    """`count` arenas of `size` bytes each. The launcher creates them before it forks the nodes."""
 
     def __init__(self, count: int, size: int = 1 << 36) -> None:
         self.count = count
         self.size = size
-        self._files = [_anonymous(size) for _ in range(count)]
+        self._files = [_create_file(size) for _ in range(count)]
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
-        self._holes = [[(0, size)] for _ in range(count)]
-        self._used: list[dict[int, int]] = [{} for _ in range(count)]
+        self._gaps = [[(0, size)] for _ in range(count)]
+        self._allocated: list[dict[int, int]] = [{} for _ in range(count)]
         self._lock = threading.Lock()
 
     def view(self, index: int) -> memoryview:
-        """The writable bytes of an arena, mapped when first asked for."""
+        """Returns the writable bytes of an arena, mapping it on first use."""
         mapped = self._maps.get(index)
         if mapped is None:
             with self._lock:
@@ -46,48 +46,48 @@ class Arenas:
         return mapped[1]
 
     def file(self, index: int) -> int:
-        """The descriptor of an arena's file."""
+        """Returns the file descriptor of an arena."""
         return self._files[index]
 
     def allocate(self, index: int, nbytes: int) -> int:
-        """The offset of `nbytes` unused bytes, in the first hole that fits. Only the owner allocates."""
+        """Allocates `nbytes` in the first gap that fits and returns the offset. Only for the owner."""
         align = mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else ALIGNMENT
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            holes = self._holes[index]
-            for at, (start, room) in enumerate(holes):
+            gaps = self._gaps[index]
+            for at, (start, room) in enumerate(gaps):
                 offset = -(-start // align) * align
                 left = start + room - offset - size
                 if left >= 0:
                     around = ((start, offset - start), (offset + size, left))
-                    holes[at : at + 1] = [hole for hole in around if hole[1]]
-                    self._used[index][offset] = size
+                    gaps[at : at + 1] = [gap for gap in around if gap[1]]
+                    self._allocated[index][offset] = size
                     return offset
-        raise PolyrhythmError(f"arena {index} of {self.size} bytes has no room for {nbytes} more")
+        raise PolyrhythmError(f"arena {index} of {self.size} bytes has no room for {nbytes} more bytes")
 
     def free(self, index: int, offset: int) -> None:
-        """Gives back what `allocate` returned, for reuse."""
+        """Frees the allocation at `offset`."""
         with self._lock:
-            size = self._used[index].pop(offset)
-            holes = self._holes[index]
-            at = bisect.bisect(holes, (offset, 0))
-            if at < len(holes) and holes[at][0] == offset + size:
-                size += holes.pop(at)[1]
-            if at and sum(holes[at - 1]) == offset:
+            size = self._allocated[index].pop(offset)
+            gaps = self._gaps[index]
+            at = bisect.bisect(gaps, (offset, 0))
+            if at < len(gaps) and gaps[at][0] == offset + size:
+                size += gaps.pop(at)[1]
+            if at and sum(gaps[at - 1]) == offset:
                 at -= 1
-                start, room = holes.pop(at)
+                start, room = gaps.pop(at)
                 offset, size = start, room + size
-            holes.insert(at, (offset, size))
+            gaps.insert(at, (offset, size))
 
     def clear(self, index: int) -> None:
-        """Gives the pages of an arena back to the system, where it can do that; nobody may be using them."""
+        """Returns the pages of an unused arena to the system, where it supports that."""
         with contextlib.suppress(OSError, AttributeError):
             fallocate = ctypes.CDLL(None, use_errno=True).fallocate
             fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
             fallocate(self._files[index], _PUNCH_HOLE, 0, self.size)
 
     def close(self) -> None:
-        """Lets go of the files and the maps; a map still seen by a tensor goes when the tensor goes."""
+        """Closes the files and maps. A map that tensors still use is freed with the last of them."""
         with self._lock:
             for memory, view in self._maps.values():
                 with contextlib.suppress(BufferError):
@@ -98,18 +98,18 @@ class Arenas:
                 os.close(self._files.pop())
 
 
-def _anonymous(size: int) -> int:
-    """A sparse file without a name, sealed against changing its size where the system can."""
+def _create_file(size: int) -> int:
+    """Creates a sparse file without a name, sealed against resizing where the system supports it."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryFile() as file:
             os.ftruncate(file.fileno(), size)
             return os.dup(file.fileno())
     import fcntl
 
-    file_number = os.memfd_create("polyrhythm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file_number, size)
-    # A file that shrinks under a map kills whoever reads there.
+    fd = os.memfd_create("polyrhythm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    # Reading a map beyond the end of a shrunk file would kill the process.
     seals = [getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")]
     if all(seals):
-        fcntl.fcntl(file_number, fcntl.F_ADD_SEALS, seals[0] | seals[1] | seals[2])
-    return file_number
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals[0] | seals[1] | seals[2])
+    return fd

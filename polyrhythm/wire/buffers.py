@@ -1,4 +1,4 @@
-"""Flat tensors as the wire sees them, and the memory that they are received in."""
+"""Flat tensors as bytes, and a pool of memory to receive them in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from polyrhythm.core.errors import UsageError
 from polyrhythm.wire.frame import DTYPES, Part
 
-_KEPT, _SPARE = 4, 1 << 25  # pieces of memory, or as many as have so many bytes
+_POOL_BLOCKS, _POOL_BYTES = 4, 1 << 25  # a pool over both limits frees its smallest blocks
 
 
 @dataclass
 class Buffer:
-    """A flat tensor as the wire sees it: its dtype, its bytes, and where it lies if in shared memory."""
+    """A flat tensor: its dtype, its bytes, and its arena and offset if it is in shared memory."""
 
     dtype: str
     view: memoryview
@@ -25,18 +25,18 @@ class Buffer:
 
 
 def parts_of(buffers: Sequence[Buffer], shared: bool = False) -> list[Part]:
-    """Buffers as a header names them: by reference if they lie in memory that is `shared`."""
+    """Describes buffers in a header: by reference if they are in an arena and arenas are `shared`."""
     parts = []
     for buffer in buffers:
         size = DTYPES.get(buffer.dtype)
         if size is None or buffer.view.nbytes % size:
-            raise UsageError(f"{buffer.view.nbytes} bytes are no tensor of dtype {buffer.dtype}")
+            raise UsageError(f"{buffer.view.nbytes} bytes do not make a tensor of dtype {buffer.dtype}")
         place = (buffer.arena, buffer.offset) if shared and buffer.arena >= 0 else (-1, 0)
         parts.append(Part(buffer.dtype, buffer.view.nbytes // size, *place))
     return parts
 
 
-def shape(parts: Sequence[Part]) -> list[tuple[str, int]]:
+def shapes(parts: Sequence[Part]) -> list[tuple[str, int]]:
     return [(part.dtype, part.count) for part in parts]
 
 
@@ -46,28 +46,28 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 class Pool:
-    """Memory for inline tensors, used again because first touching fresh pages costs more than the copy."""
+    """Reusable memory for inline tensors: touching fresh pages costs more than copying the bytes."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> memoryview:
+    def acquire(self, nbytes: int) -> memoryview:
         with self._lock:
             for at, memory in enumerate(self._free):
                 if nbytes <= memory.nbytes <= 4 * nbytes:
                     return self._free.pop(at)
-        return fresh(nbytes)
+        return uninitialized(nbytes)
 
-    def give(self, memory: memoryview | None) -> None:
+    def release(self, memory: memoryview | None) -> None:
         if memory is not None:
             with self._lock:
                 self._free.append(memory)
                 self._free.sort(key=len)
-                while len(self._free) > _KEPT and sum(map(len, self._free)) > _SPARE:
+                while len(self._free) > _POOL_BLOCKS and sum(map(len, self._free)) > _POOL_BYTES:
                     del self._free[0]
 
 
-def fresh(nbytes: int) -> memoryview:
-    """Memory that is not filled with zeros first."""
+def uninitialized(nbytes: int) -> memoryview:
+    """Allocates memory without filling it with zeros."""
     return np.empty(nbytes, np.uint8).data

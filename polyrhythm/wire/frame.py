@@ -1,9 +1,9 @@
-"""A message as bytes: a fixed prefix, a small typed header, then the raw bytes of its tensors.
+"""The format of a message: a fixed prefix, a small typed header, then the raw bytes of its tensors.
 
     magic "PRW" | format version u8 | header length u32 | header (msgpack) | inline tensor bytes ...
 
-Nothing here does I/O, and nothing is believed: `decode` checks every length, range and dtype, so that who
-reads the tensors may allocate what the header asks for.
+Nothing here does I/O and nothing received is trusted: decoding checks every length, range and dtype, so the
+reader of the tensors may safely allocate the memory that a decoded header describes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Natural = Annotated[int, Meta(ge=0)]
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A tensor in a message. Its bytes follow inline, or lie in shared memory arena `arena` at `offset`."""
+    """A tensor in a message. Its bytes follow inline, or are in shared memory arena `arena` at `offset`."""
 
     dtype: str
     count: Natural
@@ -55,12 +55,16 @@ class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What precedes the tensors. `reply_to` 0 is no reply; `into` is where an answer may go directly."""
+    """What precedes the tensors.
+
+    `reply_to` is the sequence number of a request, or 0 if this is no reply. `into` is where the reply to a
+    request may be written in shared memory.
+    """
 
     kind: Annotated[str, Meta(min_length=1, max_length=64)]
     sequence: Natural
     reply_to: Natural = 0
-    asked: bool = False
+    wants_reply: bool = False
     layout: Annotated[str, Meta(max_length=128)] = ""
     fields: dict[str, Any] = {}
     parts: list[Part] = []
@@ -68,12 +72,13 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def inline(self) -> int:
+        """The number of tensor bytes that follow."""
         return sum(part.nbytes for part in self.parts if part.arena < 0)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a header may ask for: inline bytes in all, and the shared memory that both ends can see."""
+    """What a header may describe: total inline bytes, and tensors in arenas that both ends can see."""
 
     inline: int = 1 << 36
     arenas: int = 0
@@ -92,25 +97,25 @@ _decoder = msgspec.msgpack.Decoder(Header, ext_hook=_no_extensions)
 
 
 def encode(header: Header) -> bytes:
-    """The prefix and the header as bytes."""
+    """Encodes the prefix and the header."""
     try:
         body = _encoder.encode(header)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"{header.kind!r}: its fields must be plain values: {error}") from None
+        raise UsageError(f"the fields of {header.kind!r} must be plain values: {error}") from None
     if len(body) > MAX_HEADER:
         raise UsageError(
-            f"{header.kind!r}: its fields take {len(body)} bytes, more than {MAX_HEADER}: send a tensor"
+            f"the fields of {header.kind!r} take {len(body)} bytes, more than {MAX_HEADER}; send a tensor"
         )
     return _PREFIX.pack(MAGIC, VERSION, len(body)) + body
 
 
 def layout_of(part: str, layout: str) -> str:
-    """The layout of a header: the hash of a part of the model; all of it, if the part has no name."""
+    """Formats the `layout` of a header: the layout hash, after the name of the model part if it has one."""
     return f"{part}/{layout}" if part else layout
 
 
 def same_layout(one: str, other: str) -> bool:
-    """False if these are different layouts of the same part of the model. A node may have none yet."""
+    """False if both are known layouts of the same part of the model and differ."""
     if one == other:
         return True
     (part, _, layout), (other_part, _, other_layout) = one.rpartition("/"), other.rpartition("/")
@@ -118,31 +123,31 @@ def same_layout(one: str, other: str) -> bool:
 
 
 def header_length(prefix: bytes | bytearray | memoryview, sender: str) -> int:
-    """The length of the header that follows this prefix."""
+    """Checks a prefix and returns the length of the header that follows."""
     if len(prefix) != PREFIX_SIZE:
-        raise WireError(f"{sender} sent {len(prefix)} bytes where a message begins with {PREFIX_SIZE}")
+        raise WireError(f"{sender} sent {len(prefix)} bytes; a message begins with {PREFIX_SIZE}")
     magic, version, length = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise WireError(f"{sender} sent {magic!r} where a message begins with {MAGIC!r}")
+        raise WireError(f"{sender} sent {magic!r}; a message begins with {MAGIC!r}")
     if version != VERSION:
-        raise WireError(f"{sender} speaks version {version} of the wire format, this node version {VERSION}")
+        raise WireError(f"{sender} uses version {version} of the wire format, this node version {VERSION}")
     if length > MAX_HEADER:
         raise WireError(f"{sender} sent a header of {length} bytes, more than {MAX_HEADER}")
     return int(length)
 
 
 def decode_header(body: bytes | bytearray | memoryview, sender: str, bounds: Bounds) -> Header:
-    """The header in these bytes, with all that it says about tensors checked."""
+    """Decodes a header and checks everything that it says about tensors."""
     try:
         header = _decoder.decode(body)
-    except Exception as error:  # whatever a decoder can raise, no bytes may end the node
-        raise WireError(f"{sender} sent a header that cannot be read: {error}") from None
+    except Exception as error:  # of any kind: no bytes may end the node
+        raise WireError(f"{sender} sent a header that cannot be decoded: {error}") from None
     for part in header.parts:
         _check(part, header.kind, sender, bounds)
     for part in header.into:
         _check(part, header.kind, sender, bounds)
         if part.arena < 0:
-            raise WireError(f"{sender} sent {header.kind!r} with an inline place for the answer")
+            raise WireError(f"{sender} sent {header.kind!r} with an inline place for the reply")
     if header.parts and (inline := header.inline) > bounds.inline:
         raise WireError(
             f"{sender} sent {header.kind!r} with {inline} bytes of tensors, more than {bounds.inline}"
@@ -150,12 +155,12 @@ def decode_header(body: bytes | bytearray | memoryview, sender: str, bounds: Bou
     return header
 
 
-def decode(data: bytes, sender: str = "someone", bounds: Bounds = UNSHARED) -> Header:
-    """The header that `encode` made these bytes from."""
+def decode(data: bytes, sender: str = "the sender", bounds: Bounds = UNSHARED) -> Header:
+    """Decodes the bytes of a prefix and a header, the inverse of `encode`."""
     body = memoryview(data)[PREFIX_SIZE:]
     length = header_length(data[:PREFIX_SIZE], sender)
     if len(body) != length:
-        raise WireError(f"{sender} sent a header of {len(body)} bytes and announced {length}")
+        raise WireError(f"{sender} sent a header of {len(body)} bytes after announcing {length}")
     return decode_header(body, sender, bounds)
 
 
@@ -168,7 +173,7 @@ def _check(part: Part, kind: str, sender: str, bounds: Bounds) -> None:
             raise WireError(f"{sender} sent {kind!r} with an inline tensor at offset {part.offset}")
     elif part.arena >= bounds.arenas:
         raise WireError(
-            f"{sender} sent {kind!r} with a tensor in arena {part.arena} of {bounds.arenas} shared ones"
+            f"{sender} sent {kind!r} with a tensor in arena {part.arena} of {bounds.arenas} that are shared"
         )
     elif part.offset % size or part.offset + part.count * size > bounds.arena_size:
         place = f"{part.offset} + {part.count} x {size} of {bounds.arena_size} bytes"

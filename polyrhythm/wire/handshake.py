@@ -1,10 +1,11 @@
-"""How two strangers on a new connection become peers, and the keys that they then share.
+"""The handshake on a new connection: mutual authentication and key agreement.
 
-Both send a hello of fixed size (nonce, X25519 public key, who they are), then a proof: the HMAC-SHA256 under
-the run key of the side they are on and of both hellos. So each proof is fresh, binds what both said, and
-cannot be sent back to its maker. Until it is right, nothing in the hello is believed and no more is read.
+Both ends send a hello of fixed size (nonce, X25519 public key, identity), then a proof: the HMAC-SHA256,
+under the run key, of which end they are (dialing or accepting) and of both hellos. So a proof cannot be
+replayed or reflected, and nothing in the hellos can be changed. Until the proof is verified nothing in the
+hello is trusted and nothing more is read.
 
-Between hosts, HKDF-SHA256 of the X25519 secret, salted by the run key, gives one AES-256-GCM key per
+Between hosts, HKDF-SHA256 of the X25519 secret, salted with the run key, yields one AES-256-GCM key per
 direction.
 """
 
@@ -31,7 +32,7 @@ _DIALED, _ACCEPTED = b"polyrhythm: the side that dialed", b"polyrhythm: the side
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a node is. `host` names the arenas it can see; `instance` differs after every restart."""
+    """Identifies a node. `host` names the arenas that it can see; `instance` is random for each process."""
 
     peer: Peer
     host: str = ""
@@ -39,18 +40,18 @@ class Identity:
 
     def check(self) -> None:
         if len(self.peer.role.encode()) > 16 or len(self.host.encode()) > 64:
-            raise UsageError(f"{self.peer} on host {self.host!r}: a role has at most 16 bytes, a host id 64")
+            raise UsageError(f"{self.peer} on host {self.host!r}: a role may have 16 bytes, a host id 64")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """AES-256-GCM keys of a connection."""
+    """The AES-256-GCM keys of a connection, one per direction."""
 
     sending: bytes
     receiving: bytes
 
 
-def shake(
+def authenticate(
     sock: socket.socket,
     me: Identity,
     key: bytes,
@@ -60,9 +61,9 @@ def shake(
     where: str,
     timeout: float = TIMEOUT,
 ) -> tuple[Identity, Keys | None]:
-    """Proves to the other end that we know the run key and has it prove the same; who it is, and the keys."""
+    """Authenticates both ends by the run key. Returns the identity of the other end and the session keys."""
     deadline = time.monotonic() + timeout
-    private, public = _ephemeral() if encrypt else (None, bytes(32))
+    private, public = _key_pair() if encrypt else (None, bytes(32))
     mine = _HELLO.pack(
         _MAGIC,
         VERSION,
@@ -79,7 +80,7 @@ def shake(
     theirs = _read(sock, _HELLO.size, deadline)
     magic, version, encrypted, _, public, instance, role, rank, host = _HELLO.unpack(theirs)
     if magic != _MAGIC or version != VERSION:
-        raise WireError(f"{where} did not greet as a polyrhythm node of version {VERSION}")
+        raise WireError(f"{where} is not a polyrhythm node with handshake version {VERSION}")
 
     transcript = mine + theirs if dialed else theirs + mine
     my_side, their_side = (_DIALED, _ACCEPTED) if dialed else (_ACCEPTED, _DIALED)
@@ -89,17 +90,17 @@ def shake(
         raise WireError(f"{where} does not have the key of this run")
     if bool(encrypted) != encrypt:
         raise WireError(
-            f"{where} {'encrypts' if encrypted else 'does not encrypt'} and this node does the opposite"
+            f"{where} {'encrypts' if encrypted else 'does not encrypt'}; this node does the opposite"
         )
     try:
         them = Identity(Peer(role.rstrip(b"\0").decode(), rank), host.rstrip(b"\0").decode(), instance)
     except UnicodeDecodeError:
-        raise WireError(f"{where} gave a name that is not text") from None
+        raise WireError(f"{where} sent a name that is not valid UTF-8") from None
     keys = None
     if private is not None:
-        secret = _agree(private, public, where)
-        out, back = (_derive(secret, key, side + transcript) for side in (my_side, their_side))
-        keys = Keys(out, back)
+        secret = _shared_secret(private, public, where)
+        sending, receiving = (_derive(secret, key, side + transcript) for side in (my_side, their_side))
+        keys = Keys(sending, receiving)
     sock.settimeout(None)
     return them, keys
 
@@ -109,7 +110,7 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
     while len(data) < size:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the handshake took too long")
+            raise TimeoutError("the handshake timed out")
         sock.settimeout(left)
         more = sock.recv(size - len(data))
         if not more:
@@ -118,23 +119,23 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-def _ephemeral() -> tuple[Any, bytes]:
+def _key_pair() -> tuple[Any, bytes]:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     private = X25519PrivateKey.generate()
     return private, private.public_key().public_bytes_raw()
 
 
-def _agree(private: Any, public: bytes, where: str) -> bytes:
+def _shared_secret(private: Any, public: bytes, where: str) -> bytes:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
     try:
         secret: bytes = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise WireError(f"{where} sent a public key that no honest node sends") from None
+        raise WireError(f"{where} sent an invalid public key") from None
     return secret
 
 
 def _derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
-    """HKDF-SHA256 (RFC 5869) of one block."""
+    """One block of HKDF-SHA256 (RFC 5869)."""
     return hmac.digest(hmac.digest(salt, secret, "sha256"), hashlib.sha256(info).digest() + b"\x01", "sha256")

@@ -1,8 +1,8 @@
-"""Mutexes in shared memory: libc's own, which any process of the host can take, and none can take with it.
+"""Mutexes in shared memory: robust process-shared mutexes of libc.
 
-They are robust: when a holder dies, however it dies, the kernel marks the mutex, and the next one has it. A
-holder that is merely stopped keeps it. So nobody waits longer than a slice at a time: after each, signals are
-heard and whoever waits can be told that it waits in vain, and for whom.
+If a holder dies, the kernel marks the mutex and the next process gets it. A holder that is merely stopped
+keeps it. So a process waits in slices: between them signals are handled, and an error that names the holder
+can end the wait.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from polyrhythm.core.errors import PolyrhythmError, WaitError
 from polyrhythm.core.node import Lock
 
-SIZE = 64  # a line of the cache: the mutex, and in its last 8 bytes the rank of whoever has it, plus 1
+SIZE = 64  # one cache line: the mutex and, in the last 8 bytes, the rank of its holder plus 1
 HOLDER = 56
 SLICE = 0.5  # seconds
-BOTH = 2 * SIZE  # the door, and the room
+LOCK_SIZE = 2 * SIZE
 
-# (the rank of whom one waits for, or -1 if that is not known; for how many seconds): raises if it is in vain.
-GiveUp = Callable[[int, float], None]
+# Called with the rank of the holder (-1 if unknown) and the seconds waited. Raises to end the wait.
+CheckWait = Callable[[int, float], None]
 
 
-def patient(holder: int, waited: float) -> None:
-    """Waits on."""
+def wait_forever(holder: int, waited: float) -> None:
+    """Never ends a wait."""
 
 
 class _Time(ctypes.Structure):
@@ -46,49 +46,52 @@ def _libc() -> Any:
     return libc
 
 
-def begin(memory: memoryview) -> None:
-    """Makes mutexes of shared memory, one of every `SIZE` bytes. Once, by whoever is the first there."""
+def initialize(memory: memoryview) -> None:
+    """Initializes a mutex in every `SIZE` bytes of shared memory. Must be called once, before any use."""
     libc, attributes = _libc(), ctypes.create_string_buffer(64)
     libc.pthread_mutexattr_init(attributes)
     libc.pthread_mutexattr_setpshared(attributes, 1)  # PTHREAD_PROCESS_SHARED
     libc.pthread_mutexattr_setrobust(attributes, 1)  # PTHREAD_MUTEX_ROBUST
     for start in range(0, len(memory), SIZE):
-        place = (ctypes.c_char * SIZE).from_buffer(memory, start)
-        if failed := libc.pthread_mutex_init(place, attributes):
-            raise PolyrhythmError(f"no mutex can be had: {os.strerror(failed)}")
+        mutex = (ctypes.c_char * SIZE).from_buffer(memory, start)
+        if code := libc.pthread_mutex_init(mutex, attributes):
+            raise PolyrhythmError(f"cannot create a mutex: {os.strerror(code)}")
     libc.pthread_mutexattr_destroy(attributes)
 
 
 class Mutex:
-    """A mutex as one process sees it. A thread that has it must be the one to release it."""
+    """A mutex as one process sees it. The thread that acquired it must release it."""
 
     def __init__(self, memory: memoryview, rank: int) -> None:
         self.memory, self.rank = memory, rank
-        self._holder = ctypes.c_int64.from_buffer(memory, HOLDER)  # which keeps the memory where it is
+        self._holder = ctypes.c_int64.from_buffer(memory, HOLDER)  # also keeps the memory alive
         self.address = ctypes.addressof(self._holder) - HOLDER
 
     @property
     def holder(self) -> int:
-        """The rank of whoever has it, as far as it has told; -1 if nobody has told."""
+        """The rank of the holder; -1 if there is none, or it has not written its rank yet."""
         return self._holder.value - 1
 
-    def take(self, give_up: GiveUp, whom: Callable[[], int] | None = None) -> None:
-        """Blocks until it has it. It waits for the holder, or for `whom`; when that is another, the line has
-        moved on, and time counts anew. By slices, for this process may have been stopped itself."""
-        look = whom or (lambda: self.holder)
-        holder, waited = look(), 0.0
+    def acquire(self, check_wait: CheckWait, blocker: Callable[[], int] | None = None) -> None:
+        """Blocks until this process holds the mutex.
+
+        It waits for the holder, or for the rank that `blocker` returns. When that changes there is progress,
+        and the time starts again. Time is counted in slices: this process may have been stopped itself.
+        """
+        find = blocker or (lambda: self.holder)
+        holder, waited = find(), 0.0
         while not self._try(SLICE):
-            before, holder = holder, look()
+            before, holder = holder, find()
             waited = waited + SLICE if holder == before else 0.0
-            give_up(holder, waited)
+            check_wait(holder, waited)
 
     def release(self) -> None:
         self._holder.value = 0
-        if failed := _libc().pthread_mutex_unlock(self.address):
-            raise PolyrhythmError(f"a lock is released by the thread that took it: {os.strerror(failed)}")
+        if code := _libc().pthread_mutex_unlock(self.address):
+            raise PolyrhythmError(f"only the thread that took a lock can release it: {os.strerror(code)}")
 
-    def taken(self) -> bool:
-        """Whether somebody has it."""
+    def locked(self) -> bool:
+        """True if a process holds it."""
         if not self._try(0):
             return True
         self.release()
@@ -102,49 +105,49 @@ class Mutex:
             code = libc.pthread_mutex_timedlock(self.address, _Time(*divmod(until, 10**9)))
         if code in (errno.EBUSY, errno.ETIMEDOUT):
             return False
-        if code == errno.EOWNERDEAD:  # it died, and this process has it now
+        if code == errno.EOWNERDEAD:  # the holder died, and this process holds the mutex now
             code = libc.pthread_mutex_consistent(self.address)
         if code:
-            raise WaitError(f"a lock cannot be had: {os.strerror(code)}")
+            raise WaitError(f"cannot take a lock: {os.strerror(code)}")
         self._holder.value = self.rank + 1
         return True
 
 
 class SharedLock(Lock):
-    """Two mutexes: the door, at which one waits and the others behind it, and the room.
+    """A fair lock of two mutexes: `main` is the lock itself, and only the holder of `next` waits for it.
 
-    Whoever leaves the room and wants to come back has to pass the door, and there somebody who waits is
-    first. Compiled code that takes the room only, and for a moment, does without the door: see `mutex`.
+    A process that releases the lock and wants it back must take `next` first, behind a process that waits
+    already. Compiled code that holds the lock only for a moment takes `main` directly (see `mutex`).
     """
 
-    def __init__(self, memory: memoryview, rank: int = 0, give_up: GiveUp = patient) -> None:
-        self.door, self.room = Mutex(memory[:SIZE], rank), Mutex(memory[SIZE:], rank)
-        self._give_up = give_up
+    def __init__(self, memory: memoryview, rank: int = 0, check_wait: CheckWait = wait_forever) -> None:
+        self.next, self.main = Mutex(memory[:SIZE], rank), Mutex(memory[SIZE:], rank)
+        self._check_wait = check_wait
         self._held = False
 
     @property
     def mutex(self) -> memoryview:
-        return self.room.memory
+        return self.main.memory
 
     def waited(self, seconds: float) -> None:
-        self._give_up(self.room.holder, seconds)
+        self._check_wait(self.main.holder, seconds)
 
     def take(self) -> None:
         if self._held:
             return
-        self.door.take(self._give_up, self._inside)
+        self.next.acquire(self._check_wait, self._blocker)
         try:
-            self.room.take(self._give_up)
+            self.main.acquire(self._check_wait)
             self._held = True
         finally:
-            self.door.release()
+            self.next.release()
 
-    def _inside(self) -> int:
-        """Whom those at the door wait for: who has the room, or, if nobody has, who stands before it."""
-        holder = self.room.holder
-        return self.door.holder if holder < 0 else holder
+    def _blocker(self) -> int:
+        """Whom a process that waits for `next` waits for: the holder of the lock or, if none, of `next`."""
+        holder = self.main.holder
+        return self.next.holder if holder < 0 else holder
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self.room.release()
+            self.main.release()

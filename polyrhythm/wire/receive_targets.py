@@ -1,6 +1,6 @@
-"""Where the tensors of a message go as they come: to the place kept for them, or into memory of its own.
+"""Where the tensors of an incoming message are written: into buffers registered for it, or into new memory.
 
-Bytes that come are asked for by generators: each yields the memory that must be full before it goes on.
+Messages are read by generators: each yields the memory to fill next, and continues when it is full.
 """
 
 from __future__ import annotations
@@ -10,56 +10,57 @@ from collections.abc import Generator, Iterator, Sequence
 
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire.arena import ALIGNMENT, Arenas
-from polyrhythm.wire.buffers import Buffer, Pool, fresh, parts_of, shape
+from polyrhythm.wire.buffers import Buffer, Pool, parts_of, shapes, uninitialized
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header
 
-_DRAIN = 1 << 20
+_DISCARD = 1 << 20
 
 
 class ReceiveTarget:
-    """Where the tensors of an ask that has not come yet may go."""
+    """Buffers for the tensors of a request that has not arrived yet."""
 
     def __init__(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> None:
-        self.request = sender, kind
+        self.key = sender, kind
         self.buffers = list(buffers)
         self.channel: Channel | None = None  # that fills it
-        self.over = False
+        self.done = False  # nothing more is written to it
 
 
 class ReceiveTargets:
-    """The places that one node keeps, and the arenas that others name to it."""
+    """The registered receive targets of a node, and the arenas that peers refer to."""
 
     def __init__(self, arenas: Arenas | None) -> None:
         self._arenas = arenas
         self._lock = threading.Lock()
-        self._kept: dict[tuple[Peer, str], ReceiveTarget] = {}
+        self._targets: dict[tuple[Peer, str], ReceiveTarget] = {}
 
-    def keep(self, place: ReceiveTarget) -> None:
+    def add(self, target: ReceiveTarget) -> None:
+        """Registers a target for the next request of its sender and kind."""
         with self._lock:
-            self._kept[place.request] = place
+            self._targets[target.key] = target
 
-    def withdraw(self, place: ReceiveTarget) -> None:
-        """Nobody takes it from now on; whoever has taken it may still be filling it."""
+    def remove(self, target: ReceiveTarget) -> None:
+        """Unregisters a target. A message that has claimed it may still be filling it."""
         with self._lock:
-            if self._kept.get(place.request) is place:
-                del self._kept[place.request]
+            if self._targets.get(target.key) is target:
+                del self._targets[target.key]
 
     def receive(
         self, channel: Channel, header: Header, pool: Pool
     ) -> Generator[memoryview, None, tuple[list[Buffer], memoryview | None]]:
-        """The tensors of a message, and the one piece of memory in which the inline ones lie, aligned."""
-        place = self._claim(channel, header)
-        if place is not None:
+        """Receives the tensors of a message. Returns them with the memory that holds the inline ones."""
+        target = self._claim(channel, header)
+        if target is not None:
             try:
-                for buffer in place.buffers:
+                for buffer in target.buffers:
                     yield buffer.view
             finally:
-                place.over = True
-            return place.buffers, None
+                target.done = True
+            return target.buffers, None
         buffers = []
         size = sum(_aligned(part.nbytes) for part in header.parts if part.arena < 0)
-        memory = (pool.take(size) if header.asked else fresh(size)) if size else None
+        memory = (pool.acquire(size) if header.wants_reply else uninitialized(size)) if size else None
         start = 0
         for part in header.parts:
             if part.arena >= 0:
@@ -73,21 +74,21 @@ class ReceiveTargets:
         return buffers, memory
 
     def _claim(self, channel: Channel, header: Header) -> ReceiveTarget | None:
-        """The place that is kept for the tensors of this ask, if all of them come inline and fit."""
-        if not self._kept or not header.asked or any(part.arena >= 0 for part in header.parts):
+        """The target registered for this request, if all its tensors are inline and fit."""
+        if not self._targets or not header.wants_reply or any(part.arena >= 0 for part in header.parts):
             return None
         with self._lock:
-            place = self._kept.pop((channel.peer, header.kind), None)
-            if place is None or shape(header.parts) != shape(parts_of(place.buffers)):
+            target = self._targets.pop((channel.peer, header.kind), None)
+            if target is None or shapes(header.parts) != shapes(parts_of(target.buffers)):
                 return None
-            place.channel = channel
-        return place
+            target.channel = channel
+        return target
 
 
-def drain(header: Header) -> Iterator[memoryview]:
-    """Reads tensors that nobody wants, in little memory."""
+def discard(header: Header) -> Iterator[memoryview]:
+    """Reads the tensors of a message into a small scratch buffer."""
     left = header.inline
-    scratch = fresh(min(left, _DRAIN))
+    scratch = uninitialized(min(left, _DISCARD))
     while left:
         piece = scratch[:left]
         yield piece

@@ -1,7 +1,7 @@
-"""Asks without an answer: who waits for whom, and what ends the wait.
+"""Requests without a reply: who waits for whom, and what ends the wait.
 
-An ask belongs to the connection that it went out by, until its answer comes or that connection ends. While a
-thread is sending it, for the first time or again, it belongs to none.
+A request belongs to the connection that it was sent over until its reply arrives or that connection ends.
+While a thread is sending it, for the first time or again, it belongs to no connection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.frame import Header, Part
-from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.incoming import Incoming
 from polyrhythm.wire.poller import Poller
 
 
 class Pending:
-    """An answer that is on its way."""
+    """A request that has been sent, and its reply."""
 
     def __init__(
         self, requests: Requests, to: Peer, header: Header, buffers: Sequence[Buffer], into: Sequence[Buffer]
@@ -30,102 +30,104 @@ class Pending:
         self.header = header
         self.buffers = buffers
         self.into = into
-        self.offered: list[Part] = []
-        self.channel: Channel | None = None  # that the answer will come by; None while a thread is sending
-        self.answer: Incoming | None = None
+        self.offered: list[Part] = []  # `into` as the header describes it, if in shared memory
+        self.channel: Channel | None = None  # that the reply will take; None while a thread is sending
+        self.reply: Incoming | None = None
         self.failure: Callable[[float], PolyrhythmError] | None = None
 
     @property
     def done(self) -> bool:
-        return self.answer is not None or self.failure is not None
+        return self.reply is not None or self.failure is not None
 
     def wait(self, timeout: float | None = None) -> Incoming:
-        """The answer, with `into` filled. Raises what came instead of it."""
+        """Returns the reply, after filling `into`. Raises the error if the request failed."""
         requests, began = self._requests, time.monotonic()
-        requests.engine.wait(lambda: self.done, requests.wait if timeout is None else timeout)
-        if self.answer is not None:
-            return self.answer
+        requests.poller.wait(lambda: self.done, requests.wait if timeout is None else timeout)
+        if self.reply is not None:
+            return self.reply
         seconds = time.monotonic() - began
         if self.failure is not None:
             raise self.failure(seconds)
         if timeout is None:
             requests.forget(self)
-        raise WaitError(self.waited(seconds))
+        raise WaitError(self.report(seconds))
 
-    def waited(self, seconds: float, why: str = "") -> str:
-        """How long it was waited for, in words."""
-        return waited(self._requests.me, seconds, self.to, f"to answer {self.header.kind!r}", why)
+    def report(self, seconds: float, why: str = "") -> str:
+        """The message of an error that ends the wait."""
+        return wait_report(self._requests.me, seconds, self.to, f"to reply to {self.header.kind!r}", why)
 
 
 class Requests:
-    """The asks of one node that have no answer yet. Waiting for one lasts `wait` seconds at most."""
+    """The requests of a node that have no reply yet. Waiting for a reply times out after `wait` seconds."""
 
-    def __init__(self, me: Peer, engine: Poller, wait: float) -> None:
-        self.me, self.engine, self.wait = me, engine, wait
+    def __init__(self, me: Peer, poller: Poller, wait: float) -> None:
+        self.me, self.poller, self.wait = me, poller, wait
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
 
     def add(self, to: Peer, header: Header, buffers: Sequence[Buffer], into: Sequence[Buffer]) -> Pending:
+        """Registers a request before it is sent."""
         pending = Pending(self, to, header, buffers, into)
         with self._lock:
             self._pending[header.sequence] = pending
         return pending
 
     def sent(self, pending: Pending, channel: Channel) -> None:
-        """An ask is out: its answer will come by this connection."""
+        """Notes the connection that a request was sent over."""
         with self._lock:
             if pending.channel is None and not pending.done:
                 if channel.drained:
-                    raise ConnectionError("the connection broke before the answer came")
+                    raise ConnectionError("the connection broke before the reply arrived")
                 pending.channel = channel
 
-    def answered(self, channel: Channel, number: int) -> Pending | None:
-        """The ask of this number, which an answer has come to; None if nobody waits for it."""
+    def match(self, channel: Channel, sequence: int) -> Pending | None:
+        """Finds the request that a reply belongs to. None if it was not sent to this peer or has ended."""
         with self._lock:
-            pending = self._pending.get(number)
+            pending = self._pending.get(sequence)
             if pending is None or pending.to != channel.peer:
                 return None
             pending.channel = channel
             return pending
 
-    def strand(self, channel: Channel) -> list[Pending]:
-        """A connection has ended: the asks that were to be answered by it have none now."""
+    def detach(self, channel: Channel) -> list[Pending]:
+        """Returns the requests that were to be answered over a connection that has ended."""
         with self._lock:
             channel.drained = True
-            stranded = [pending for pending in self._pending.values() if pending.channel is channel]
-            for pending in stranded:
+            unanswered = [pending for pending in self._pending.values() if pending.channel is channel]
+            for pending in unanswered:
                 pending.channel = None
-        return stranded
+        return unanswered
 
-    def end(
+    def complete(
         self,
         pending: Pending,
-        answer: Incoming | None = None,
+        reply: Incoming | None = None,
         failure: Callable[[float], PolyrhythmError] | None = None,
     ) -> None:
-        """Ends the wait by an answer, or by an error that is told how long it took. Only the first counts."""
+        """Ends a request by its reply, or by an error made from the seconds waited. The first call counts."""
         with self._lock:
             self._pending.pop(pending.header.sequence, None)
             if not pending.done:
-                pending.answer, pending.failure = answer, failure
-        self.engine.notify()
+                pending.reply, pending.failure = reply, failure
+        self.poller.notify()
 
-    def fail(self, kind: type[PolyrhythmError], why: str, peer: Peer | None = None) -> None:
-        """Ends all waits for a peer, or for everyone."""
+    def fail(self, error: type[PolyrhythmError], why: str, peer: Peer | None = None) -> None:
+        """Fails all requests to a peer, or to all peers."""
         with self._lock:
-            hopeless = [pending for pending in self._pending.values() if peer in (None, pending.to)]
-        for pending in hopeless:
+            failed = [pending for pending in self._pending.values() if peer in (None, pending.to)]
+        for pending in failed:
 
             def failure(seconds: float, pending: Pending = pending) -> PolyrhythmError:
-                return kind(pending.waited(seconds, why))
+                return error(pending.report(seconds, why))
 
-            self.end(pending, failure=failure)
+            self.complete(pending, failure=failure)
 
     def forget(self, pending: Pending) -> None:
+        """Drops a request. Its reply is ignored."""
         with self._lock:
             self._pending.pop(pending.header.sequence, None)
 
 
-def waited(me: Peer, seconds: float, whom: Peer | str, what: str, why: str = "") -> str:
-    """What to say of a wait that was in vain."""
+def wait_report(me: Peer, seconds: float, whom: Peer | str, what: str, why: str = "") -> str:
+    """The message of an error: who waited for whom, how long, and why in vain."""
     return f"{me} waited {seconds:.2f} s for {whom} {what}" + (f": {why}" if why else "")

@@ -28,7 +28,7 @@ from polyrhythm.collectives import ring
 from polyrhythm.collectives.ring import Turn, bounds, sent_elements
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import Event
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.wire.test_transport import Proxy
 
@@ -231,7 +231,7 @@ class Real:
             if shared:
                 tensors = [node.memory.empty(t.numel(), t.dtype).copy_(t) for t in tensors]
             wanted = [by_hand([given[at] for given in inputs], "sum") for at in range(2)]
-            before, turns = node.transport.bytes_sent, []
+            before, turns = node.transport.traffic.bytes_sent, []
             workers = list(node.members.workers)
             if number == 3 and node.rank == self.sleep:
                 time.sleep(600)
@@ -241,7 +241,7 @@ class Real:
             nbytes = 4 * sent_elements(size, n, node.rank) + 8 * sent_elements(9, n, node.rank)
             assert sum(turn.nbytes for turn in turns) == nbytes and len(turns) == 2 * (n - 1)
             # Beside the ring only the event log is sent, which has no tensors.
-            assert node.transport.bytes_sent - before == nbytes
+            assert node.transport.traffic.bytes_sent - before == nbytes
         (self.folder / f"{node.rank}").touch()
 
     def die(self, node: Any, turn: Turn) -> None:
@@ -270,7 +270,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(listen, tmp_path):
 
 
 def test_a_silent_worker_is_named(tmp_path):
-    with pytest.raises(pr.PolyrhythmError, match=r"worker \d waited .* worker \d( did not|.*to answer)"):
+    with pytest.raises(pr.PolyrhythmError, match=r"worker \d waited .* worker \d( did not|.*to reply)"):
         pr.run(Real(tmp_path, sleep=1), workers=3, strategy="local", runs=None, threads=1, timeout=2)
 
 
@@ -291,7 +291,8 @@ def ring_of(
     """Nodes in threads of this process, over plain TCP; they meet through proxies, if wanted."""
     peers = [pr.Peer("worker", rank) for rank in range(n)]
     transports = [
-        Transport(peer, bytes(32), listen="tcp:127.0.0.1", encrypt=False, wait=wait) for peer in peers
+        Transport(peer, bytes(32), TransportOptions("tcp:127.0.0.1", encrypt=False, wait=wait))
+        for peer in peers
     ]
     proxies = [Proxy(transport.address) for transport in transports] if proxied else []
     made = [Unlogged(peer, transport, 0, 0.0) for peer, transport in zip(peers, transports, strict=True)]
@@ -354,7 +355,7 @@ def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
         gone = SimpleNamespace(
             kind="left", fields={"role": "worker", "rank": 3, "reason": "killed", "incarnation": 0}
         )
-        nodes[0]._notice(gone)  # type: ignore[arg-type]
+        nodes[0]._on_notice(gone)  # type: ignore[arg-type]
         peers = list(nodes[0].members.workers)
 
         def part(node: ProcessNode) -> Any:

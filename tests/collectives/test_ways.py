@@ -20,7 +20,7 @@ from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event
 from polyrhythm.core.peer import COORDINATOR, Peer
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.wire.arena import Arenas
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import few
@@ -121,9 +121,8 @@ def joined(
     torch.set_num_threads(1)
     me, mine = Peer("worker", rank), hosts[rank]
     local = list(hosts[:rank]).count(mine)
-    transport = Transport(
-        me, b"k" * 32, listen="tcp:127.0.0.1:0", arenas=arenas[mine], host=mine, wait=20.0, encrypt=False
-    )
+    options = TransportOptions("tcp:127.0.0.1:0", arenas[mine], mine, wait=20.0, encrypt=False)
+    transport = Transport(me, b"k" * 32, options)
     if coordinator:
         transport.introduce(COORDINATOR, coordinator)
     node = Unlogged(me, transport, 0, time.monotonic(), arenas[mine], local, way)
@@ -296,7 +295,8 @@ def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
     arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
     barrier, gone = fork.Barrier(len(hosts)), len(hosts) - 1
     # What the launcher does: it hears that a process has ended, and tells the others.
-    coordinator = Transport(COORDINATOR, b"k" * 32, listen="tcp:127.0.0.1:0", encrypt=False, wait=20.0)
+    options = TransportOptions("tcp:127.0.0.1:0", encrypt=False, wait=20.0)
+    coordinator = Transport(COORDINATOR, b"k" * 32, options)
     processes = [
         fork.Process(
             target=survivor,

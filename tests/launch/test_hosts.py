@@ -261,7 +261,7 @@ def lending(folder: Path) -> None:
     node = current._context.node
     links = node.transport._links._links.values()
     shares = {str(link.peer): link.channel.bounds.arenas > 0 for link in links if link.channel is not None}
-    inside = node._group._inside
+    inside = node._group._shared_memory
     shares["others"] = inside is not None and len(inside._members) - 1
     (folder / f"shares {node.me}").write_text(json.dumps(shares))
 

@@ -96,7 +96,7 @@ def downhill(count: int) -> None:
 
     def cut() -> None:
         while not done.wait(0.01):
-            for channel in list(node.transport._lines):
+            for channel in list(node.transport._receiver.connections):
                 if channel.peer.role == "worker":
                     channel.close()
 

@@ -574,7 +574,7 @@ class Killed:
 
     def kill(self, optimizer: Any) -> None:
         lock = optimizer._lock
-        while lock is not None and lock.room.holder != 1:
+        while lock is not None and lock.main.holder != 1:
             time.sleep(0.0001)
         time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

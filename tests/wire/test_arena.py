@@ -1,4 +1,4 @@
-"""Arenas: shared by fork, sparse, and their memory is used again."""
+"""Arenas: shared by fork, sparse, and freed memory is reused."""
 
 import mmap
 import os
@@ -84,5 +84,5 @@ def test_blocks_are_aligned_apart_and_reused(actions):
             live[at] = max(number, 1)
     for at in list(live):
         arenas.free(0, at)
-    assert arenas._holes[0] == [(0, arenas.size)]
+    assert arenas._gaps[0] == [(0, arenas.size)]
     arenas.close()

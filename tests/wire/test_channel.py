@@ -1,4 +1,4 @@
-"""Channels: handshakes, plain and encrypted streams, and what a stranger can do to them."""
+"""Channels: handshakes, plain and encrypted streams, and attacks on them."""
 
 import os
 import threading
@@ -9,9 +9,11 @@ import pytest
 from polyrhythm.core.errors import UsageError, WireError
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire import handshake
-from polyrhythm.wire.channel import RECORD, dial, listen, open_channel, split
+from polyrhythm.wire.channel import open_channel
 from polyrhythm.wire.frame import Header, Part
 from polyrhythm.wire.handshake import Identity
+from polyrhythm.wire.sockets import dial, listen, parse_address
+from polyrhythm.wire.streams import MAX_RECORD
 
 KEY, OTHER = bytes(32), bytes(31) + b"\1"
 WORKER, SERVER = Identity(Peer("worker", 1), "here"), Identity(Peer("server", 0), "here")
@@ -27,7 +29,7 @@ def sockets(address):
 
 
 def both(first, second):
-    """What two functions return or raise when they run at once."""
+    """Runs two functions at once. Returns what each returned or raised."""
     results = [None, None]
 
     def run(at, function):
@@ -140,19 +142,19 @@ def test_handshake_refuses_arbitrary_bytes(data):
 @pytest.mark.parametrize(
     ("magic", "version"), [(b"PRHX", handshake.VERSION), (b"PRHS", handshake.VERSION + 1)]
 )
-def test_another_greeting_is_refused_before_anything_is_proved(magic, version):
+def test_an_invalid_hello_is_rejected_before_a_proof_is_sent(magic, version):
     a, b = sockets("unix:")
     a.sendall((magic + bytes([version])).ljust(handshake._HELLO.size, b"\0"))
-    with pytest.raises(WireError, match="a stranger did not greet as a polyrhythm node of version 1"):
+    with pytest.raises(WireError, match="a stranger is not a polyrhythm node with handshake version 1"):
         open_channel(b, SERVER, KEY, dialed=False, where="a stranger", timeout=0.5)
-    assert len(a.recv(1000)) == handshake._HELLO.size  # and no proof behind it
+    assert len(a.recv(1000)) == handshake._HELLO.size  # no proof follows
     a.close()
     b.close()
 
 
 def test_a_record_is_no_longer_than_it_may_be():
-    """Nor empty: what it says of its length is looked at before anything is read or kept."""
-    for size in (0, RECORD + 1, (1 << 32) - 1):
+    """Nor empty. The length is checked before more is read or memory is allocated."""
+    for size in (0, MAX_RECORD + 1, (1 << 32) - 1):
         left, right = pair("tcp:127.0.0.1")
         left._sock.sendall(size.to_bytes(4, "big"))
         left.release()
@@ -164,7 +166,7 @@ def test_a_record_is_no_longer_than_it_may_be():
 def test_records_cannot_be_changed_dropped_or_repeated():
     for attack in ("change", "length", "drop", "repeat"):
         left, right = pair("tcp:127.0.0.1")
-        records = [bytes(next(left._seal.records([memoryview(b"x" * 100)]))) for _ in range(2)]
+        records = [bytes(next(left._writer.records([memoryview(b"x" * 100)]))) for _ in range(2)]
         if attack == "change":
             records[0] = records[0][:50] + bytes([records[0][50] ^ 1]) + records[0][51:]
         elif attack == "length":
@@ -179,11 +181,11 @@ def test_records_cannot_be_changed_dropped_or_repeated():
 
 
 def test_each_direction_has_a_key_of_its_own():
-    """Both count their records from 0: under one key two messages would share a nonce."""
+    """Both count records from 0, so with one key two records would share a nonce."""
     a, b = sockets("tcp:127.0.0.1")
     (_, dialed), (_, accepted) = both(
-        lambda: handshake.shake(a, WORKER, KEY, dialed=True, encrypt=True, where="B"),
-        lambda: handshake.shake(b, SERVER, KEY, dialed=False, encrypt=True, where="A"),
+        lambda: handshake.authenticate(a, WORKER, KEY, dialed=True, encrypt=True, where="B"),
+        lambda: handshake.authenticate(b, SERVER, KEY, dialed=False, encrypt=True, where="A"),
     )
     assert dialed.sending == accepted.receiving and dialed.receiving == accepted.sending
     assert dialed.sending != dialed.receiving
@@ -193,7 +195,7 @@ def test_each_direction_has_a_key_of_its_own():
 
 @pytest.mark.parametrize("mirrored", [0, 1], ids=["dialed", "accepted"])
 def test_a_node_refuses_its_own_records(mirrored):
-    """Sent back to it, a message is not one of its peer's, though both have the same number."""
+    """A message reflected to its sender is rejected, although its record number is the expected one."""
     ends = pair("tcp:127.0.0.1")
     node, mirror = ends[mirrored], ends[1 - mirrored]
     node.send(Header("x", 1))
@@ -204,9 +206,9 @@ def test_a_node_refuses_its_own_records(mirrored):
         end.release()
 
 
-def test_ciphers_without_encrypt_into_speak_the_same():
+def test_ciphers_without_encrypt_into_use_the_same_format():
     left, right = pair("tcp:127.0.0.1")
-    left._seal._into = right._in._into = None
+    left._writer._encrypt_into = right._reader._decrypt_into = None
     left.send(Header("x", 1, parts=[Part("uint8", 5)]), [memoryview(b"hello")])
     assert right.receive_header().kind == "x"
     body = bytearray(5)
@@ -228,9 +230,9 @@ def test_a_send_that_nobody_reads_times_out_and_closes_the_channel():
 
 
 def test_address_parsing_refuses_malformed_addresses():
-    assert split("tcp:[::1]:80") == ("tcp", "[::1]:80")
+    assert parse_address("tcp:[::1]:80") == ("tcp", "[::1]:80")
     for bad in ("", "here", "udp:x:1", "tcp:host:port"):
-        with pytest.raises(UsageError, match="no address"):
-            split(bad)
-    with pytest.raises(UsageError, match="at most 16 bytes"):
+        with pytest.raises(UsageError, match="is not an address"):
+            parse_address(bad)
+    with pytest.raises(UsageError, match="may have 16 bytes"):
         Identity(Peer("a very long role indeed", 0)).check()

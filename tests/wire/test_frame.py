@@ -1,4 +1,4 @@
-"""Frames: what is encoded is decoded, and no bytes do harm."""
+"""Frames: decoding inverts encoding, and invalid bytes are rejected."""
 
 import ast
 import math
@@ -46,7 +46,7 @@ HEADERS = st.builds(
     kind=st.text(min_size=1, max_size=64),
     sequence=st.integers(0, 1 << 60),
     reply_to=st.integers(0, 1 << 60),
-    asked=st.booleans(),
+    wants_reply=st.booleans(),
     layout=st.text(max_size=64),
     fields=st.dictionaries(st.text(max_size=20), PLAIN, max_size=5),
     parts=st.lists(INLINE | SHARED, max_size=8),
@@ -166,6 +166,6 @@ def test_the_wire_needs_no_torch_and_knows_no_pickle():
     ],
 )
 def test_layouts_are_compared_within_one_part_of_the_model(one, other, same):
-    """A node that has no layout yet, such as the coordinator, agrees with all."""
+    """A node without a layout, such as the coordinator, matches all."""
     assert same_layout(layout_of(*one), layout_of(*other)) is same
     assert same_layout(layout_of(*other), layout_of(*one)) is same

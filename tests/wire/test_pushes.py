@@ -1,4 +1,4 @@
-"""A parameter server over TCP whose connections break again and again: each push counts, and counts once."""
+"""A parameter server over TCP whose connections break repeatedly: each push is applied exactly once."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.worlds.processes.node import ProcessNode
 from tests.support.combine import few
 
@@ -20,7 +20,7 @@ WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
 
 
 class Quiet(ProcessNode):
-    """There is no coordinator here, so its events stay with it."""
+    """Keeps its events, because there is no coordinator."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -38,7 +38,9 @@ def point():
 @few("strategy", ["async", "sync", "softsync:1,pull=next-version", "easgd:1,alpha=0.5"], quick=1)
 def test_pushes_survive_cuts_and_count_once(strategy):
     chosen, pushes = parse(strategy), 60
-    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (WORKER, SERVER)}
+    transports = {
+        peer: Transport(peer, KEY, TransportOptions("tcp:127.0.0.1", wait=30)) for peer in (WORKER, SERVER)
+    }
     proxy = Proxy(transports[SERVER].address)
     server, worker = (Quiet(peer, transports[peer], 0, time.monotonic()) for peer in (SERVER, WORKER))
     for node in (server, worker):
@@ -71,7 +73,7 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     finally:
         done.set()
         threads[1].join()
-        while threads[0].is_alive():  # what is sent one way may go down with a connection
+        while threads[0].is_alive():  # a one-way message may be lost with its connection
             worker.transport.send(SERVER, "over")
             threads[0].join(0.05)
         for transport in transports.values():
@@ -80,8 +82,8 @@ def test_pushes_survive_cuts_and_count_once(strategy):
     applied = [event.sequence for event in server.events if isinstance(event, Applied)]
     delivered = [each for each in server.events if isinstance(each, Delivered) and each.kind == "push"]
     assert shard.version == pushes == len(applied) == len(set(applied))
-    assert len(delivered) > pushes  # some came twice, or this test shows nothing
-    if chosen.name == "easgd":  # what the worker lost the centre has gained
+    assert len(delivered) > pushes  # otherwise nothing was repeated and this test shows nothing
+    if chosen.name == "easgd":  # the center gains what the worker loses
         assert torch.equal(replica.parameters[0] + shard.parameters[0], torch.full((1000,), -float(pushes)))
     else:
         assert torch.equal(shard.parameters[0], torch.full((1000,), -float(pushes)))

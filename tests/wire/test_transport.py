@@ -1,4 +1,4 @@
-"""The transport between real processes and threads: answers, loss, repetition and back-pressure."""
+"""The transport between real processes and threads: replies, loss, retransmission and backpressure."""
 
 import contextlib
 import os
@@ -12,11 +12,12 @@ import pytest
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 from polyrhythm.core.peer import Peer
-from polyrhythm.wire import Arenas, Buffer, Transport
-from polyrhythm.wire.channel import Channel, dial, hang_up, listen, open_channel
+from polyrhythm.wire import Arenas, Buffer, Transport, TransportOptions
+from polyrhythm.wire.channel import Channel, open_channel
 from polyrhythm.wire.frame import Header, Part, encode
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.links import LINGER
+from polyrhythm.wire.sockets import dial, listen, shut_down
 
 KEY = bytes(range(32))
 WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
@@ -38,8 +39,9 @@ def nothing_is_left():
 
 @contextlib.contextmanager
 def nodes(listen="unix:", server=None, worker=None, **both):
-    server = Transport(SERVER, **{"key": KEY, "listen": listen, **both, **(server or {})})
-    worker = Transport(WORKER, **{"key": KEY, "listen": listen, **both, **(worker or {})})
+    options = {"listen": listen, **both}
+    server = Transport(SERVER, KEY, TransportOptions(**{**options, **(server or {})}))
+    worker = Transport(WORKER, KEY, TransportOptions(**{**options, **(worker or {})}))
     worker.introduce(SERVER, server.address)
     try:
         yield server, worker
@@ -49,7 +51,7 @@ def nodes(listen="unix:", server=None, worker=None, **both):
 
 
 class Proxy:
-    """Forwards bytes to an address, keeps what it saw, and can cut its connections or change a byte."""
+    """Forwards bytes to an address and records them. It can cut its connections and change a byte."""
 
     def __init__(self, target):
         self.target = target
@@ -79,14 +81,14 @@ class Proxy:
                     self.tamper_at = None
                 self.seen += data
                 target.sendall(data)
-        hang_up(target)
+        shut_down(target)
 
     def cut(self):
         for sock in self.sockets:
-            hang_up(sock)
+            shut_down(sock)
 
     def close(self):
-        hang_up(self.listener)
+        shut_down(self.listener)
         self.threads[0].join()
         self.cut()
         for thread in self.threads[1:]:
@@ -117,12 +119,12 @@ def double(server, number=1):
 
 
 def serve_in_a_process(listen, serve, **options):
-    """The address of a server in a child process, and how to wait for the child's end."""
+    """Starts a server in a child process. Returns its address and a function that waits for its end."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         code = 1
         try:
-            server = Transport(SERVER, KEY, listen=listen, **options)
+            server = Transport(SERVER, KEY, TransportOptions(listen=listen, **options))
             os.write(writing, server.address.encode())
             serve(server)
             server.close()
@@ -137,24 +139,24 @@ def serve_in_a_process(listen, serve, **options):
 
 @pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize("lend", [False, True])
-def test_ask_and_answer_between_processes(address, lend):
+def test_request_and_reply_between_processes(address, lend):
     arenas = Arenas(1, 1 << 30)
     options = {"arenas": arenas, "host": "h"} if lend else {}
     where, ended = serve_in_a_process(address, lambda server: double(server, 20), **options)
-    worker = Transport(WORKER, KEY, listen=address, **options)
+    worker = Transport(WORKER, KEY, TransportOptions(listen=address, **options))
     worker.introduce(SERVER, where)
     for number in range(20):
         count = 1 + number * 9973
         out, into = (shared(arenas, 0, count) for _ in range(2))
         np.frombuffer(out.view, np.float32)[:] = number
-        answer = worker.request(SERVER, "double", [out], [into]).wait(10)
-        assert answer.fields == {"of": "double"}
-        assert answer.buffers[0].view is into.view
+        reply = worker.request(SERVER, "double", [out], [into]).wait(10)
+        assert reply.fields == {"of": "double"}
+        assert reply.buffers[0].view is into.view
         assert (np.frombuffer(into.view, np.float32) == 2 * number).all()
-    assert worker.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
+    assert worker.traffic.bytes_sent == sum(4 * (1 + n * 9973) for n in range(20))
     assert ended() == 0
     worker.close()
-    del out, into, answer
+    del out, into, reply
     arenas.close()
 
 
@@ -170,19 +172,21 @@ def test_tensors_in_shared_arenas_are_not_sent_over_the_socket():
         server.reply(message, [Buffer("float32", memoryview(bytes(4 << 20)))])
         pending.wait(10)
         assert len(proxy.seen) < 2000
-        assert server.bytes_sent == worker.bytes_sent == 4 << 20
+        assert server.traffic.bytes_sent == worker.traffic.bytes_sent == 4 << 20
         proxy.close()
     del big, message, pending
     arenas.close()
 
 
 def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
-    """Else one who is told that all has arrived could read a total without it. What cannot be sent is not."""
+    """Otherwise a receiver could end the run before they are in the total. A failed send does not count."""
     counted, send = [], Channel.send
 
     def look(channel, header, views=()):
         send(channel, header, views)
-        counted.append((header.kind, header.reply_to > 0, worker.bytes_sent, server.bytes_sent))
+        counted.append(
+            (header.kind, header.reply_to > 0, worker.traffic.bytes_sent, server.traffic.bytes_sent)
+        )
 
     with nodes() as (server, worker):
         monkeypatch.setattr(Channel, "send", look)
@@ -195,7 +199,7 @@ def test_bytes_are_counted_before_they_can_arrive(monkeypatch):
         server.close()
         with pytest.raises(PeerLost):
             worker.send(SERVER, "lost", [floats(1)], retry=False)
-        assert worker.bytes_sent == 12
+        assert worker.traffic.bytes_sent == 12
 
 
 def test_tensors_between_hosts_are_sent_as_bytes():
@@ -220,12 +224,12 @@ def test_messages_in_both_directions_over_one_connection(address):
     with nodes(address) as (server, worker):
         worker.send(SERVER, "hello", [floats(1), floats(), floats(2, 3)], {"name": "w"})
         message = server.receive(["hello"], timeout=5)
-        assert (message.sender, message.asked, message.fields) == (WORKER, False, {"name": "w"})
+        assert (message.sender, message.wants_reply, message.fields) == (WORKER, False, {"name": "w"})
         assert [values(b) for b in message.buffers] == [[1], [], [2, 3]]
         pending = server.request(WORKER, "back", [floats(7)])
         double(worker)
         assert values(pending.wait(5).buffers[0]) == [14]
-        assert len(server._engine._channels) == 1
+        assert len(server._poller._channels) == 1
 
 
 def test_receive_chooses_by_kind_and_keeps_order():
@@ -260,7 +264,7 @@ def test_refused_requests_and_transport_misuse_raise_errors():
         with pytest.raises(PolyrhythmError, match=r"^no such shard"):
             pending.wait(5)
         assert pending.done
-        with pytest.raises(UsageError, match="answered already"):
+        with pytest.raises(UsageError, match="has been replied to"):
             server.reply(message)
         for call in (
             lambda: worker.send(Peer("server", 7), "x"),
@@ -284,12 +288,12 @@ def test_another_layout_is_refused():
     assert len(errors) == 1
 
 
-def test_an_answer_of_another_shape_is_an_error():
+def test_a_reply_of_another_shape_is_an_error():
     with nodes() as (server, worker):
         into = floats(0, 0)
         pending = worker.request(SERVER, "x", into=[into])
         server.reply(server.receive(), [floats(1, 2, 3)])
-        with pytest.raises(WireError, match="server 0 answered 'x' with"):
+        with pytest.raises(WireError, match="server 0 replied to 'x' with"):
             pending.wait(5)
         assert values(into) == [0, 0]
         pending = worker.request(SERVER, "x", into=[into])
@@ -297,8 +301,8 @@ def test_an_answer_of_another_shape_is_an_error():
         assert values(pending.wait(5).buffers[0]) == [1, 2]
 
 
-def test_only_who_was_asked_can_answer():
-    """Another peer that names the number of an ask is not believed."""
+def test_only_the_receiver_of_a_request_can_reply():
+    """A reply from another peer is ignored, even with the right sequence number."""
     with nodes() as (server, worker):
         other = Transport(Peer("server", 1), KEY)
         other.introduce(WORKER, worker.address)
@@ -315,31 +319,30 @@ def test_only_who_was_asked_can_answer():
         other.close()
 
 
-def test_many_threads_ask_at_once():
+def test_many_threads_send_requests_at_once():
     with nodes(queue=4) as (server, worker):
         serving = threading.Thread(target=double, args=(server, 400))
         serving.start()
-        wrong = []
+        doubled = []
 
         def request(number):
             for step in range(100):
-                answer = worker.request(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
-                if set(values(answer.buffers[0])) != {2.0 * (number + step)}:
-                    wrong.append((number, step))
+                reply = worker.request(SERVER, "x", [floats(*[number + step] * (1 + step * 50))]).wait(20)
+                doubled.append(set(values(reply.buffers[0])) == {2.0 * (number + step)})
 
         threads = [threading.Thread(target=request, args=(number * 1000,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in (*threads, serving):
             thread.join(30)
-        assert not wrong
+        assert doubled == [True] * 400
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_wrong_key_cannot_join_and_others_are_served(address):
     errors = []
     with nodes(address, server={"on_error": errors.append}) as (server, worker):
-        stranger = Transport(Peer("worker", 9), os.urandom(32), listen=address)
+        stranger = Transport(Peer("worker", 9), os.urandom(32), TransportOptions(address))
         stranger.introduce(SERVER, server.address)
         with pytest.raises(WireError, match="does not have the key of this run"):
             stranger.send(SERVER, "x")
@@ -378,26 +381,26 @@ def test_bytes_between_hosts_are_secret(encrypt):
 
 @pytest.mark.parametrize("encrypt", [True, False])
 def test_traffic_counts_the_bytes_on_the_sockets_exactly(encrypt):
-    """To the byte, and what a connection had sent still counts when it has ended."""
+    """To the byte, including connections that have ended."""
     with nodes("tcp:127.0.0.1", encrypt=encrypt) as (server, worker):
         proxy = Proxy(server.address)
         worker.introduce(SERVER, proxy.address)
         worker.send(SERVER, "first")
         server.receive(timeout=5)
-        begun, seen = sum(worker.traffic().values()), len(proxy.seen)
-        assert set(worker.traffic()) == {SERVER} and server.traffic()[WORKER] == 0
+        begun, seen = sum(worker.traffic.by_peer().values()), len(proxy.seen)
+        assert set(worker.traffic.by_peer()) == {SERVER} and server.traffic.by_peer()[WORKER] == 0
         for count in (0, 1, 5, 100_000):
             pending = worker.request(SERVER, "push", [floats(*range(count))], into=[floats(*range(count))])
             double(server)
             pending.wait(5)
-        sent = worker.traffic()[SERVER] - begun + server.traffic()[WORKER]
+        sent = worker.traffic.by_peer()[SERVER] - begun + server.traffic.by_peer()[WORKER]
         assert sent == len(proxy.seen) - seen > 2 * 4 * 100_000
-        before = worker.traffic()[SERVER]
+        before = worker.traffic.by_peer()[SERVER]
         proxy.cut()
         pending = worker.request(SERVER, "again")
         server.reply(server.receive(timeout=5))
         pending.wait(5)
-        assert before < worker.traffic()[SERVER] < before + 500
+        assert before < worker.traffic.by_peer()[SERVER] < before + 500
         proxy.close()
 
 
@@ -423,7 +426,7 @@ def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
     with nodes(worker={"on_error": errors.append}) as (server, worker):
         pending = worker.request(SERVER, "x")
         message = server.receive(timeout=5)
-        message._line.channel._sock.sendall(b"no message at all")
+        message._connection.channel._sock.sendall(b"no message at all")
         with pytest.raises(WireError, match="server 0 sent b'no '"):
             pending.wait(5)
         assert len(errors) == 1
@@ -434,7 +437,7 @@ def test_malformed_bytes_fail_pending_requests_and_close_one_connection():
 
 def test_too_large_a_message_is_refused_before_memory_is_taken():
     errors = []
-    with nodes(server={"limit": 1000, "on_error": errors.append}) as (server, worker):
+    with nodes(server={"max_inline": 1000, "on_error": errors.append}) as (server, worker):
         worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1001)))])
         assert server.receive(timeout=0.2) is None
         assert re.search("worker 1 sent 'x' with 1001 bytes", errors[0])
@@ -447,10 +450,10 @@ def test_a_request_resent_after_a_broken_connection_is_delivered_once(address):
         worker.introduce(SERVER, proxy.address)
         pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
-        line = message._line
+        before = message._connection
         proxy.cut()
         deadline = time.monotonic() + 5
-        while message._line is line and time.monotonic() < deadline:
+        while message._connection is before and time.monotonic() < deadline:
             time.sleep(0.005)
         assert server.receive(timeout=0.05) is None
         server.reply(message, [floats(6)])
@@ -465,7 +468,7 @@ def test_a_request_whose_reply_was_lost_is_redelivered_as_duplicate():
         pending = worker.request(SERVER, "push", [floats(3)])
         message = server.receive(timeout=5)
         assert not message.duplicate
-        message._line.channel.close()
+        message._connection.channel.close()
         server.reply(message, [floats(6)])
         repeated = server.receive(timeout=5)
         assert repeated.duplicate and repeated.sequence == message.sequence
@@ -481,7 +484,7 @@ def test_a_lost_reply_without_tensors_is_resent_automatically():
         worker.introduce(SERVER, proxy.address)
         pending = worker.request(SERVER, "lease")
         message = server.receive(timeout=5)
-        message._line.channel.close()
+        message._connection.channel.close()
         server.reply(message, fields={"first": 8})
         assert server.receive(timeout=0.3) is None
         assert pending.wait(5).fields == {"first": 8}
@@ -525,11 +528,11 @@ def test_requests_over_broken_connections_are_counted_exactly_once():
 @pytest.mark.parametrize("handled", [False, True], ids=["received", "handled"])
 @pytest.mark.parametrize("buffers", [[], [floats(3)]], ids=["header", "bytes"])
 def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers, monkeypatch):
-    """Repeated because the connection broke when all of it was there, and before its sender knew."""
+    """The connection breaks after all of the message has arrived and before its sender knows."""
     heard, sent, send = [], [], Channel.send
 
     def arrived():
-        assert server.receive(["another"], timeout=0.05) is None  # reads what is there
+        assert server.receive(["another"], timeout=0.05) is None  # reads what has arrived
         return server.arrived or heard
 
     def breaks(channel, header, views=()):
@@ -553,7 +556,7 @@ def test_a_repeated_one_way_message_is_delivered_once(address, handled, buffers,
         assert server.receive(timeout=5).kind == "last"
         assert [message.sequence for message in heard] == [1] and sent == [1, 1]
         assert [values(buffer) for buffer in heard[0].buffers] == [values(buffer) for buffer in buffers]
-        assert not heard[0].duplicate and worker.bytes_sent == 4 * len(buffers)
+        assert not heard[0].duplicate and worker.traffic.bytes_sent == 4 * len(buffers)
 
 
 def test_messages_of_a_restarted_peer_are_not_duplicates():
@@ -570,11 +573,11 @@ def test_messages_of_a_restarted_peer_are_not_duplicates():
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_replacement_may_connect_before_the_death_is_reported(address):
-    """Its connection outlives the word that its former life is lost, and is answered; numbers go on."""
+    """The late report does not close its connection. Its sequence numbers begin above those before."""
     with nodes(address) as (server, worker):
         old = worker.request(SERVER, "push")
         unanswered = server.receive(timeout=5)
-        with contextlib.closing(Transport(WORKER, KEY, listen=address, incarnation=1)) as again:
+        with contextlib.closing(Transport(WORKER, KEY, TransportOptions(address, incarnation=1))) as again:
             again.introduce(SERVER, server.address)
             pending = again.request(SERVER, "push")
             message = server.receive(timeout=5)
@@ -588,12 +591,12 @@ def test_a_replacement_may_connect_before_the_death_is_reported(address):
             assert pending.wait(5).fields == {"version": 7}
             server.send(WORKER, "x")
             assert again.receive(timeout=5).kind == "x"
-            server.reply(unanswered)  # goes to the one that asked, which in truth is gone
+            server.reply(unanswered)  # goes to the first process, which in a real run would be dead
             old.wait(5)
 
 
 def test_receive_before_returns_only_messages_that_arrived_earlier():
-    """A busy node can be told how far to read."""
+    """So a busy node can handle a notice at its place in the order of arrival."""
     with nodes() as (server, worker):
         worker.send(SERVER, "x", fields={"n": 1})
         while server.arrived < 1:
@@ -632,12 +635,12 @@ def test_losing_a_peer_ends_waits_with_an_error_that_names_it():
         worker.send(SERVER, "last words")
         pending = worker.request(SERVER, "push")
         threading.Timer(0.2, worker.lost, (SERVER, "its process ended")).start()
-        expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to answer 'push': server 0 is gone: its "
+        expected = r"^worker 1 waited [0-3]\.\d\d s for server 0 to reply to 'push': server 0 is gone: its "
         expected += "process ended$"
         with pytest.raises(PeerLost, match=expected):
             pending.wait()
         with pytest.raises(
-            PeerLost, match=r"worker 1 waited .* for server 0 to take in 'x': server 0 is gone"
+            PeerLost, match=r"worker 1 waited .* for server 0 to receive 'x': server 0 is gone"
         ):
             worker.send(SERVER, "x")
         server.lost(WORKER, "it left")
@@ -671,7 +674,7 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
         late = Peer("server", 1)
         worker.introduce(late, address)
         made = []
-        timer = threading.Timer(0.2, lambda: made.append(Transport(late, KEY, listen=address)))
+        timer = threading.Timer(0.2, lambda: made.append(Transport(late, KEY, TransportOptions(address))))
         timer.start()
         worker.send(late, "x")
         timer.join()
@@ -682,13 +685,13 @@ def test_a_peer_that_is_not_there_yet_is_waited_for():
 def test_every_transport_wait_times_out_and_names_both_peers():
     with nodes(wait=0.2, queue=1) as (_, worker):
         for wait, whom in (
-            (lambda: worker.request(SERVER, "pull").wait(), "server 0 to answer 'pull'"),
+            (lambda: worker.request(SERVER, "pull").wait(), "server 0 to reply to 'pull'"),
             (lambda: worker.receive(["b", "a"]), "anyone to send 'a' or 'b'"),
             (
                 lambda: [
                     worker.send(SERVER, "x", [Buffer("uint8", memoryview(bytes(1 << 22)))]) for _ in range(9)
                 ],
-                "server 0 to take in 'x'",
+                "server 0 to receive 'x'",
             ),
         ):
             with pytest.raises(WaitError, match=rf"^worker 1 waited \d\.\d\d s for {whom}"):
@@ -696,7 +699,7 @@ def test_every_transport_wait_times_out_and_names_both_peers():
         sock, address = listen("unix:")
         sock.close()
         worker.introduce(Peer("server", 1), address)
-        with pytest.raises(WaitError, match=r"worker 1 waited .* for server 1 to take in 'x': .*refused"):
+        with pytest.raises(WaitError, match=r"worker 1 waited .* for server 1 to receive 'x': .*refused"):
             worker.send(Peer("server", 1), "x")
 
 
@@ -739,9 +742,9 @@ def test_sockets_closed_during_the_handshake_are_ignored():
         assert server.receive(timeout=5).kind == "x"
 
 
-@pytest.mark.parametrize("size", [2 << 20, 8 << 20])  # read as it comes, and by a thread of its own
+@pytest.mark.parametrize("size", [2 << 20, 8 << 20])  # read as bytes arrive, and by its own thread
 def test_a_slow_message_holds_up_nobody_else(size):
-    """While one worker's push trickles in, another's pull is answered as ever."""
+    """While the push of one worker arrives slowly, the pull of another gets its reply."""
     slow, stop = Peer("worker", 2), threading.Event()
     with nodes("tcp:127.0.0.1:0") as (server, worker):
         identity = Identity(slow, "", os.urandom(16))
@@ -749,7 +752,7 @@ def test_a_slow_message_holds_up_nobody_else(size):
         header = Header("push", 1, 0, True, "", {}, [Part("uint8", size)])
 
         def trickle():
-            for record in channel._seal.records([memoryview(encode(header)), memoryview(bytearray(size))]):
+            for record in channel._writer.records([memoryview(encode(header)), memoryview(bytearray(size))]):
                 channel._sock.sendall(record)
                 if stop.wait(0.1):
                     return
@@ -769,7 +772,7 @@ def test_a_slow_message_holds_up_nobody_else(size):
 
 @pytest.mark.parametrize("queue", [1, 2, 64])
 def test_a_thread_waiting_for_another_kind_does_not_block_receives(queue):
-    """With another thread waiting for another kind, a flood is still taken in to its end."""
+    """While another thread waits for another kind, a flood of messages is received completely."""
     number = 2000
     with nodes(server={"queue": queue}) as (server, worker):
         other = threading.Thread(target=server.receive, args=(["other"],), kwargs={"timeout": 60})
@@ -815,7 +818,7 @@ def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
         sock = dial(server.address)
         channel = open_channel(sock, identity, KEY, dialed=True, where="the server", encrypt=False)
         sock.settimeout(None)
-        header = encode(Header("x", 1, asked=True, parts=[Part("uint8", size)]))
+        header = encode(Header("x", 1, wants_reply=True, parts=[Part("uint8", size)]))
         sock.sendall(header + b"a" * (size // 4))
         deadline = time.monotonic() + 5
         while place.view[size // 8] != ord("a") and time.monotonic() < deadline:
@@ -832,15 +835,15 @@ def test_a_withdrawn_receive_buffer_is_not_written_to(bulk):
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_peers_sending_to_each_other_do_not_deadlock(address):
-    """More than the connection holds, both ways at once, and nobody receives before all is sent."""
+    """Both send more than the connection buffers, and none receives before all is sent."""
     with nodes(address) as (server, worker):
         worker.request(SERVER, "hello")
         server.reply(server.receive(timeout=5))
         payload = Buffer("uint8", memoryview(bytes(3 << 20)))
-        asked = {}
+        requests = {}
 
         def send(one, other):
-            asked[one] = [one.request(other, "x", [payload]) for _ in range(12)]
+            requests[one] = [one.request(other, "x", [payload]) for _ in range(12)]
 
         threads = [threading.Thread(target=send, args=pair) for pair in ((server, WORKER), (worker, SERVER))]
         for thread in threads:
@@ -851,12 +854,12 @@ def test_peers_sending_to_each_other_do_not_deadlock(address):
         for one in (server, worker):
             for _ in range(12):
                 one.reply(one.receive(timeout=5))
-        for pending in (*asked[server], *asked[worker]):
+        for pending in (*requests[server], *requests[worker]):
             pending.wait(5)
 
 
 def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
-    monkeypatch.setattr("polyrhythm.wire.transport.STALL", 0.3)
+    monkeypatch.setattr("polyrhythm.wire.receiver.STALL", 0.3)
     with nodes("tcp:127.0.0.1", encrypt=False) as (server, worker):
         identity = Identity(Peer("worker", 2), "", os.urandom(16))
         sock = dial(server.address)
@@ -866,5 +869,5 @@ def test_a_message_that_stops_half_way_breaks_its_connection(monkeypatch):
         server.reply(server.receive(timeout=5))
         pending.wait(5)
         sock.settimeout(5)
-        assert sock.recv(1) == b""  # the server hung up
+        assert sock.recv(1) == b""  # the server closed the connection
         channel.release()

@@ -171,7 +171,7 @@ def test_timeout_at_the_end_of_a_peer_run_names_the_late_worker(tmp_path: Path) 
         if session.get().rank == 1:
             time.sleep(8)
 
-    with pytest.raises(PolyrhythmError, match="'done'; worker 1 did not come so far"):
+    with pytest.raises(PolyrhythmError, match="'done'; worker 1 did not arrive"):
         pr.run(main, workers=3, threads=1, strategy="nearest", timeout=2.0)
 
 

@@ -1,4 +1,4 @@
-"""ProcessContext: the place of a process in a run."""
+"""ProcessContext: the session's access to the run from a process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class ProcessContext(WorldContext):
-    """A process's place in a run; the coordinator is in the launcher."""
+    """Talks to the coordinator, which is in the launcher, by messages."""
 
     def __init__(self, node: ProcessNode, plan: Plan, strategy: ResolvedStrategy | None) -> None:
         self.node: ProcessNode = node
@@ -42,17 +42,17 @@ class ProcessContext(WorldContext):
     def request(self, request: Request[R]) -> R:
         kind, fields = pack(request)
         try:
-            answer = self.node.transport.request(COORDINATOR, kind, fields=fields).wait().fields
+            reply = self.node.transport.request(COORDINATOR, kind, fields=fields).wait().fields
         except WaitError as error:
             if not isinstance(request, StepsDone | LeaveRun | ShareEpoch) or isinstance(error, PeerLost):
                 raise
-            late = ", ".join(self.request(WhoIsLate()).workers)  # the coordinator itself waits for these
-            raise WaitError(f"{error}; {late} did not come so far: is --timeout too short?") from None
-        if "error" in answer:
-            raise PolyrhythmError(answer["error"])
+            late = ", ".join(self.request(WhoIsLate()).workers)  # the coordinator waits for these
+            raise WaitError(f"{error}; {late} did not arrive; is --timeout too short?") from None
+        if "error" in reply:
+            raise PolyrhythmError(reply["error"])
         if isinstance(request, Prepared):
             self.node.transport.layout = layout_of(request.part, request.layout)
-        return unpack_reply(request, answer)
+        return unpack_reply(request, reply)
 
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         node = self.node
@@ -60,7 +60,7 @@ class ProcessContext(WorldContext):
         welcome = self.request(JoinRun(strategy, batch_norm, location))
         node.seed, node.incarnation, node.cohort = welcome.seed, welcome.incarnation, welcome.cohort
         node.meet(welcome.peers)
-        node.transport.far = frozenset(Peer(role, rank) for role, rank in welcome.far)
+        node.transport.traffic.other_site_peers = frozenset(Peer(role, rank) for role, rank in welcome.far)
         node.start_reports(self.plan.events)
         return welcome
 

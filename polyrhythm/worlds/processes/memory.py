@@ -1,4 +1,4 @@
-"""ProcessMemory: memory that a process lends to others of its host, or shares with all workers there."""
+"""ProcessMemory: memory that a process shares with other processes of its host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProcessMemory(Memory):
         nbytes = count * dtype.itemsize
         offset = self._node.arenas.allocate(self._node.arena, nbytes)
         memory = self._node.view[offset : offset + nbytes]
-        return torch.frombuffer(memory, dtype=dtype)  # alone in its storage
+        return torch.frombuffer(memory, dtype=dtype)  # a storage of its own
 
     def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         region, nbytes = self._region(), count * dtype.itemsize
@@ -40,19 +40,19 @@ class ProcessMemory(Memory):
         )
 
     def lock(self, name: str) -> Lock:
-        def give_up(holder: int, waited: float) -> None:
+        def check_wait(holder: int, waited: float) -> None:
             if waited > self._node.transport.wait or self._node.transport.closed:
                 who = "another" if holder < 0 else str(Peer("worker", holder))
                 raise WaitError(
                     f"{self._node.me} waited {waited:.1f} s for {who} to release the lock {name!r}"
                 )
 
-        return self._region().lock(name, self._node.rank, give_up)
+        return self._region().lock(name, self._node.rank, check_wait)
 
     def _region(self) -> SharedRegion:
         if self._node.arenas is None or not self._node.one_host:
             raise UsageError(
-                "the strategy works on memory that all workers share, and they are on several hosts or talk "
-                "over TCP: leave --here and --listen out, or use a strategy that sends, such as async"
+                "the strategy needs memory that all workers share, but they are on several hosts or use TCP; "
+                "omit --here and --listen, or use a strategy that sends messages, such as async"
             )
         return SharedRegion(self._node.arenas)

@@ -1,7 +1,7 @@
-"""Processes: every node is a process, and blocking is a wait on a socket.
+"""ProcessNode: a node that is a process. Blocking means waiting on a socket.
 
-Tensors that live in this host's shared memory (`Memory.empty`) are lent to neighbours by reference; others,
-and all that goes to another host, travel as bytes. Tensors on a GPU are staged through host memory.
+Tensors in shared memory (`Memory.empty`) are sent by reference to nodes of the same host. Other tensors, and
+all tensors for other hosts, are sent as bytes. Tensors on a GPU are copied through host memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, pack
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
-from polyrhythm.wire.inbox import Incoming
+from polyrhythm.wire.incoming import Incoming
 from polyrhythm.wire.requests import Pending
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.memory import ProcessMemory
-from polyrhythm.worlds.processes.process_group import Place, ProcessGroup
+from polyrhythm.worlds.processes.process_group import NodeLocation, ProcessGroup
 from polyrhythm.worlds.processes.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
     from polyrhythm.wire.arena import Arenas
 
-_TYPE = {name: getattr(torch, name) for name in DTYPES}
-_NAME = {kind: name for name, kind in _TYPE.items()}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass
-class _ArrivedNotice:
-    """A notice about another node, and how many messages had arrived before it."""
+class _PendingNotice:
+    """A notice about another node that the strategy has not seen, and the number of messages before it."""
 
     notice: Notice
     arrived: int
 
 
-class _Arrived(Message):
-    """A message that remembers how to answer it."""
+class _ReceivedMessage(Message):
+    """A message with what is needed to reply to it."""
 
     origin: Incoming
 
@@ -66,13 +66,13 @@ class _ProcessReply(Reply):
 
     def wait(self) -> Message:
         message = _message(self._pending.wait())
-        for place, host in self._staged:
-            place.copy_(host)
+        for target, host in self._staged:
+            target.copy_(host)
         return message
 
 
-class _Unanswered(Reply):
-    """Whoever was asked was gone already."""
+class _FailedReply(Reply):
+    """The reply to a request that could not be sent because the peer is lost."""
 
     def __init__(self, error: PeerLost) -> None:
         self._error = error
@@ -116,7 +116,7 @@ class ProcessNode(Node):
     ) -> None:
         self.me, self.seed, self.transport = me, seed, transport
         self.arenas, self.arena = arenas, arena
-        # The first thing in every arena, so that all know where everybody's board is.
+        # Allocated first in every arena, so that all nodes know the offset of every board.
         self.board = arenas.allocate(arena, BOARD) if arenas else 0
         self._began = began
         self._collective = collective
@@ -127,69 +127,72 @@ class ProcessNode(Node):
         self.memory = ProcessMemory(self)
         self._group: ProcessGroup | None = None
         self.one_host = True  # all workers are on this host
-        self._notices: deque[_ArrivedNotice] = deque()  # not yet given to the strategy, in order
-        self._handled: list[Notice] = []  # given to the strategy, which may not have reacted yet
+        self._notices: deque[_PendingNotice] = deque()  # not yet seen by the strategy, in order
+        self._handled: list[Notice] = []  # seen by the strategy, which may not have reacted yet
         self._changes = 0  # of membership
-        self._told = threading.local()  # how many of them each thread knows
-        self._hearing = threading.RLock()
+        self._seen = threading.local()  # how many of these changes each thread has seen
+        self._handler_lock = threading.RLock()
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
         for kind in ("left", "joined", "over"):
-            transport.handlers[kind] = self._notice
+            transport.handlers[kind] = self._on_notice
 
-    # --- who is there -------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------
 
     def now(self) -> float:
         return time.monotonic() - self._began
 
     def meet(self, peers: Sequence[tuple[str, int, Location]]) -> None:
-        """Learns who is in the run and where: role, rank and location of each node."""
-        places = {Peer(role, rank): Place(*location) for role, rank, location in peers}
-        for peer, place in places.items():
+        """Sets the nodes of the run: role, rank and location of each."""
+        nodes = {Peer(role, rank): NodeLocation(*location) for role, rank, location in peers}
+        for peer, location in nodes.items():
             if peer != self.me:
-                self.transport.introduce(peer, place.address)
-        self.members.workers = sorted(peer for peer in places if peer.role == "worker")
-        self.members.servers = sorted(peer for peer in places if peer.role == "server")
-        workers = {worker: places[worker] for worker in self.members.workers}
+                self.transport.introduce(peer, location.address)
+        self.members.workers = sorted(peer for peer in nodes if peer.role == "worker")
+        self.members.servers = sorted(peer for peer in nodes if peer.role == "server")
+        workers = {worker: nodes[worker] for worker in self.members.workers}
         self._group = ProcessGroup(self, workers, self._collective)
-        self.one_host = {place.host for place in workers.values()} == {self.transport.host}
+        self.one_host = {location.host for location in workers.values()} == {self.transport.host}
 
     @property
     def everyone(self) -> ProcessGroup:
         assert self._group is not None
         return self._group
 
-    def in_vain(self, missing: Sequence[Peer], waited: float) -> None:
-        """Raises if it makes no sense to wait any longer for these workers in a collective."""
+    def check_wait(self, missing: Sequence[Peer], waited: float) -> None:
+        """Raises if a collective need not wait any longer for the missing workers."""
         notices = [each.notice for each in list(self._notices)]
         left = {notice.peer: notice.reason for notice in notices if notice.kind == "left"}
         workers = self.members.workers
         died = [peer for peer in self.members.lost if peer not in workers]
         died += [peer for peer, reason in left.items() if peer and reason != "finished"]
-        # If anybody has died nobody will come: those who are missing wait for that one too.
+        # If any worker has died the collective fails: the missing workers wait for the dead one too.
         gone = next(iter(died), None) or next(
             (peer for peer in missing if peer in left or peer not in workers), None
         )
         if gone is not None:
-            why = "it is gone" if gone in died else "it has finished: all must take the same steps"
+            why = (
+                "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
+            )
             raise PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
         if missing and (waited > self.transport.wait or self.transport.closed):
             names = ", ".join(map(str, missing))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
 
-    def _notice(self, incoming: Incoming) -> None:
-        """Takes in a notice. Waits for a node that left end at once, and one that joined can be reached.
-        `members` changes in `receive`, in order."""
+    def _on_notice(self, incoming: Incoming) -> None:
+        """Handles a notice: ends waits for a node that left, learns the address of one that joined.
+
+        `members` changes later, in `receive`, in the order of arrival.
+        """
         notice = msgspec.convert({**incoming.fields, "kind": incoming.kind}, Notice)
         if notice.peer is not None and notice.kind == "left":
             self.transport.lost(notice.peer, notice.reason)
         elif notice.peer is not None:
             self.transport.introduce(notice.peer, notice.address)
-        self._notices.append(_ArrivedNotice(notice, self.transport.arrived))
+        self._notices.append(_PendingNotice(notice, self.transport.arrived))
         self.transport.wake()
 
-    def _heed(self, notice: Notice) -> None:
-        """Changes `members` as the notice says."""
+    def _update_members(self, notice: Notice) -> None:
         peer, members = notice.peer, self.members
         if peer is None:
             members.over = True
@@ -206,8 +209,10 @@ class ProcessNode(Node):
             members.servers = others
 
     def _log_handled(self) -> None:
-        """Logs the notices that the strategy has reacted to. Nothing of a node that has left is in use here
-        any longer; a replacement may be waiting for its memory."""
+        """Logs notices after the strategy has reacted to them, and releases the memory of dead workers.
+
+        This node no longer uses that memory, and a replacement may be waiting for it.
+        """
         if not self._handled:
             return
         with self._lock:
@@ -222,7 +227,7 @@ class ProcessNode(Node):
 
     def _tell_coordinator(self, request: Request[None]) -> None:
         kind, fields = pack(request)
-        with contextlib.suppress(PolyrhythmError):  # if it is gone, the run is over
+        with contextlib.suppress(PolyrhythmError):  # without a coordinator the run is over
             self.transport.send(COORDINATOR, kind, (), fields)
 
     # --- messages -----------------------------------------------------------------------------------
@@ -233,51 +238,51 @@ class ProcessNode(Node):
     def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
-        staged, places = [], []
-        for place in into:
-            straight = place.device.type == "cpu" and place.is_contiguous()
-            host = place if straight else torch.empty(place.shape, dtype=place.dtype)
-            if host is not place:
-                staged.append((place, host))
-            places.append(self._buffer(host))
+        staged, targets = [], []
+        for target in into:
+            direct = target.device.type == "cpu" and target.is_contiguous()
+            host = target if direct else torch.empty(target.shape, dtype=target.dtype)
+            if host is not target:
+                staged.append((target, host))
+            targets.append(self._buffer(host))
         buffers = [self._buffer(tensor) for tensor in tensors]
         try:
-            return _ProcessReply(self.transport.request(to, kind, buffers, places, fields), staged)
+            return _ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
         except PeerLost as error:
-            return _Unanswered(error)
+            return _FailedReply(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._log_handled()
         while True:
-            wakes = self.transport.wakes  # before looking, so that no notice comes in between unseen
-            # What arrived before a notice goes first, and no more: a busy node must not miss it for long.
+            wakes = self.transport.wake_count  # read first, so that no notice is missed
+            # Only messages that arrived before a notice come before it, so a busy node sees it soon.
             next_ = self._notices[0] if self._notices else None
-            news = getattr(self._told, "changes", 0) != self._changes
+            changed = getattr(self._seen, "changes", 0) != self._changes
             if next_ is None:
-                incoming = self.transport.receive(kinds, timeout=0 if news else None, since=wakes)
+                incoming = self.transport.receive(kinds, timeout=0 if changed else None, wake_count=wakes)
             else:
-                incoming = self.transport.receive(kinds, timeout=0, since=wakes, before=next_.arrived)
+                incoming = self.transport.receive(kinds, timeout=0, wake_count=wakes, before=next_.arrived)
             if incoming is not None:
                 message = _message(incoming)
                 late = self.members.outdated(message)
                 kind = DeliveredLate if late else Delivered
                 self.log(kind(str(message.sender), message.sequence, message.kind))
-                if not late:  # otherwise its memory may belong to another node by now
+                if not late:  # the memory of a late message may belong to another node by now
                     return message
-            elif next_ is not None or news:
+            elif next_ is not None or changed:
                 with self._lock:
-                    # Each thread is told, but only the first one changes `members`.
+                    # Every thread returns None once, but only the first one changes `members`.
                     if next_ is not None and self._notices and self._notices[0] is next_:
                         self._notices.popleft()
-                        self._heed(next_.notice)
+                        self._update_members(next_.notice)
                         if next_.notice.peer is not None:
                             self._handled.append(next_.notice)
                         self._changes += 1
-                    self._told.changes = self._changes
+                    self._seen.changes = self._changes
                 return None
 
     def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
-        def listen() -> None:
+        def handle_messages() -> None:
             try:
                 with torch.no_grad():
                     while not self.members.over:
@@ -286,22 +291,22 @@ class ProcessNode(Node):
                         except WaitError:
                             if self.transport.closed:
                                 return
-                            continue  # no message came
+                            continue  # no message arrived
                         on_message(message)
             except Exception as error:
                 if self.transport.closed:
                     return
-                known = isinstance(error, PolyrhythmError)
-                if not known:
+                expected = isinstance(error, PolyrhythmError)
+                if not expected:
                     traceback.print_exc()
-                what = str(error) if known else f"{self.me} failed: {type(error).__name__}: {error}"
+                what = str(error) if expected else f"{self.me} failed: {type(error).__name__}: {error}"
                 code = error.exit_code if isinstance(error, PolyrhythmError) else 1
                 self._tell_coordinator(NodeFailed(what, code))
 
-        _Thread(listen, ())
+        _Thread(handle_messages, ())
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
-        return self._hearing
+        return self._handler_lock
 
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
@@ -309,10 +314,10 @@ class ProcessNode(Node):
         return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
-        assert isinstance(message, _Arrived)
-        own = message.tensors and len(tensors) == len(message.tensors)
-        if own and all(mine is given for mine, given in zip(tensors, message.tensors, strict=True)):
-            buffers = message.origin.buffers  # answered in place
+        assert isinstance(message, _ReceivedMessage)
+        same_count = message.tensors and len(tensors) == len(message.tensors)
+        if same_count and all(a is b for a, b in zip(tensors, message.tensors, strict=True)):
+            buffers = message.origin.buffers  # the reply was computed in place
         else:
             buffers = [self._buffer(tensor) for tensor in tensors]
         self.transport.reply(message.origin, buffers, fields)
@@ -321,11 +326,11 @@ class ProcessNode(Node):
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]
-            return Buffer(_NAME[tensor.dtype], view, self.arena, offset)
+            return Buffer(_NAMES[tensor.dtype], view, self.arena, offset)
         host = tensor.detach().cpu().contiguous()
-        return Buffer(_NAME[host.dtype], host.view(torch.uint8).numpy().data)
+        return Buffer(_NAMES[host.dtype], host.view(torch.uint8).numpy().data)
 
-    # --- the rest -----------------------------------------------------------------------------------
+    # --- threads, events and shutdown ---------------------------------------------------------------
 
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         return _Thread(function, args)
@@ -334,11 +339,11 @@ class ProcessNode(Node):
         self._reporter.log(self.now(), event)
 
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        sent, between = self.transport.bytes_sent, self.transport.bytes_between
+        sent, between = self.transport.traffic.bytes_sent, self.transport.traffic.bytes_between
         self._reporter.totals(Totals(steps, samples, sent, between, compute_s, wait_s))
 
     def start_reports(self, events: EventPolicy) -> None:
-        """Begins to send events and totals to the coordinator now and then."""
+        """Starts to send events and totals to the coordinator periodically."""
         self._reporter.start(events)
 
     def flush(self) -> None:
@@ -353,10 +358,10 @@ class ProcessNode(Node):
             self._group.close()
 
 
-def _message(incoming: Incoming) -> _Arrived:
-    message = _Arrived(
+def _message(incoming: Incoming) -> _ReceivedMessage:
+    message = _ReceivedMessage(
         incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
-        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.asked,
+        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.wants_reply,
     )  # fmt: skip
     message.origin = incoming
     return message
@@ -364,5 +369,5 @@ def _message(incoming: Incoming) -> _Arrived:
 
 def _tensor(buffer: Buffer) -> Tensor:
     if not len(buffer.view):
-        return torch.empty(0, dtype=_TYPE[buffer.dtype])
-    return torch.frombuffer(buffer.view, dtype=_TYPE[buffer.dtype])
+        return torch.empty(0, dtype=_DTYPES[buffer.dtype])
+    return torch.frombuffer(buffer.view, dtype=_DTYPES[buffer.dtype])

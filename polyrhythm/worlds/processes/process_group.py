@@ -1,4 +1,4 @@
-"""ProcessGroup: the collectives of a process with all other workers, or some of them."""
+"""ProcessGroup: collectives between processes, over all workers or some of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.processes.node import ProcessNode
 
 
-class Place(NamedTuple):
-    """Where a node is: its address, its host ("" if it shares memory with nobody) and its arena there."""
+class NodeLocation(NamedTuple):
+    """Where a node is: its address, host id ("" if it shares no memory) and arena."""
 
     address: str
     host: str = ""
@@ -30,106 +30,109 @@ class Place(NamedTuple):
 
 
 class ProcessGroup(Group):
-    """Some workers of a run, or all of them: each takes part in every collective, or it is an error.
+    """All workers of a run, or some. Each member must take part in every collective.
 
-    `part`: not all workers. The collectives of a part are numbered so that no other group has the same
-    numbers.
+    A group of some workers (`subgroup`) numbers its collectives so that no other group uses the same numbers.
     """
 
-    def __init__(self, node: ProcessNode, places: dict[Peer, Place], way: str, part: bool = False) -> None:
-        self._node, self._places = node, places
-        self.members = self._workers = tuple(sorted(places))
-        first = first_number(self._workers) if part else 0
-        self._parts: dict[tuple[Peer, ...], ProcessGroup] = {}
-        self._hosts = [places[worker].host for worker in self._workers]
-        self._way = way
+    def __init__(
+        self, node: ProcessNode, locations: dict[Peer, NodeLocation], algorithm: str, subgroup: bool = False
+    ) -> None:
+        self._node, self._locations = node, locations
+        self.members = self._workers = tuple(sorted(locations))
+        first = first_number(self._workers) if subgroup else 0
+        self._subgroups: dict[tuple[Peer, ...], ProcessGroup] = {}
+        self._hosts = [locations[worker].host for worker in self._workers]
+        self._algorithm = algorithm
         self._number = first
-        self._line = _Line()
-        self._inside: SharedMemory | None = None
-        mine = places.get(node.me)
+        self._executor = _SerialExecutor()
+        self._shared_memory: SharedMemory | None = None
+        mine = locations.get(node.me)
         if mine is None:  # a server
             return
         self.rank = self._workers.index(node.me)
-        choose(way, self._hosts, 0)
-        here = [worker for worker in self._workers if mine.host and places[worker].host == mine.host]
-        self._others = [worker for worker in here if worker != node.me]  # of this host
+        choose(algorithm, self._hosts, 0)  # raises if the algorithm does not fit the hosts
+        here = [worker for worker in self._workers if mine.host and locations[worker].host == mine.host]
+        self._others = [worker for worker in here if worker != node.me]  # on this host
         if len(here) > 1:
             assert node.arenas is not None
-            self._inside = SharedMemory(
+            self._shared_memory = SharedMemory(
                 node.arenas,
-                {str(worker): places[worker].arena for worker in here},
+                {str(worker): locations[worker].arena for worker in here},
                 here.index(node.me),
                 _boards(node, here, first) if first else [node.board] * len(here),
-                lambda missing, waited: node.in_vain([here[place] for place in missing], waited),
+                lambda missing, waited: node.check_wait([here[index] for index in missing], waited),
             )
-        # Whoever shares memory with nobody is a host of its own.
-        names = [places[worker].host or str(worker) for worker in self._workers]
-        self._firsts = [self._workers[names.index(name)] for name in dict.fromkeys(names)]
+        # A worker that shares no memory counts as a host of its own.
+        names = [locations[worker].host or str(worker) for worker in self._workers]
+        self._leaders = [self._workers[names.index(name)] for name in dict.fromkeys(names)]
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         vectors, number = checked(tensors, op), self._next()
-        way = self._choose(vectors)
-        if way == "alone":
+        algorithm = self._choose(vectors)
+        if algorithm == "alone":
             return _Done()
-        if way != "shared":
-            return self._line.put(lambda: self._reduce(way, vectors, op, number))
-        assert self._inside is not None
-        index, count, far = self.rank, len(self._workers), self._far(self._workers)
-        self._node.transport.count(
+        if algorithm != "shared":
+            return self._executor.submit(lambda: self._reduce(algorithm, vectors, op, number))
+        assert self._shared_memory is not None
+        index, count, remote = self.rank, len(self._workers), self._at_other_sites(self._workers)
+        self._node.transport.traffic.count(
             sum(sent(each.numel(), count, index) * each.element_size() for each in vectors),
-            sum(sent_to(each.numel(), count, index, far) * each.element_size() for each in vectors)
-            if far
+            sum(sent_to(each.numel(), count, index, remote) * each.element_size() for each in vectors)
+            if remote
             else 0,
         )
-        return self._inside.begin(vectors, op)
+        return self._shared_memory.begin(vectors, op)
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         vectors = checked(tensors, op)
-        way = self._choose(vectors)
-        if way in ("shared", "alone"):
+        algorithm = self._choose(vectors)
+        if algorithm in ("shared", "alone"):
             return self.begin_all_reduce(*vectors, op=op).join()
         number = self._next()
-        self._line.do(lambda: self._reduce(way, vectors, op, number))
+        self._executor.run(lambda: self._reduce(algorithm, vectors, op, number))
 
     def begin_coded_mean(self, coding: Coding, vectors: Sequence[Tensor], *flags: Tensor) -> Task:
         number = self._next()
-        if self._way == "ring" and len(self._workers) > 1:
+        if self._algorithm == "ring" and len(self._workers) > 1:
             if flags:
-                self.begin_all_reduce(*flags, op="mean")  # before the other, in the same line
-            return self._line.put(lambda: hops.mean(self._node, self._workers, coding, vectors, number))
+                self.begin_all_reduce(*flags, op="mean")  # before the other, in the same executor
+            return self._executor.submit(
+                lambda: hops.mean(self._node, self._workers, coding, vectors, number)
+            )
         codes = coding.send(vectors)
         if len(self._workers) < 2:
             coding.combine([codes], vectors)
             return _Done()
 
         def work() -> None:
-            # In one message, for on a slow network each costs more than a few numbers.
-            given = direct.all_gather(self._node, self._workers, [*codes, *flags], number)
-            for place, flag in enumerate(flags, len(codes)):
-                reduce([each[place] for each in given], "mean", [flag])
-            coding.combine([each[: len(each) - len(flags)] for each in given], vectors)
+            # In one message: on a slow network a message costs more than a few numbers.
+            gathered = direct.all_gather(self._node, self._workers, [*codes, *flags], number)
+            for index, flag in enumerate(flags, len(codes)):
+                reduce([each[index] for each in gathered], "mean", [flag])
+            coding.combine([each[: len(each) - len(flags)] for each in gathered], vectors)
 
-        return self._line.put(work)
+        return self._executor.submit(work)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         number = self._next()
         if len(self._workers) > 1:
             source = self._workers[root].rank
-            self._line.do(lambda: direct.broadcast(self._node, self._workers, tensors, source, number))
+            self._executor.run(lambda: direct.broadcast(self._node, self._workers, tensors, source, number))
 
     def split(self, members: Sequence[Peer]) -> ProcessGroup:
-        part = tuple(sorted(members))
-        if part == self._workers:
+        workers = tuple(sorted(members))
+        if workers == self._workers:
             return self
-        if part not in self._parts:
-            places = {worker: self._places[worker] for worker in part}
-            self._parts[part] = ProcessGroup(self._node, places, self._way, part=True)
-        return self._parts[part]
+        if workers not in self._subgroups:
+            locations = {worker: self._locations[worker] for worker in workers}
+            self._subgroups[workers] = ProcessGroup(self._node, locations, self._algorithm, subgroup=True)
+        return self._subgroups[workers]
 
     def close(self) -> None:
-        self._line.close()
-        for part in self._parts.values():
-            part.close()
+        self._executor.close()
+        for subgroup in self._subgroups.values():
+            subgroup.close()
 
     def _next(self) -> int:
         self._number += 1
@@ -138,37 +141,39 @@ class ProcessGroup(Group):
     def _choose(self, tensors: Sequence[Tensor]) -> str:
         if len(self._workers) < 2:
             return "alone"
-        return choose(self._way, self._hosts, sum(tensor.nbytes for tensor in tensors))
+        return choose(self._algorithm, self._hosts, sum(tensor.nbytes for tensor in tensors))
 
-    def _far(self, workers: Sequence[Peer]) -> list[int]:
-        """The places of those of these that are at another site."""
-        far = self._node.transport.far
-        return [place for place, worker in enumerate(workers) if worker in far] if far else []
+    def _at_other_sites(self, workers: Sequence[Peer]) -> list[int]:
+        """The indices of the workers that are at another site."""
+        remote = self._node.transport.traffic.other_site_peers
+        return [index for index, worker in enumerate(workers) if worker in remote] if remote else []
 
-    def _reduce(self, way: str, tensors: Sequence[Tensor], op: str, number: int) -> None:
-        if way == "direct":
+    def _reduce(self, algorithm: str, tensors: Sequence[Tensor], op: str, number: int) -> None:
+        if algorithm == "direct":
             direct.all_reduce(self._node, self._workers, tensors, op, number)
-        elif way == "ring":
+        elif algorithm == "ring":
             ring.all_reduce(self._node, self._workers, tensors, op, number)
-        elif way == "hierarchical":
-            if self._inside is not None:
-                # Inside its host a first worker gives to all others, and they to it.
-                to = self._others if self._node.me in self._firsts else self._others[:1]
+        elif algorithm == "hierarchical":
+            if self._shared_memory is not None:
+                # Within its host the leader sends to all others, and they send to the leader.
+                to = self._others if self._node.me in self._leaders else self._others[:1]
                 nbytes = sum(tensor.nbytes for tensor in tensors)
-                self._node.transport.count(len(to) * nbytes, len(self._far(to)) * nbytes)
+                self._node.transport.traffic.count(len(to) * nbytes, len(self._at_other_sites(to)) * nbytes)
             count = len(self._workers)
-            hierarchical.all_reduce(self._node, self._inside, self._firsts, count, tensors, op, number)
+            hierarchical.all_reduce(
+                self._node, self._shared_memory, self._leaders, count, tensors, op, number
+            )
 
 
 def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
-    """Where each of these on one host has a board for them alone: each makes one, and tells the others.
+    """Allocates a board of this group in each member's arena. Returns their offsets, which members exchange.
 
-    Only the board of all workers is at the same place in every arena.
+    Only the board of the group of all workers has the same offset in every arena.
     """
     arenas = node.arenas
     assert arenas is not None
     mine = arenas.allocate(node.arena, BOARD)
-    arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # it may have been another's memory before
+    arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # the memory may have been used before
     kind, boards = f"board {number}", {node.me: mine}
     replies = [node.request(other, kind, board=mine) for other in here if other != node.me]
     for request in direct.gather(node, kind, here):
@@ -180,57 +185,57 @@ def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
 
 
 class _Done(Task):
-    """Nothing to wait for."""
+    """A task that is done."""
 
     def join(self) -> None:
         pass
 
 
-class _Begun(Task):
-    """A collective that a thread works on."""
+class _QueuedTask(Task):
+    """A collective in the queue of an executor."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
-        self.over = threading.Event()
+        self.done = threading.Event()
         self.error: BaseException | None = None
 
     def join(self) -> None:
-        self.over.wait()
+        self.done.wait()
         if self.error is not None:
             raise self.error
 
 
-class _Line:
-    """One thread, started when first needed, that does what it is given in order.
+class _SerialExecutor:
+    """Runs collectives in order, in one thread that is started when first needed.
 
-    After an error all that follows fails with it: the others wait for a collective that will not come.
+    After an error all later ones fail with it, because the other workers wait for the one that failed.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: _Begun | None = None
+        self._last: _QueuedTask | None = None
         self._failure: BaseException | None = None
 
-    def do(self, work: Callable[[], None]) -> None:
-        """At once and in the caller's thread, if nothing else is under way."""
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs `work` and waits: in the caller's thread if nothing else is in progress."""
         if self._failure is not None:
             raise self._failure
-        if self._last is not None and not self._last.over.is_set():
-            return self.put(work).join()
+        if self._last is not None and not self._last.done.is_set():
+            return self.submit(work).join()
         try:
             work()
         except BaseException as error:
             self._failure = error
             raise
 
-    def put(self, work: Callable[[], None]) -> _Begun:
-        self._last = begun = _Begun(work)
+    def submit(self, work: Callable[[], None]) -> _QueuedTask:
+        self._last = task = _QueuedTask(work)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="polyrhythm collectives", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="polyrhythm collectives", daemon=True)
             self._thread.start()
-        self._queue.put(begun)
-        return begun
+        self._queue.put(task)
+        return task
 
     def close(self) -> None:
         if self._thread is not None:
@@ -238,12 +243,12 @@ class _Line:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
-        while (begun := self._queue.get()) is not None:
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
             if self._failure is None:
                 try:
-                    begun.work()
+                    task.work()
                 except BaseException as error:
                     self._failure = error
-            begun.error = self._failure
-            begun.over.set()
+            task.error = self._failure
+            task.done.set()

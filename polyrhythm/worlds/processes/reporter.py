@@ -1,4 +1,4 @@
-"""Reporter: sends what a node has done and logged to the coordinator, in a thread of its own."""
+"""Reporter: sends the events and totals of a node to the coordinator, in a background thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from polyrhythm.core.requests import Report, pack
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.wire.transport import Transport
 
-EVERY = 0.5  # seconds between two reports
-DIGITS = 6  # events tell microseconds
-LARGEST = 1 << 19  # bytes of events in one report: a header has a limit
+INTERVAL = 0.5  # seconds between two reports
+DIGITS = 6  # of event times, in seconds
+MAX_BYTES = 1 << 19  # of events in one report, because headers are limited
 
 
 class Reporter:
-    """The events and totals of a node until the coordinator has them. Never raises: a report is no reason to
-    end a run."""
+    """Buffers events and totals until they are sent. Never raises: a lost report must not end a run."""
 
     def __init__(self, me: Peer, transport: Transport) -> None:
         self._name, self._transport = str(me), transport
@@ -35,13 +34,13 @@ class Reporter:
         self._thread: threading.Thread | None = None
 
     def start(self, policy: EventPolicy) -> None:
-        """Begins to report."""
+        """Starts to report."""
         self._buffer.policy = policy
         self._thread = threading.Thread(target=self._run, name="polyrhythm report", daemon=True)
         self._thread.start()
 
     def log(self, t: float, event: Event) -> None:
-        """Keeps an event for the next report."""
+        """Adds an event to the next report."""
         self._time = t = round(t, DIGITS)
         with self._lock:
             self._counts.add(event)
@@ -50,34 +49,34 @@ class Reporter:
             self._wake.set()
 
     def totals(self, totals: Totals) -> None:
-        """Keeps what the node has done so far for the next report."""
+        """Sets the totals of the next report."""
         with self._lock:
             self._totals = totals
 
     def flush(self) -> None:
-        """Sends what there is; returns when it is sent."""
+        """Sends all events and totals so far, and returns when they are sent."""
         with self._sending, contextlib.suppress(PolyrhythmError):
-            while (report := self._take()) is not None:
+            while (report := self._next_report()) is not None:
                 kind, fields = pack(report)
                 self._transport.send(COORDINATOR, kind, (), fields)
 
     def close(self) -> None:
-        """Ends the thread. What was not flushed is not sent."""
+        """Ends the thread without sending what is left."""
         self._closed = True
         self._wake.set()
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(EVERY)
+            self._wake.wait(INTERVAL)
             self._wake.clear()
             self.flush()
 
-    def _take(self) -> Report | None:
+    def _next_report(self) -> Report | None:
         with self._lock:
             counts, self._counts = self._counts, EventCounts()
             totals, self._totals = self._totals, None
         if totals is not None:
             self._buffer.add(self._name, self._time, totals)
-        lines = self._buffer.take(LARGEST)
+        lines = self._buffer.take(MAX_BYTES)
         report = Report(totals, dict(counts.staleness), counts.dropped, counts.updates_lost, lines)
         return None if report == Report() else report

@@ -1,4 +1,4 @@
-"""Answers in code over connections that break again and again: both ends go on knowing what a worker has."""
+"""Coded replies over connections that break repeatedly: server and worker agree on what the worker has."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.wire import Transport
+from polyrhythm.wire import Transport, TransportOptions
 from tests.support.combine import few
 
 WORKERS, SERVER, STEPS = [Peer("worker", 0), Peer("worker", 1)], Peer("server", 0), 40
@@ -36,10 +36,12 @@ def slope(rank, step, count):
     quick=1,
 )
 def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
-    """Two workers push at once while connections break: what the server believes each has is what it has,
-    bit for bit, each push counts once, and with what was left out all gradients are in the model."""
+    """Two workers push at once while connections break. The server's copy of each worker's parameters is
+    exact, each push is applied once, and with the residuals all gradients are in the model."""
     chosen, total = parse(strategy), sum(part.numel() for part in model()[0].parameters())
-    transports = {peer: Transport(peer, KEY, listen="tcp:127.0.0.1", wait=30) for peer in (*WORKERS, SERVER)}
+    transports = {
+        peer: Transport(peer, KEY, TransportOptions("tcp:127.0.0.1", wait=30)) for peer in (*WORKERS, SERVER)
+    }
     proxy = Proxy(transports[SERVER].address)
     nodes = {peer: Quiet(peer, transports[peer], 0, time.monotonic()) for peer in transports}
     places = [("worker", peer.rank, (transports[peer].address, "", -1)) for peer in WORKERS]
@@ -68,13 +70,13 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
                     replica.gradient[0].copy_(slope(rank, step, total))
                     replica.steps = step
                     worker.step()
-                replica.leaves_early = True  # so that it pushes what waits
+                replica.leaves_early = True  # so that it pushes its residual
                 worker.finish()
             known[rank] = worker.servers.known[0].clone()
         except BaseException as error:
             failures.append(error)
 
-    for replica in replicas:  # so that no parameter counts as without a gradient
+    for replica in replicas:  # so that every parameter has a gradient
         for parameter in replica.layout.parameters:
             parameter.grad = torch.ones_like(parameter)
         replica.gradients.gather()
@@ -88,7 +90,7 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     finally:
         done.set()
         cutter.join()
-        while server.is_alive():  # what is sent one way may go down with a connection
+        while server.is_alive():  # a one-way message may be lost with its connection
             transports[WORKERS[0]].send(SERVER, "over")
             server.join(0.05)
         for transport in transports.values():
@@ -98,8 +100,8 @@ def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     events = nodes[SERVER].events
     applied = [(event.worker, event.sequence) for event in events if isinstance(event, Applied)]
     delivered = [each for each in events if isinstance(each, Delivered) and each.kind == "push"]
-    assert len(applied) == len(set(applied)) == 2 * (STEPS + 1)  # and what each had left
-    assert len(delivered) > len(applied)  # some came twice, or this test shows nothing
+    assert len(applied) == len(set(applied)) == 2 * (STEPS + 1)  # each step and the residual
+    assert len(delivered) > len(applied)  # otherwise nothing was repeated and this test shows nothing
     for rank in range(2):
         assert torch.equal(known[rank], served.coded.known[rank][0])
     begin = Replica(*model()).parameters[0]

@@ -1,4 +1,4 @@
-"""What processes have in common: memory by name, and locks that nobody takes with him when he dies."""
+"""Shared memory by name, and locks that survive the death of their holder."""
 
 from __future__ import annotations
 
@@ -41,60 +41,60 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_named_shared_memory_is_the_same_in_every_process(arenas: Arenas) -> None:
-    """Whoever asks first, in whatever order; it is zero at first, and stays when they are gone."""
+    """In any order of requests. It is zero at first, and outlives the processes."""
 
     def child(names: str) -> None:
-        common = SharedRegion(arenas)
+        region = SharedRegion(arenas)
         for name in names:
-            common.memory(name, 100)[ord(names[0]) - ord("a")] = ord(name)
+            region.memory(name, 100)[ord(names[0]) - ord("a")] = ord(name)
 
     for names in ("abc", "cab", "bca"):
         os.waitpid(forked(lambda names=names: child(names)), 0)
-    common = SharedRegion(arenas)
+    region = SharedRegion(arenas)
     for name in "abc":
-        assert bytes(common.memory(name, 100)) == bytes([ord(name)] * 3) + bytes(97)
-    assert bytes(common.memory("d", 1 << 20)) == bytes(1 << 20)
+        assert bytes(region.memory(name, 100)) == bytes([ord(name)] * 3) + bytes(97)
+    assert bytes(region.memory("d", 1 << 20)) == bytes(1 << 20)
 
 
 def test_concurrent_requests_for_named_memory_do_not_overlap(arenas: Arenas) -> None:
-    """No two names share a place, and no name has two."""
+    """No two names share memory, and no name has two allocations."""
 
     def child(rank: int) -> None:
-        common = SharedRegion(arenas)
+        region = SharedRegion(arenas)
         for number in range(100):
-            common.memory(f"of all {(number * 7 + rank) % 100}", 8)[rank] = 1 + number * 0
-            common.memory(f"of {rank} {number}", 5)[:] = bytes([rank + 1] * 5)
+            region.memory(f"of all {(number * 7 + rank) % 100}", 8)[rank] = 1 + number * 0
+            region.memory(f"of {rank} {number}", 5)[:] = bytes([rank + 1] * 5)
 
     children = [forked(lambda rank=rank: child(rank)) for rank in range(4)]
     assert [os.waitpid(each, 0)[1] for each in children] == [0] * 4
-    common = SharedRegion(arenas)
+    region = SharedRegion(arenas)
     for number in range(100):
-        assert bytes(common.memory(f"of all {number}", 8)) == bytes([1] * 4 + [0] * 4)
+        assert bytes(region.memory(f"of all {number}", 8)) == bytes([1] * 4 + [0] * 4)
         for rank in range(4):
-            assert bytes(common.memory(f"of {rank} {number}", 5)) == bytes([rank + 1] * 5)
+            assert bytes(region.memory(f"of {rank} {number}", 5)) == bytes([rank + 1] * 5)
 
 
 def test_invalid_requests_for_named_memory_are_refused(arenas: Arenas) -> None:
-    common = SharedRegion(arenas)
-    common.memory("x", 8)
-    with pytest.raises(PolyrhythmError, match="shared memory 'x' has 8 bytes, and 9 were asked for"):
-        common.memory("x", 9)
+    region = SharedRegion(arenas)
+    region.memory("x", 8)
+    with pytest.raises(PolyrhythmError, match="shared memory 'x' has 8 bytes, and 9 were requested"):
+        region.memory("x", 9)
     with pytest.raises(PolyrhythmError, match="no room for"):
-        common.memory("large", 1 << 37)
+        region.memory("large", 1 << 37)
     for name in ("", "x" * 113, "a\0b"):
         with pytest.raises(PolyrhythmError, match="cannot be the name of shared memory"):
-            common.memory(name, 8)
-    with pytest.raises(PolyrhythmError, match="no more can be had"):
+            region.memory(name, 8)
+    with pytest.raises(PolyrhythmError, match="names of shared memory are in use"):
         for number in range(600):
-            common.memory(str(number), 1)
+            region.memory(str(number), 1)
 
 
 def test_a_lock_excludes(arenas: Arenas) -> None:
-    """Processes that each read, wait and write count right."""
+    """Processes that read, wait and write lose no update."""
 
     def child() -> None:
-        common = SharedRegion(arenas)
-        lock, word = common.lock("x"), common.memory("word", 8).cast("q")
+        region = SharedRegion(arenas)
+        lock, word = region.lock("x"), region.memory("word", 8).cast("q")
         for _ in range(200):
             lock.take()
             before = word[0]
@@ -109,8 +109,8 @@ def test_a_lock_excludes(arenas: Arenas) -> None:
 
 
 def test_death_of_the_holder_releases_a_named_lock(arenas: Arenas) -> None:
-    common = SharedRegion(arenas)
-    word, lock = common.memory("word", 1), common.lock("x")
+    region = SharedRegion(arenas)
+    word, lock = region.memory("word", 1), region.lock("x")
 
     def child() -> None:
         SharedRegion(arenas).lock("x").take()
@@ -122,14 +122,14 @@ def test_death_of_the_holder_releases_a_named_lock(arenas: Arenas) -> None:
     os.kill(holder, signal.SIGKILL)
     lock.take()
     assert os.waitpid(holder, 0)[1] == signal.SIGKILL
-    lock.take()  # it has it
+    lock.take()  # again, without effect
     lock.release()
     lock.release()
 
 
 def test_named_lock_goes_to_a_waiter_before_its_last_holder(arenas: Arenas) -> None:
-    common = SharedRegion(arenas)
-    word, lock = common.memory("word", 1), common.lock("x")
+    region = SharedRegion(arenas)
+    word, lock = region.memory("word", 1), region.lock("x")
 
     def child() -> None:
         mine = SharedRegion(arenas).lock("x")
@@ -142,7 +142,7 @@ def test_named_lock_goes_to_a_waiter_before_its_last_holder(arenas: Arenas) -> N
     waiter = forked(child)
     try:
         while (before := word[0]) < 20:
-            wait_until(lock.door.taken)  # somebody stands at the door
+            wait_until(lock.next.locked)  # another process waits for the lock
             lock.release()
             lock.take()
             assert word[0] > before  # once, or more often if this process had to pause
@@ -152,14 +152,14 @@ def test_named_lock_goes_to_a_waiter_before_its_last_holder(arenas: Arenas) -> N
 
 
 def test_concurrently_requested_named_lock_is_created_once(arenas: Arenas) -> None:
-    """Processes that all ask for new locks at once: made anew while one has it, it would exclude nobody."""
+    """Processes request new locks at once. A lock initialized again while held would exclude nobody."""
 
     def child() -> None:
-        common = SharedRegion(arenas)
-        words = common.memory("words", 8 * 50).cast("q")
+        region = SharedRegion(arenas)
+        words = region.memory("words", 8 * 50).cast("q")
         for number in range(50):
             for _ in range(10):
-                lock = common.lock(str(number))
+                lock = region.lock(str(number))
                 lock.take()
                 before = words[number]
                 os.sched_yield()
@@ -172,19 +172,19 @@ def test_concurrently_requested_named_lock_is_created_once(arenas: Arenas) -> No
 
 
 class Late(Exception):
-    """Told by who waits."""
+    """Raised to end a wait."""
 
 
-def gives_up(after: float) -> Callable[[int, float], None]:
-    def give_up(holder: int, waited: float) -> None:
+def times_out(after: float) -> Callable[[int, float], None]:
+    def check_wait(holder: int, waited: float) -> None:
         if waited > after:
             raise Late(f"worker {holder}")
 
-    return give_up
+    return check_wait
 
 
 def stopped_with(arenas: Arenas, name: str) -> int:
-    """A process that has a lock, as worker 7, and is stopped."""
+    """A stopped process that holds a lock, as worker 7."""
 
     def child() -> None:
         SharedRegion(arenas).lock(name, 7).take()
@@ -201,16 +201,16 @@ def end(child: int) -> None:
 
 
 def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas) -> None:
-    """In the room and at the door; when it goes on, or dies, the lock is as good as ever."""
+    """Both as the next in line and behind another; when the holder dies, the lock works again."""
     holder = stopped_with(arenas, "x")
-    lock = SharedRegion(arenas).lock("x", 1, gives_up(1.2))
+    lock = SharedRegion(arenas).lock("x", 1, times_out(1.2))
     began = time.monotonic()
-    for _ in range(2):  # the one who gave up has left the door
+    for _ in range(2):  # after a timeout it is no longer the next in line
         with pytest.raises(Late, match="worker 7"):
             lock.take()
     assert time.monotonic() - began > 2.4
     other = forked(lambda: SharedRegion(arenas).lock("x", 2).take())
-    wait_until(lock.door.taken)  # behind another one
+    wait_until(lock.next.locked)  # behind another one
     with pytest.raises(Late, match="worker 7"):
         lock.take()
     end(holder)
@@ -220,16 +220,16 @@ def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas
 
 
 def test_waiting_behind_a_stopped_lock_waiter_names_it(arenas: Arenas) -> None:
-    """Nobody has the room then, and yet all wait."""
+    """No process holds the lock then, and yet all wait."""
     lock = SharedRegion(arenas).lock("x", 0)
     lock.take()
     before = forked(lambda: SharedRegion(arenas).lock("x", 7).take())
-    wait_until(lambda: lock.door.holder == 7)
+    wait_until(lambda: lock.next.holder == 7)
     os.kill(before, signal.SIGSTOP)
     os.waitpid(before, os.WUNTRACED)
     lock.release()
     with pytest.raises(Late, match="worker 7"):
-        SharedRegion(arenas).lock("x", 1, gives_up(0.7)).take()
+        SharedRegion(arenas).lock("x", 1, times_out(0.7)).take()
     end(before)
     lock.take()
     lock.release()
@@ -238,19 +238,19 @@ def test_waiting_behind_a_stopped_lock_waiter_names_it(arenas: Arenas) -> None:
 def test_lock_timeout_restarts_when_the_holder_changes(
     arenas: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time counts from when it was seen to be another's turn: many who are quick are not one who is stuck."""
+    """Many quick holders are not one that is stuck: the time counts from the last change of the holder."""
     holder = stopped_with(arenas, "x")
     turns = [3, 3, 4, 4, 4, 5]
     monkeypatch.setattr(mutex, "SLICE", 0.125)
     told: list[tuple[int, float]] = []
 
-    def give_up(whom: int, waited: float) -> None:
+    def check_wait(whom: int, waited: float) -> None:
         told.append((whom, waited))
         if not turns:
             raise Late
 
     with pytest.raises(Late):
-        SharedRegion(arenas).lock("x", 9).room.take(give_up, lambda: turns.pop(0))
+        SharedRegion(arenas).lock("x", 9).main.acquire(check_wait, lambda: turns.pop(0))
     assert told == [(3, 0.125), (4, 0.0), (4, 0.125), (4, 0.25), (5, 0.0)]
     end(holder)
 
@@ -269,17 +269,17 @@ def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
             word[0] = 2
 
     waiter = forked(child)
-    wait_until(lambda: word[0] == 1 and SharedRegion(arenas).lock("x").door.taken())
+    wait_until(lambda: word[0] == 1 and SharedRegion(arenas).lock("x").next.locked())
     os.kill(waiter, signal.SIGINT)
     wait_until(lambda: word[0] == 2)
     os.waitpid(waiter, 0)
-    assert not SharedRegion(arenas).lock("x").door.taken()
+    assert not SharedRegion(arenas).lock("x").next.locked()
     end(holder)
 
 
 def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
-    """At the door, in the room, between: killed again and again, it is always to be had in the end."""
-    lock = SharedRegion(arenas).lock("x", 0, gives_up(20))
+    """While waiting, holding or releasing: after every kill the lock can be taken."""
+    lock = SharedRegion(arenas).lock("x", 0, times_out(20))
 
     def child() -> None:
         mine = SharedRegion(arenas).lock("x", 1)
@@ -312,4 +312,4 @@ def test_a_named_lock_is_released_only_by_the_thread_that_took_it(arenas: Arenas
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert failed == ["a lock is released by the thread that took it: Operation not permitted"]
+    assert failed == ["only the thread that took a lock can release it: Operation not permitted"]

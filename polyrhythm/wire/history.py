@@ -1,0 +1,34 @@
+"""What a peer has sent and been replied: the memory that makes retransmission safe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from polyrhythm.wire.frame import Header
+from polyrhythm.wire.incoming import Incoming
+
+_MAX_SEEN = 1 << 14
+_MAX_REPLIES = 64
+
+
+@dataclass
+class SenderHistory:
+    """The messages of one process, over all its connections. Guarded by the lock of the inbox."""
+
+    instance: bytes
+    first_connection: int = 0  # its number
+    seen: dict[int, None] = field(default_factory=dict)  # recent sequence numbers, in order
+    unanswered: dict[int, Incoming] = field(default_factory=dict)  # requests without a reply
+    replies: dict[int, Header] = field(default_factory=dict)  # recent replies without inline tensors
+
+    def record(self, sequence: int) -> None:
+        """Remembers that a message has arrived."""
+        self.seen[sequence] = None
+        if len(self.seen) > _MAX_SEEN:
+            del self.seen[next(iter(self.seen))]
+
+    def keep_reply(self, reply: Header) -> None:
+        """Keeps a reply in case it is lost with its connection and the request arrives again."""
+        self.replies[reply.reply_to] = reply
+        if len(self.replies) > _MAX_REPLIES:
+            del self.replies[next(iter(self.replies))]
