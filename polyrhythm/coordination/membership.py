@@ -43,6 +43,7 @@ class Membership:
     def join(self, peer: Peer, location: Location) -> None:
         """A node has joined."""
         self.members[peer] = location
+        self.incarnations.setdefault(peer, 0)  # looking up a missing key of a Counter is slow
         self._sort_workers()
         self.expected.discard(peer)
 

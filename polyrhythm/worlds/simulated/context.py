@@ -94,6 +94,9 @@ class SimulatedContext(WorldContext):
             with without_hooks():
                 wait()
 
+    def install_random_state(self) -> None:
+        self.node.install_random_state()
+
     def flush(self) -> None:
         pass
 
@@ -108,4 +111,4 @@ class _Away(AbstractContextManager[None]):
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._node.world.generators.enter_script(self._node.random)
+        self._node.install_random_state()

@@ -55,7 +55,6 @@ class Fiber:
         self.loop, self.node = loop, node
         self.waiting: tuple[object, ...] | None = None  # the words for what it waits for
         self.changes_seen = 0  # how many changes of membership `receive` has told it of
-        self._draws = node.me.role == "worker"  # servers draw no random numbers
         self._greenlet = greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
         self._since = 0.0
@@ -66,26 +65,23 @@ class Fiber:
             return
         torch.set_grad_enabled(True)
         self._greenlet.parent = self.loop.hub  # by default it is the fiber that created this one
-        self._install_random_state()
-        self._greenlet.switch()
+        self.resume()
 
-    def resume(self, value: object = None) -> None:
+    def resume(self, _: object = None) -> None:
         if not self._greenlet.dead:
-            self._install_random_state()
-            self._greenlet.switch(value)
+            self._greenlet.switch()
 
-    def block(self, *what: object) -> Any:
+    def block(self, *what: object) -> None:
         """Gives up control until this fiber is resumed. `what` are the words for what it waits for."""
         assert not self.node.locked, f"{self.node.me} may not wait for {_words(what)} inside lock()"
         self.waiting, self._since = what, self.loop.now
         grad = torch.is_grad_enabled()
         self.node.fiber = None
-        value = self.loop.hub.switch()
+        self.loop.hub.switch()
         self.node.fiber = self
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)
         self.waiting = None
-        return value
 
     def sleep(self, seconds: float) -> None:
         self.loop.at(self.loop.now + seconds, self.resume, None)
@@ -96,10 +92,6 @@ class Fiber:
             self.node.fiber = self  # closing a loader returns its lease
             self._greenlet.parent = self.loop.hub  # control returns there
             self._greenlet.throw(GreenletExit)
-
-    def _install_random_state(self) -> None:
-        if self._draws:
-            self.node.world.generators.switch_to(self.node.random)
 
     @property
     def dead(self) -> bool:

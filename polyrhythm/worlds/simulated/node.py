@@ -104,9 +104,7 @@ class SimulatedNode(Node):
         return reply
 
     def _post(self, to: Peer, message: Message) -> None:
-        nbytes = 0
-        for tensor in message.tensors:
-            nbytes += tensor.nbytes
+        nbytes = _nbytes(message.tensors)
         there = self.world.nodes[to]
         self._count(there, nbytes)
         self.world.network.carry(self.me, there.me, nbytes, there._arrive, message)
@@ -184,15 +182,13 @@ class SimulatedNode(Node):
         self._unanswered.pop(reply, None)
         if reply.node.crashed:
             return
-        nbytes = 0
         # The requester may not read `into` before the reply arrives, so it is filled now, without a copy.
         for place, tensor in zip(reply.into, tensors, strict=False):
             place.copy_(tensor)
-        for tensor in tensors:
-            nbytes += tensor.nbytes
+        given = () if reply.into else tuple([tensor.clone() for tensor in tensors])
+        nbytes = _nbytes(tensors)
         self._count(reply.node, nbytes)
         self._sequence += 1
-        given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
         answer = Message(self.me, message.kind, self._sequence, fields, given)
         self.world.network.carry(self.me, reply.node.me, nbytes, reply.arrive, answer)
 
@@ -243,9 +239,20 @@ class SimulatedNode(Node):
             steps, samples, self.bytes_sent, self.bytes_between, compute_s, wait_s
         )
 
+    def install_random_state(self) -> None:
+        """Called before the script or the optimizer of this node runs."""
+        self.world.generators.install(self.random)
+
     def take_time(self, seconds: float) -> None:
         if seconds > 0:
             self.current().sleep(seconds)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+    return nbytes
 
 
 class _SimulatedMemory(Memory):

@@ -74,7 +74,7 @@ class Simulated:
         try:
             here = self.coordinator
             # The run may be finished before the last failure of the cluster file.
-            self.loop.run(lambda: here.failure is not None or (bool(here.digest) and here.finished))
+            self.loop.run(lambda: here.failure is not None or (here.digest != "" and here.finished))
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
@@ -147,7 +147,7 @@ class Simulated:
     def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
         """Runs the user's script as this node."""
         node.fiber = fiber
-        self.generators.enter_script(node.random)
+        node.install_random_state()
         world_context.set(SimulatedContext(node))
         try:
             self.program()
