@@ -75,7 +75,16 @@ def _simulator(quick: bool) -> list[Figure]:
 
     pings, repeats = (3_000, 3) if quick else (10_000, 5)
     rates = simulator.event_rates(pings, repeats)
-    return [Figure(f"simulator, events/s: {what}", value, "/s", "higher") for what, value in rates.items()]
+    cost = simulator.step_cost(30, repeats)
+    return [
+        *(
+            Figure(f"simulator, events per CPU second: {what}", value, "/s", "higher")
+            for what, value in rates.items()
+        ),
+        _ratio(
+            "simulator, what an async step adds / plain PyTorch step: 16 workers on digits", cost, "lower"
+        ),
+    ]
 
 
 def _startup(quick: bool) -> list[Figure]:

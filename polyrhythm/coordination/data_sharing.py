@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 
 from polyrhythm.coordination.leases import Cohorts, Leases
 from polyrhythm.coordination.membership import Membership
@@ -25,7 +24,7 @@ class DataSharing:
         loader, epoch = request.loader, request.epoch
         lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, request.unseen, longest)
         if lease is not None:
-            self._log(LeaseTaken(str(peer), loader, **asdict(lease)))
+            self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
         return LeaseReply(lease)
 
     def return_lease(self, peer: Peer, request: ReturnLease) -> None:

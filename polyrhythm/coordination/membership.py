@@ -15,6 +15,7 @@ class Membership:
 
     def __init__(self) -> None:
         self.members: dict[Peer, Location] = {}  # who is in the run, and where
+        self.workers: list[Peer] = []  # the workers among them, by rank
         self.gone: dict[Peer, str] = {}  # who has left for good, and why
         self.expected: set[Peer] = set()  # whose replacement will join
         self.incarnations: Counter[Peer] = Counter()  # the present incarnation of a peer
@@ -23,11 +24,6 @@ class Membership:
         self._deaths: dict[Peer, Counter[str]] = {}  # the causes of death, and how often
         self._holders: dict[Incarnation, set[Peer]] = {}  # who may still use a dead worker's memory
         self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
-
-    @property
-    def workers(self) -> list[Peer]:
-        """The workers that are in the run, by rank."""
-        return sorted(each for each in self.members if each.role == "worker")
 
     @property
     def alone(self) -> bool:
@@ -47,6 +43,8 @@ class Membership:
     def join(self, peer: Peer, location: Location) -> None:
         """A node has joined."""
         self.members[peer] = location
+        self.incarnations.setdefault(peer, 0)  # looking up a missing key of a Counter is slow
+        self._sort_workers()
         self.expected.discard(peer)
 
     def prepare(self, peer: Peer, part: str, layout: str) -> str:
@@ -73,8 +71,12 @@ class Membership:
     def leave(self, peer: Peer, reason: str) -> list[Incarnation]:
         """A member has left; returns the dead workers whose memory nobody uses any longer."""
         del self.members[peer]
+        self._sort_workers()
         self.gone[peer] = reason
         return [dead for dead in list(self._holders) if self.release(peer, dead)]
+
+    def _sort_workers(self) -> None:
+        self.workers = sorted(each for each in self.members if each.role == "worker")
 
     def count_death(self, peer: Peer, reason: str) -> None:
         """A node has died; it is a member until it leaves."""

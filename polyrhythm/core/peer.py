@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # The replacement of a peer that died is its next incarnation. The sequence numbers of an incarnation begin at
 # incarnation << INCARNATION_SHIFT: they keep rising, and each tells to which incarnation it belongs.
 INCARNATION_SHIFT = 40
 
 
-@dataclass(frozen=True, order=True)
-class Peer:
+class Peer(NamedTuple):
     """The name of a node: its role and its rank among the nodes of that role."""
 
     role: str

@@ -80,13 +80,19 @@ class GradientBuffer:
                     "pass: use torch.utils.checkpoint with use_reentrant=False"
                 )
             self.touched[index] = None
-            with torch.no_grad():
-                self._take(index, parameter)
-                if self._begin is None:
-                    return
-                self.buckets[self._bucket_of[index]].missing.discard(index)
-                while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
-                    self.hand_on(self._begin)
+            if torch.is_grad_enabled():  # backward(create_graph=True)
+                with torch.no_grad():
+                    self._complete(index, parameter)
+            else:  # no_grad() for each parameter would cost as much as the copy
+                self._complete(index, parameter)
+
+    def _complete(self, index: int, parameter: Tensor) -> None:
+        self._take(index, parameter)
+        if self._begin is None:
+            return
+        self.buckets[self._bucket_of[index]].missing.discard(index)
+        while self.begun < len(self.buckets) and not self.buckets[self.begun].missing:
+            self.hand_on(self._begin)
 
     def hand_on(self, begin: Callable[[Bucket], None]) -> None:
         """Hands on the next bucket, to begin its exchange."""

@@ -47,6 +47,7 @@ class Replica:
         self.samples = 0  # examples trained on so far; borrowed ones do not count
         self.leaves_early = False  # while others go on with the data
         self.clock: Callable[[], float] = float  # the world's clock
+        self.install_random_state: Callable[[], None] = lambda: None  # of this worker, see `worlds.simulated`
         self.applying = 0.0  # seconds that the optimizer has taken for its steps
         self.empty = empty
         self.parameters = self.layout.vectors(untouched if sparse else empty)
@@ -75,6 +76,7 @@ class Replica:
 
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
+        self.install_random_state()  # the optimizer may draw, as that of Langevin dynamics
         before = self.clock()
         self._optimizer_step()
         self.applying += self.clock() - before

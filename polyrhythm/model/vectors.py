@@ -29,9 +29,10 @@ def cut(vectors: Vectors, start: int, stop: int) -> tuple[Tensor, ...]:
     """Elements `start` to `stop` of several flat vectors laid end to end, as views; empty ones are kept."""
     pieces, offset = [], 0
     for vector in vectors:
-        low, high = start - offset, stop - offset
-        pieces.append(vector[max(0, low) : max(0, high)])
-        offset += vector.numel()
+        low, high, count = start - offset, stop - offset, vector.numel()
+        whole = low <= 0 and high >= count
+        pieces.append(vector if whole else vector[max(0, low) : max(0, high)])
+        offset += count
     return tuple(pieces)
 
 

@@ -60,8 +60,11 @@ class WorldContext(ABC):
         """Lets simulated time pass."""
 
     def away(self) -> AbstractContextManager[None]:
-        """Surrounds code that may let other nodes of this process run: keeps their random states apart."""
+        """Surrounds code that may let other nodes of this process run; ends with `install_random_state`."""
         return nullcontext()
+
+    def install_random_state(self) -> None:
+        """Called before the script or its optimizer runs: others of this process may have drawn since."""
 
     def passes(self, backward: Callable[[], None]) -> None:
         """Runs a backward pass in which this node may wait for others."""

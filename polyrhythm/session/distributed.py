@@ -85,7 +85,7 @@ class DistributedSession(Session):
         if self._context.me.role == "server":
             self._serve(model, optimizer)
         replica = self._replica = Replica(model, optimizer, node.memory.empty, traits.sparse_gradients)
-        replica.clock = node.now
+        replica.clock, replica.install_random_state = node.now, self._context.install_random_state
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
@@ -95,8 +95,7 @@ class DistributedSession(Session):
             driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
             driver.attach(model, optimizer)
             if isinstance(worker, FetchOptimizerState):
-                fetch = worker.fetch_optimizer_state
-                optimizer.register_state_dict_pre_hook(lambda _: fetch())
+                optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
             if node.members.servers:
                 _refuse_loading(model, optimizer)
             _watch_backward()
@@ -187,6 +186,10 @@ class DistributedSession(Session):
                 self._context.flush()
                 digest, blob = _pack(final, self._shown(replica, final))
                 self._context.bring(digest, blob)
+
+    def _fetch(self, worker: FetchOptimizerState) -> None:
+        with self._away():
+            worker.fetch_optimizer_state()
 
     @contextmanager
     def _away(self) -> Iterator[None]:

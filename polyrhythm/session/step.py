@@ -53,7 +53,7 @@ class StepDriver:
             def begin(module: nn.Module, _: object) -> None:
                 # Not for a copy of the model, which has this hook too, nor for an evaluation.
                 if module is model and torch.is_grad_enabled():
-                    with self._away():
+                    with torch.no_grad(), self._context.away():
                         self._begin_forward()
 
             model.register_forward_pre_hook(begin)
@@ -69,11 +69,6 @@ class StepDriver:
             yield
         finally:
             self._accumulating = False
-
-    @contextmanager
-    def _away(self) -> Iterator[None]:
-        with torch.no_grad(), self._context.away():
-            yield
 
     def _begin_forward(self) -> None:
         if self._before_forward is not None:
@@ -96,7 +91,7 @@ class StepDriver:
         """The gradient is complete, unless the backward pass was another model's."""
         self._depth -= 1
         if self._replica.gradients.touched and not self._depth:
-            with self._away():
+            with torch.no_grad(), self._context.away():
                 self._completed()
 
     def failed_backward(self) -> None:
@@ -104,7 +99,7 @@ class StepDriver:
         self._depth -= 1
         if self._depth:
             return
-        with self._away():
+        with torch.no_grad(), self._context.away():
             if self._replica.gradients.give_up(self._begin):
                 if self._on_gradient is not None:
                     self._on_gradient()
@@ -116,7 +111,8 @@ class StepDriver:
 
         def wait() -> None:
             # No autocast while others run: in simulation they are on the same thread.
-            with self.meter.exchange(), torch.autocast(device, enabled=False), self._away():
+            apart = self._context.away()
+            with self.meter.exchange(), torch.autocast(device, enabled=False), torch.no_grad(), apart:
                 self._node.everyone.all_reduce(tensor)
 
         self._context.within(wait)
@@ -175,7 +171,7 @@ class StepDriver:
 
     def _step(self) -> None:
         replica = self._replica
-        with self._away():
+        with torch.no_grad(), self._context.away():
             if self._complete:
                 replica.gradients.gather()
             else:  # gradients that did not come by `backward()`, or none at all

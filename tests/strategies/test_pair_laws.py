@@ -20,7 +20,7 @@ from polyrhythm.strategies.decentralized.adpsgd import AdPsgdWorker, requests
 from polyrhythm.strategies.decentralized.push import ONE, PushWorker
 from polyrhythm.strategies.decentralized.topology import parse_topology, partners, regraph
 from polyrhythm.worlds.simulated.fibers import Loop
-from polyrhythm.worlds.simulated.waits import Asked, SimulatedReply
+from polyrhythm.worlds.simulated.waits import SimulatedReply, SimulatedRequest
 from tests.support.combine import each_value
 from tests.support.planes import Plane, slopes
 from tests.support.programs import Point, Script, Steps, events, trained
@@ -191,7 +191,9 @@ def test_an_average_that_is_asked_for_twice_counts_once(
         if message is not None and message.kind == "average":
             node: Any = self.node
             places = [torch.empty_like(part) for part in message.tensors]
-            repeated = Asked(message.sender, "average", message.sequence, message.fields, message.tensors)
+            repeated = SimulatedRequest(
+                message.sender, "average", message.sequence, message.fields, message.tensors
+            )
             repeated.reply = SimulatedReply(node.world.nodes[message.sender], node.me, "average", places)
             on_message(self, repeated)
             again.append(torch.equal(flat(places), flat(message.tensors)))

@@ -1,10 +1,10 @@
-"""Passes in the middle of which a simulated worker waits for others.
+"""Forward and backward passes in the middle of which a simulated worker waits for others.
 
 The autograd engine keeps one queue of work per thread. If a worker gave up control inside a backward pass,
-the next worker's pass would begin in the same queue, and each would do the other's work: in a trial four of
-them hung, and beyond sixty the engine goes on in threads of its own. So a backward pass runs in a thread of
-its own, hand over hand with its fiber: one of the two always stands still, and what waits is done by the
-fiber.
+the next worker's pass would use the same queue, and each would execute nodes of the other's graph: four such
+workers hung, and beyond sixty nested passes the engine switches to threads of its own. So such a backward
+pass runs in its own thread, in turns with its fiber: one of the two is always blocked, and the fiber does the
+waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class BackwardThread:
-    """One function that runs beside its fiber, and asks it to wait."""
+    """Runs a function in a thread. The function lets its fiber wait for other nodes."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -31,17 +31,17 @@ class BackwardThread:
 
     @property
     def here(self) -> bool:
-        """Whether this is asked from inside the function."""
+        """True if the caller is inside the function."""
         return threading.current_thread() is self._thread
 
     def run(self) -> None:
-        """Runs the function to its end; called by the fiber."""
+        """Runs the function to its end. Called by the fiber."""
         self._thread.start()
         try:
             while (wait := self._asked.get()) is not None:
                 try:
                     wait()
-                except BaseException as error:  # the end of the worker too: the engine has to unwind
+                except BaseException as error:  # also GreenletExit: the engine has to unwind
                     self._done.put(error)
                 else:
                     self._done.put(None)
@@ -54,7 +54,7 @@ class BackwardThread:
             raise self._error
 
     def wait(self, function: Callable[[], None]) -> None:
-        """Has the fiber run this, and stands still meanwhile."""
+        """Lets the fiber call this, and blocks until it returns. Called by the function."""
         self._asked.put(function)
         error = self._done.get()
         if error is not None:
@@ -71,10 +71,11 @@ class BackwardThread:
 
 @contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
-    """Around a wait in a forward pass: whoever runs meanwhile must not save tensors through this one's hooks.
+    """Removes the saved-tensor hooks of this thread during a wait in a forward pass.
 
-    They are the thread's, and checkpointing sets some around each forward. PyTorch before 2.8 does not show
-    them: there a checkpointed model ends with an error, when a worker is asked to recompute for another.
+    Checkpointing sets such hooks around each forward pass. Other workers run in this thread during the wait,
+    and must not save their tensors with the hooks of this one. PyTorch before 2.8 cannot list the hooks, and
+    there a simulated checkpointed model fails when a worker is asked to recompute another's forward pass.
     """
     own, autograd = [], torch._C._autograd
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)

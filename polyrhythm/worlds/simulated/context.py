@@ -1,15 +1,12 @@
-"""SimulatedContext: the place of a simulated node in a run, and the time that its computing takes."""
+"""SimulatedContext: what the simulated world gives to the session of a node."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.random.mtrand import set_bit_generator
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import JoinRun, Request, Welcome, kind_of
@@ -22,16 +19,15 @@ R = TypeVar("R")
 
 
 class SimulatedContext(WorldContext):
-    """A simulated node's place in a run; it calls the coordinator directly."""
+    """The world context of a simulated node. It calls the coordinator directly."""
 
     processes = False
 
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
         self.me, self.plan = node.me, node.world.plan
-        self._backward: BackwardThread | None = None  # the backward pass that it is in, if it may wait there
-        self._numbers = np.random.MT19937()
-        self._numbers.state = node.world.numbers.state  # type: ignore[assignment]
+        self._backward: BackwardThread | None = None  # runs the present backward pass, if it may wait
+        self._away = _Away(node)
 
     @property
     def strategy(self) -> ResolvedStrategy | None:
@@ -39,7 +35,7 @@ class SimulatedContext(WorldContext):
 
     def request(self, request: Request[R]) -> R:
         if self.node.crashed:
-            # A loader that closes returns its lease, but the coordinator has taken that already.
+            # Closing a loader returns its lease, but the coordinator has taken that back already.
             return None  # type: ignore[return-value]
         answers: list[R] = []
         fiber = self.node.current()
@@ -55,13 +51,13 @@ class SimulatedContext(WorldContext):
         if not answers:
             with self.away():
                 while not answers:
-                    fiber.block("all nodes", "to get as far as", repr(kind_of(request)))
+                    fiber.block("all nodes to get as far as", repr(kind_of(request)))
         return answers[0]
 
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         welcome = self.request(JoinRun(strategy, batch_norm))
         self.node.cohort = welcome.cohort
-        self.node.meet()
+        self.node.learn_members()
         return welcome
 
     def bring(self, digest: str, blob: bytes) -> None:
@@ -73,17 +69,11 @@ class SimulatedContext(WorldContext):
     def spend(self, seconds: float) -> None:
         self.node.take_time(seconds)
 
-    @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        state = random.getstate()
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            self.come()
+    def away(self) -> AbstractContextManager[None]:
+        return self._away
 
     def passes(self, backward: Callable[[], None]) -> None:
-        if self._backward is not None:  # one pass inside another, as with checkpointing
+        if self._backward is not None:  # a nested pass, as with checkpointing
             backward()
             return
         self._backward = BackwardThread(backward)
@@ -104,9 +94,21 @@ class SimulatedContext(WorldContext):
             with without_hooks():
                 wait()
 
-    def come(self) -> None:
-        """Installs this worker's numpy bit generator; copying its state would take long."""
-        set_bit_generator(self._numbers)
+    def install_random_state(self) -> None:
+        self.node.install_random_state()
 
     def flush(self) -> None:
         pass
+
+
+class _Away(AbstractContextManager[None]):
+    """Surrounds code in which other nodes may run; can be nested and reused."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._node.install_random_state()

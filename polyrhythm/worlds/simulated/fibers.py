@@ -1,6 +1,6 @@
-"""Loop and Fiber: virtual time, and lines of control that wait for it.
+"""Loop and Fiber: the event queue on virtual time, and the greenlets that wait for its events.
 
-`Fiber.block` is the only place where a node of the simulator gives up control.
+`Fiber.block` is the only place where a simulated node gives up control.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Loop:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self.beat: Callable[[], None] = lambda: None  # called now and then on the wall clock
+        self.beat: Callable[[], None] = lambda: None  # called every 0.2 s of wall-clock time
         self._queue: list[tuple[float, int, Callable[..., Any], Any]] = []
         self._serial = 0
         self.hub = getcurrent()
 
     def at(self, moment: float, function: Callable[..., Any], argument: Any) -> None:
-        """Calls the function at that moment. Events of one moment keep the order they were made in."""
+        """Schedules a call. Events of the same moment happen in the order in which they were scheduled."""
         self._serial += 1
         heapq.heappush(self._queue, (moment, self._serial, function, argument))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Lets time pass until the queue is empty or `until` holds, asked after every event."""
+        """Processes events until the queue is empty or `until`, called before each event, returns True."""
         self.hub = getcurrent()
         queue, pop = self._queue, heapq.heappop
         next_beat = time.monotonic() + 0.2
@@ -49,12 +49,12 @@ class Loop:
 
 
 class Fiber:
-    """One line of control of a node: its script, or something it spawned."""
+    """One greenlet of a node: its script, or a function that it spawned."""
 
     def __init__(self, loop: Loop, node: SimulatedNode, function: Callable[[], None]) -> None:
         self.loop, self.node = loop, node
-        self.waiting: tuple[str, ...] | None = None
-        self.told = 0  # how many changes of membership it knows of
+        self.waiting: tuple[object, ...] | None = None  # the words for what it waits for
+        self.changes_seen = 0  # how many changes of membership `receive` has told it of
         self._greenlet = greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
         self._since = 0.0
@@ -63,28 +63,25 @@ class Fiber:
     def start(self, _: object = None) -> None:
         if self._greenlet.dead:  # its node crashed in the same moment
             return
-        self.node.world.lend_random_state(self.node)
         torch.set_grad_enabled(True)
-        self._greenlet.parent = self.loop.hub  # it may have been made by another fiber
-        self._greenlet.switch()
+        self._greenlet.parent = self.loop.hub  # by default it is the fiber that created this one
+        self.resume()
 
-    def resume(self, value: object = None) -> None:
+    def resume(self, _: object = None) -> None:
         if not self._greenlet.dead:
-            self.node.world.lend_random_state(self.node)
-            self._greenlet.switch(value)
+            self._greenlet.switch()
 
-    def block(self, *what: str) -> Any:
-        """Gives up control until somebody resumes this fiber. `what` says what it waits for."""
-        assert not self.node.excluding, f"{self.node.me} may not wait for {' '.join(what)} inside lock()"
+    def block(self, *what: object) -> None:
+        """Gives up control until this fiber is resumed. `what` are the words for what it waits for."""
+        assert not self.node.locked, f"{self.node.me} may not wait for {_words(what)} inside lock()"
         self.waiting, self._since = what, self.loop.now
         grad = torch.is_grad_enabled()
         self.node.fiber = None
-        value = self.loop.hub.switch()
+        self.loop.hub.switch()
         self.node.fiber = self
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)
         self.waiting = None
-        return value
 
     def sleep(self, seconds: float) -> None:
         self.loop.at(self.loop.now + seconds, self.resume, None)
@@ -92,8 +89,8 @@ class Fiber:
 
     def kill(self) -> None:
         if not self._greenlet.dead:
-            self.node.fiber = self  # a loader that closes gives its lease back
-            self._greenlet.parent = self.loop.hub  # where control goes afterwards
+            self.node.fiber = self  # closing a loader returns its lease
+            self._greenlet.parent = self.loop.hub  # control returns there
             self._greenlet.throw(GreenletExit)
 
     @property
@@ -101,5 +98,8 @@ class Fiber:
         return bool(self._greenlet.dead)
 
     def __str__(self) -> str:
-        what = " ".join(self.waiting or ("nothing",))
-        return f"{self.node.me} waits since {self._since:.6g} s for {what}"
+        return f"{self.node.me} waits since {self._since:.6g} s for {_words(self.waiting or ('nothing',))}"
+
+
+def _words(what: tuple[object, ...]) -> str:
+    return " ".join(map(str, what))

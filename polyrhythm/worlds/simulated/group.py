@@ -1,7 +1,7 @@
-"""SimulatedGroup: the collectives of a simulated worker with all other workers, or some of them.
+"""SimulatedGroup: the collectives of simulated workers.
 
-Whoever comes last to a collective does the arithmetic for all, and the cost model says when they are done.
-With `--collective ring` the ring's own code runs instead, message by message.
+The last worker to enter a collective computes the result of all workers, and the cost model says when it is
+complete. With `--collective ring` the code of the ring runs instead, message by message.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class SimulatedGroup(Group):
-    """Workers that take part in collectives together. `name` is their ranks, empty if they are all."""
+    """Some workers, by rank. `name` holds their ranks; it is empty for the group of all workers."""
 
     def __init__(self, node: SimulatedNode, members: Sequence[Peer], name: tuple[int, ...] = ()) -> None:
         self.node, self.members, self.name = node, members, name
         self.rank = members.index(node.me) if node.me in members else -1
-        self.count = len(members)  # when it was made: a collective without a dead member never completes
+        self.count = len(members)  # does not shrink: a collective that lacks a dead member never completes
         self._first, self._number = first_number(members) if name else 0, 0
         self._parts: dict[tuple[Peer, ...], SimulatedGroup] = {}
 
@@ -48,7 +48,7 @@ class SimulatedGroup(Group):
             return _Several([*rest, codes])
         mine = _Collective(self, "gather", coding.send(vectors), str(coding.codec))
         mine.coding, mine.vectors, mine.flags = coding, vectors, flags
-        return self.node.world.meetings.enter(mine)
+        return self.node.world.collectives.enter(mine)
 
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._enter("broadcast", tensors, str(self.members[root].rank)).join()
@@ -62,12 +62,12 @@ class SimulatedGroup(Group):
         return self._parts[part]
 
     def next(self) -> int:
-        """The number of one more collective."""
+        """The number of the next collective."""
         self._number += 1
         return self._number
 
     def _enter(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
-        return self.node.world.meetings.enter(_Collective(self, kind, tensors, detail))
+        return self.node.world.collectives.enter(_Collective(self, kind, tensors, detail))
 
     def __str__(self) -> str:
         return f"workers {', '.join(map(str, self.name))}" if self.name else "all workers"
@@ -79,14 +79,15 @@ class _Collective(Task):
     def __init__(self, group: SimulatedGroup, kind: str, tensors: Sequence[Tensor], detail: str) -> None:
         self.node, self.kind, self.tensors, self.detail = group.node, kind, tensors, detail
         self.group, self.number = group, group.next()
-        self.coding: Coding | None = None  # of a gather,
-        self.vectors: Sequence[Tensor] = ()  # where what all sent is combined,
-        self.flags: Sequence[Tensor] = ()  # and what goes along
+        # Of a gather: the codec, the vectors that get the mean, and tensors that are averaged uncoded.
+        self.coding: Coding | None = None
+        self.vectors: Sequence[Tensor] = ()
+        self.flags: Sequence[Tensor] = ()
         self._done = self._lost = False
         self._waiter: Fiber | None = None
 
     def lose(self) -> None:
-        """One of those that would have to come is dead."""
+        """Called when a member has died and the collective cannot complete."""
         self._lost = True
         if self._waiter is not None:
             self.node.world.loop.at(self.node.now(), self._waiter.resume, None)
@@ -102,7 +103,7 @@ class _Collective(Task):
                 gone = ", ".join(self.node.world.coordinator.membership.lost)
                 raise PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
             self._waiter = self.node.current()
-            self._waiter.block(self.kind, f"number {self.number} with {self.group}")
+            self._waiter.block(self.kind, "number", self.number, "with", self.group)
 
 
 class _Several(Task):
@@ -117,83 +118,85 @@ class _Several(Task):
 
 
 class OpenCollectives:
-    """The collectives of a world that some workers are in and others are still to come to."""
+    """The collectives that some workers have entered and others have not."""
 
     def __init__(self, world: Simulated) -> None:
         self._world = world
-        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}  # by group, number
-        self._free: dict[tuple[int, ...], float] = {}  # by group: when the last one is over
+        # By group and number, then by rank.
+        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}
+        self._free: dict[tuple[int, ...], float] = {}  # when the last collective of each group ends
 
     def enter(self, mine: _Collective) -> _Collective:
-        """Enters a collective; the last to come does the arithmetic for all."""
+        """Enters a collective; the last member to enter completes it."""
         which = mine.group.name, mine.number
-        here = self._open.setdefault(which, {})
-        here[mine.node.rank] = mine
+        parts = self._open.setdefault(which, {})
+        parts[mine.node.rank] = mine
         if self._world.coordinator.membership.lost:
             mine.lose()
-        if len(here) == mine.group.count:
+        if len(parts) == mine.group.count:
             del self._open[which]
-            self._complete(here, mine.group.name)
+            self._complete(parts, mine.group.name)
         return mine
 
     def lose(self) -> None:
-        """A worker is dead: nobody waits any longer."""
-        for here in self._open.values():
-            for part in here.values():
+        """Called when a worker has died: all waits end with an error."""
+        for parts in self._open.values():
+            for part in parts.values():
                 part.lose()
 
-    def _complete(self, here: dict[int, _Collective], group: tuple[int, ...]) -> None:
-        ranks = sorted(here)
-        first = here[ranks[0]]
-        for rank in ranks:
-            if (here[rank].kind, here[rank].detail) != (first.kind, first.detail):
+    def _complete(self, parts: dict[int, _Collective], group: tuple[int, ...]) -> None:
+        ranks = sorted(parts)
+        first = parts[ranks[0]]
+        for rank, part in sorted(parts.items()):
+            if (part.kind, part.detail) != (first.kind, first.detail):
                 raise PolyrhythmError(
-                    f"worker {rank} is in {here[rank].kind} ({here[rank].detail}) where worker {ranks[0]} is "
-                    f"in {first.kind} ({first.detail}): all workers must take the same collectives in the "
-                    "same order"
+                    f"worker {rank} is in {part.kind} ({part.detail}) where worker {ranks[0]} is in "
+                    f"{first.kind} ({first.detail}): all workers must take the same collectives in the same "
+                    "order"
                 )
         world, nbytes = self._world, sum(tensor.nbytes for tensor in first.tensors)
         if first.kind == "all_reduce":
-            for vectors in zip(*(here[rank].tensors for rank in ranks), strict=True):
+            for vectors in zip(*(parts[rank].tensors for rank in ranks), strict=True):
                 if len(ranks) > 1:
                     reduce(vectors, first.detail, vectors)
                 self._count(vectors, ranks)
             cost = world.costs.all_reduce(ranks, nbytes)
         elif first.kind == "gather":
-            cost = self._gathered(here, ranks)
+            cost = self._gather(parts, ranks)
         else:
-            self._spread(here, ranks, int(first.detail))
+            self._broadcast(parts, ranks, int(first.detail))
             cost = world.costs.broadcast(ranks, int(first.detail), nbytes)
-        # One after the other, for they share the links. Those of others do not disturb them: inside two sites
-        # they have links of their own, and what passes between sites is slow beside what passes inside.
+        # The collectives of a group share its links, so they run one after the other. Those of different
+        # groups do not delay each other: groups inside two sites have separate links, and the traffic between
+        # sites is slow compared with that inside.
         free = max(world.loop.now, self._free.get(group, 0.0)) + (cost if len(ranks) > 1 else 0)
         self._free[group] = free
         for rank in ranks:
-            world.loop.at(free, here[rank].finish, None)
+            world.loop.at(free, parts[rank].finish, None)
 
-    def _gathered(self, here: dict[int, _Collective], ranks: Sequence[int]) -> float:
-        """All get the codes of all, and make the same of them: it is done once. Returns what it costs."""
-        first = here[ranks[0]]
+    def _gather(self, parts: dict[int, _Collective], ranks: Sequence[int]) -> float:
+        """Averages the codes of all workers, once for all of them. Returns the duration."""
+        first = parts[ranks[0]]
         assert first.coding is not None
-        first.coding.combine([here[rank].tensors for rank in ranks], first.vectors)
-        for flags in zip(*(here[rank].flags for rank in ranks), strict=True):
+        first.coding.combine([parts[rank].tensors for rank in ranks], first.vectors)
+        for flags in zip(*(parts[rank].flags for rank in ranks), strict=True):
             reduce(flags, "mean", flags)
-        sizes = [sum(each.nbytes for each in (*here[rank].tensors, *here[rank].flags)) for rank in ranks]
+        sizes = [sum(each.nbytes for each in (*parts[rank].tensors, *parts[rank].flags)) for rank in ranks]
         for rank, size in zip(ranks, sizes, strict=True):
             if rank != ranks[0]:
-                first.coding.adopt(first.vectors, here[rank].vectors)
+                first.coding.adopt(first.vectors, parts[rank].vectors)
             self._sent(rank, (len(ranks) - 1) * size, len(self._elsewhere(rank, ranks)) * size)
         return self._world.costs.all_gather(ranks, sizes)
 
-    def _spread(self, here: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
+    def _broadcast(self, parts: dict[int, _Collective], ranks: Sequence[int], root: int) -> None:
         for rank in ranks:
             if rank != root:
-                for place, value in zip(here[rank].tensors, here[root].tensors, strict=True):
+                for place, value in zip(parts[rank].tensors, parts[root].tensors, strict=True):
                     place.copy_(value)
                     self._sent(root, value.nbytes, len(self._elsewhere(root, [rank])) * value.nbytes)
 
     def _count(self, vectors: Sequence[Tensor], ranks: Sequence[int]) -> None:
-        """What each worker would have sent."""
+        """Counts the bytes that each worker would have sent."""
         count, size = vectors[0].numel(), vectors[0].element_size()
         for index, rank in enumerate(ranks):
             between = sent_to(count, len(ranks), index, self._elsewhere(rank, ranks))
@@ -205,7 +208,7 @@ class OpenCollectives:
         node.bytes_between += between
 
     def _elsewhere(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
-        """The places of those of these ranks that are at another site than this one."""
+        """The positions in `ranks` of the workers that are at another site than this one."""
         if self._world.costs.sites is None:
             return ()
         site = self._world.costs.sites.of

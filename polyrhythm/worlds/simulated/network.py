@@ -1,4 +1,4 @@
-"""Network: the way of a message from host to host on virtual time."""
+"""Network: delivers messages from host to host on virtual time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from polyrhythm.worlds.simulated.fibers import Loop
 if TYPE_CHECKING:
     from polyrhythm.worlds.cost_model import Costs
 
-# A message on its way to its host: that, its bytes, how long it takes from the first to the last of them, and
-# what is called with it then.
+# A message on the way to its host: the host, its bytes, the seconds from the first byte to the last, and the
+# function to call with it on arrival.
 _Landing = tuple[tuple[str, int], int, float, Callable[..., Any], Message]
 
 
 class Network:
-    """Brings messages when they are due. A link takes them in the order in which they reach it."""
+    """Delivers messages. A link carries them in the order in which they reach it."""
 
     def __init__(self, loop: Loop, costs: Costs) -> None:
         self.loop, self.costs = loop, costs
@@ -30,7 +30,7 @@ class Network:
         arrive: Callable[..., Any],
         what: Message,
     ) -> None:
-        """Brings a message over the network: `arrive(what)` is called when its last byte is there."""
+        """Sends a message; `arrive(what)` is called when its last byte has arrived."""
         loop, costs = self.loop, self.costs
         if costs.free or costs.together(source, target):
             loop.at(loop.now, arrive, what)
@@ -50,7 +50,7 @@ class Network:
         self.loop.at(self.costs.land(target, nbytes, self.loop.now, span), arrive, what)
 
     def _cross(self, message: tuple[tuple[int, ...], tuple[str, ...], _Landing]) -> None:
-        """A message is at the first of these sites' links; when it is through all of them, it lands."""
+        """Carries a message over the first of these sites' links, and then over the rest to its host."""
         (site, *sites), (way, *ways), (target, nbytes, span, *rest) = message
         assert self.costs.sites is not None
         head, span = self.costs.sites.through(site, way, nbytes, self.loop.now, span)

@@ -1,4 +1,4 @@
-"""SimulatedNode: a node on virtual time."""
+"""SimulatedNode: a worker or server on virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 from polyrhythm.worlds.simulated.group import SimulatedGroup
-from polyrhythm.worlds.simulated.waits import Asked, SimulatedLock, SimulatedReply, SimulatedTask, leave
+from polyrhythm.worlds.simulated.random_states import RandomState
+from polyrhythm.worlds.simulated.waits import (
+    SimulatedLock,
+    SimulatedReply,
+    SimulatedRequest,
+    SimulatedTask,
+    leave,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,29 +35,28 @@ if TYPE_CHECKING:
 
 
 class MembershipChange(NamedTuple):
-    """A notice about another node, and the workers that are there since."""
+    """A notice about another node, and the workers that are in the run from then on."""
 
     notice: Notice
     workers: Sequence[Peer]
 
 
 class SimulatedNode(Node):
-    """A node on virtual time."""
+    """A worker or server on virtual time."""
 
     def __init__(self, world: Simulated, me: Peer, incarnation: int) -> None:
         self.world, self.me, self.incarnation, self.seed = world, me, incarnation, world.plan.seed
         self.fibers: list[Fiber] = []
         self.crashed = False
-        self.excluding = False
-        self.fiber: Fiber | None = None
-        self.random_state: Tensor | None = None
+        self.locked = False  # inside `lock()`
+        self.fiber: Fiber | None = None  # the one that runs now
+        self.random = RandomState(world.generators)
         self.bytes_sent = self.bytes_between = 0  # in all, and to other sites
-        self._key = (me.role, me.rank)
         self._name = str(me)
         self._inbox: deque[Message | MembershipChange] = deque()
         self._receivers: list[tuple[Fiber, tuple[str, ...]]] = []
-        self._asked: dict[SimulatedReply, None] = {}  # of this node, and not answered yet
-        self._changes = 0  # of who is there
+        self._unanswered: dict[SimulatedReply, None] = {}  # replies that other nodes wait for
+        self._changes = 0  # how often membership has changed, as far as this node was told
         self._sequence = incarnation << INCARNATION_SHIFT
         self.members = Members()
         self.memory = _SimulatedMemory(self)
@@ -63,8 +69,8 @@ class SimulatedNode(Node):
             raise UsageError(f"{self.me}: only code that its world runs may wait")
         return self.fiber
 
-    def meet(self) -> None:
-        """Learns who is in the run."""
+    def learn_members(self) -> None:
+        """Called when all nodes have joined."""
         self.members.workers = self.world.present["worker"]
         self.members.servers = self.world.present["server"]
         self._group = SimulatedGroup(self, self.members.workers)
@@ -89,36 +95,35 @@ class SimulatedNode(Node):
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         self._sequence += 1
-        message = Asked(self.me, kind, self._sequence, fields, tensors, asked=True)
+        message = SimulatedRequest(self.me, kind, self._sequence, fields, tensors, asked=True)
         reply = message.reply = SimulatedReply(self, to, kind, into)
-        if to in self.members.lost and to not in self.members.workers:
+        lost = self.members.lost
+        if lost and to in lost and to not in self.members.workers:
             reply.lose()
         else:
             self._post(to, message)
         return reply
 
     def _post(self, to: Peer, message: Message) -> None:
-        nbytes = 0
-        for tensor in message.tensors:
-            nbytes += tensor.nbytes
+        nbytes = _nbytes(message.tensors)
         there = self.world.nodes[to]
         self._count(there, nbytes)
-        self.world.network.carry(self._key, there._key, nbytes, there._arrive, message)
+        self.world.network.carry(self.me, there.me, nbytes, there._arrive, message)
 
     def _count(self, there: SimulatedNode, nbytes: int) -> None:
         self.bytes_sent += nbytes
         costs = self.world.costs
-        if costs.sites is not None and costs.crossing(self._key, there._key) is not None:
+        if costs.sites is not None and costs.crossing(self.me, there.me) is not None:
             self.bytes_between += nbytes
 
     def _arrive(self, message: Message) -> None:
-        reply = message.reply if isinstance(message, Asked) else None
+        reply = message.reply if isinstance(message, SimulatedRequest) else None
         if self.crashed:
             if reply is not None:
                 reply.lose()
             return
         if reply is not None:
-            self._asked[reply] = None
+            self._unanswered[reply] = None
         self._inbox.append(message)
         for index, (fiber, kinds) in enumerate(self._receivers):
             if not kinds or message.kind in kinds:
@@ -132,8 +137,8 @@ class SimulatedNode(Node):
             for index, message in enumerate(inbox):
                 if isinstance(message, MembershipChange):
                     del inbox[index]
-                    self._heed(message)
-                    fiber.told = self._changes
+                    self._change_members(message)
+                    fiber.changes_seen = self._changes
                     return None
                 if not kinds or message.kind in kinds:
                     del inbox[index]
@@ -146,8 +151,8 @@ class SimulatedNode(Node):
                         self.take_time(self.world.costs.apply_time(self.rank))
                     return message
             else:
-                if fiber.told != self._changes:  # another has heeded it
-                    fiber.told = self._changes
+                if fiber.changes_seen != self._changes:  # another fiber took the notice from the inbox
+                    fiber.changes_seen = self._changes
                     return None
                 self._receivers.append((fiber, kinds))
                 fiber.block("a message", *kinds)
@@ -166,39 +171,36 @@ class SimulatedNode(Node):
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        before, self.excluding = self.excluding, True
+        before, self.locked = self.locked, True
         try:
             yield
         finally:
-            self.excluding = before
+            self.locked = before
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
-        assert isinstance(message, Asked) and message.reply is not None, "this was answered already"
+        assert isinstance(message, SimulatedRequest) and message.reply is not None, "answered already"
         reply, message.reply = message.reply, None
-        self._asked.pop(reply, None)
+        self._unanswered.pop(reply, None)
         if reply.node.crashed:
             return
-        nbytes = 0
-        # Nobody may look at `into` before the answer arrives, so it can be filled now, without a snapshot.
+        # The requester may not read `into` before the reply arrives, so it is filled now, without a copy.
         for place, tensor in zip(reply.into, tensors, strict=False):
             place.copy_(tensor)
-        for tensor in tensors:
-            nbytes += tensor.nbytes
+        given = () if reply.into else tuple([tensor.clone() for tensor in tensors])
+        nbytes = _nbytes(tensors)
         self._count(reply.node, nbytes)
         self._sequence += 1
-        given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
         answer = Message(self.me, message.kind, self._sequence, fields, given)
-        self.world.network.carry(self._key, reply.node._key, nbytes, reply.arrive, answer)
+        self.world.network.carry(self.me, reply.node.me, nbytes, reply.arrive, answer)
 
     def notice(self, change: MembershipChange) -> None:
-        """Takes in a notice; `receive` tells the strategy, after all messages that arrived before."""
+        """Queues a notice; `receive` tells the strategy, after all messages that arrived before."""
         self._inbox.append(change)
         waiting, self._receivers = self._receivers, []
         for fiber, _ in waiting:
             self.world.loop.at(self.now(), fiber.resume, None)
 
-    def _heed(self, change: MembershipChange) -> None:
-        """Changes `members` as the notice says."""
+    def _change_members(self, change: MembershipChange) -> None:
         self._changes += 1
         notice = change.notice
         peer = notice.peer
@@ -213,15 +215,15 @@ class SimulatedNode(Node):
             self.log(PeerJoined(str(peer)))
 
     def crash(self) -> None:
-        """Stops in the middle of whatever it is doing."""
+        """Stops all fibers of this node, as if its process were killed."""
         self.crashed = True
         for fiber in self.fibers:
             fiber.kill()
-        for reply in self._asked:
+        for reply in self._unanswered:
             reply.lose()
-        for line in self.world.locks.values():
-            if self in line:
-                leave(line, self)
+        for queue in self.world.locks.values():
+            if self in queue:
+                leave(queue, self)
 
     # --- the rest -----------------------------------------------------------------------------------
 
@@ -238,13 +240,24 @@ class SimulatedNode(Node):
             steps, samples, self.bytes_sent, self.bytes_between, compute_s, wait_s
         )
 
+    def install_random_state(self) -> None:
+        """Called before the script or the optimizer of this node runs."""
+        self.world.generators.install(self.random)
+
     def take_time(self, seconds: float) -> None:
         if seconds > 0:
             self.current().sleep(seconds)
 
 
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+    return nbytes
+
+
 class _SimulatedMemory(Memory):
-    """All nodes are in one process: nothing has to be placed anywhere."""
+    """Ordinary memory: all simulated nodes are in one process."""
 
     def __init__(self, node: SimulatedNode) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""What a node on virtual time waits for: an answer, something that it spawned, a lock."""
+"""Waits of a single simulated node: for a reply, for a spawned function, for a lock."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class SimulatedReply(Reply):
+    """The reply to a request, on virtual time."""
+
     def __init__(self, node: SimulatedNode, to: Peer, kind: str, into: Sequence[Tensor]) -> None:
         self.node, self.to, self.kind, self.into = node, to, kind, into
         self.message: Message | None = None
@@ -30,11 +32,11 @@ class SimulatedReply(Reply):
             if self.lost:
                 raise PeerLost(f"{self.node.me} waited for {self.to} to answer {self.kind!r}, which is gone")
             self.fiber = self.node.current()
-            self.fiber.block(str(self.to), "to answer", repr(self.kind))
+            self.fiber.block(self)
         return self.message
 
     def lose(self) -> None:
-        """Whoever was asked is gone, and had not answered."""
+        """Called when the receiver of the request is gone and will never reply."""
         self.lost = True
         if self.fiber is not None:
             self.node.world.loop.at(self.node.now(), self.fiber.resume, None)
@@ -44,14 +46,19 @@ class SimulatedReply(Reply):
         if self.fiber is not None:
             self.fiber.resume()
 
+    def __str__(self) -> str:
+        return f"{self.to} to answer {self.kind!r}"
 
-class Asked(Message):
-    """A message that knows who waits for its answer."""
 
-    reply: SimulatedReply | None = None
+class SimulatedRequest(Message):
+    """A request as its receiver sees it."""
+
+    reply: SimulatedReply | None = None  # None once it is answered
 
 
 class SimulatedTask(Task):
+    """A spawned function, in a fiber of its own."""
+
     def __init__(self, node: SimulatedNode, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.node, self.error, self.waiter = node, None, None
         self._function, self._args = function, args
@@ -72,34 +79,34 @@ class SimulatedTask(Task):
     def join(self) -> None:
         while not self.fiber.dead:
             self.waiter = self.node.current()
-            self.waiter.block("what it spawned")
+            self.waiter.block("a function that it spawned")
         if self.error is not None:
             raise self.error
 
 
 class SimulatedLock(Lock):
-    """One node's handle on a lock: those who have it or want it, in order. The first has it."""
+    """One node's handle on a lock. The lock is a queue of nodes, and the first of them holds it."""
 
     def __init__(self, node: SimulatedNode, name: str) -> None:
         self._node, self._name = node, name
-        self._line: list[SimulatedNode] = node.world.locks.setdefault(name, [])
+        self._queue: list[SimulatedNode] = node.world.locks.setdefault(name, [])
 
     def take(self) -> None:
-        if self._node not in self._line:
-            self._line.append(self._node)
-        while self._line[0] is not self._node:
+        if self._node not in self._queue:
+            self._queue.append(self._node)
+        while self._queue[0] is not self._node:
             self._node.current().block("the lock", repr(self._name))
 
     def release(self) -> None:
-        if self._line and self._line[0] is self._node:
-            leave(self._line, self._node)
+        if self._queue and self._queue[0] is self._node:
+            leave(self._queue, self._node)
 
 
-def leave(line: list[SimulatedNode], node: SimulatedNode) -> None:
-    """Takes a node out of the line for a lock; if it was the first, the next has the lock."""
-    first = line[0] is node
-    line.remove(node)
-    if first and line:
-        for fiber in line[0].fibers:
+def leave(queue: list[SimulatedNode], node: SimulatedNode) -> None:
+    """Removes a node from the queue of a lock; if it held the lock, the next one gets it."""
+    first = queue[0] is node
+    queue.remove(node)
+    if first and queue:
+        for fiber in queue[0].fibers:
             if fiber.waiting and fiber.waiting[0] == "the lock":
                 fiber.loop.at(fiber.loop.now, fiber.resume, None)

@@ -1,8 +1,7 @@
-"""Simulated: the world of greenlets, from the start of the nodes to the end of the run."""
+"""Simulated: starts the nodes as greenlets and runs them to the end."""
 
 from __future__ import annotations
 
-import random
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from greenlet import GreenletExit
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.core.errors import PolyrhythmError, UsageError
@@ -23,6 +21,7 @@ from polyrhythm.worlds.simulated.fibers import Fiber, Loop
 from polyrhythm.worlds.simulated.group import OpenCollectives
 from polyrhythm.worlds.simulated.network import Network
 from polyrhythm.worlds.simulated.node import MembershipChange, SimulatedNode
+from polyrhythm.worlds.simulated.random_states import GlobalGenerators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Simulated:
-    """A world of greenlets. `run` trains to the end and returns the coordinator, which knows the outcome."""
+    """A simulated run. `run` trains to the end and returns the coordinator, which knows the outcome."""
 
     def __init__(
         self,
@@ -52,16 +51,16 @@ class Simulated:
         self.loop = Loop()
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
-        self.meetings = OpenCollectives(self)
+        self.collectives = OpenCollectives(self)
         self.memory: dict[str, Tensor] = {}  # shared by all workers, by name
-        self.locks: dict[str, list[SimulatedNode]] = {}  # the holder of each, then those that wait for it
+        self.locks: dict[
+            str, list[SimulatedNode]
+        ] = {}  # by name: the holder, then the nodes that wait for it
         self.costs = self._place(plan.servers)
         self.network = Network(self.loop, self.costs)
         self._fibers: list[Fiber] = []
         self.say = say
-        self._owner: SimulatedNode | None = None
-        self._home_state = torch.get_rng_state()
-        self.numbers = get_bit_generator()
+        self.generators = GlobalGenerators()
         self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, folder)
         for rank in range(plan.workers):
             self._start(Peer("worker", rank))
@@ -71,36 +70,25 @@ class Simulated:
                     self.loop.at(crash.at, self._crash, (Peer("worker", rank), crash))
 
     def run(self) -> Coordinator:
-        grad, state = torch.is_grad_enabled(), random.getstate()
+        grad = torch.is_grad_enabled()
         try:
             here = self.coordinator
-            # It may be finished although the cluster has failures left.
-            self.loop.run(lambda: here.failure is not None or (bool(here.digest) and here.finished))
+            # The run may be finished before the last failure of the cluster file.
+            self.loop.run(lambda: here.failure is not None or (here.digest != "" and here.finished))
             if self.coordinator.failure is None and not self.coordinator.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
         finally:
             for fiber in self._fibers:
                 fiber.kill()
-            torch.set_rng_state(self._home_state)
-            set_bit_generator(self.numbers)
-            random.setstate(state)
+            self.generators.restore()
             torch.set_grad_enabled(grad)
         return self.coordinator
-
-    def lend_random_state(self, node: SimulatedNode) -> None:
-        """Installs a worker's own random state; servers draw nothing."""
-        if node is self._owner or node.me.role == "server":
-            return
-        if self._owner is not None:
-            self._owner.random_state = torch.get_rng_state()
-        torch.set_rng_state(self._home_state if node.random_state is None else node.random_state)
-        self._owner = node
 
     # --- for the coordinator ------------------------------------------------------------------------
 
     def start_servers(self, count: int) -> None:
-        """Starts so many servers."""
+        """Starts the servers, once their number is known."""
         self.network.costs = self.costs = self._place(count)
         for rank in range(count):
             self._start(Peer("server", rank))
@@ -117,15 +105,15 @@ class Simulated:
                 self.nodes[other].notice(change)
 
     def replace(self, peer: Peer) -> bool:
-        """True if the cluster file says that the worker which has just crashed comes back."""
+        """True if the worker that has just crashed comes back, according to the cluster file."""
         return self._comes_back
 
     def rescue(self, peer: Peer) -> bool:
-        """Nobody takes the place of the last worker."""
+        """False: a simulated last worker is never replaced."""
         return False
 
     def released(self, peer: Peer, incarnation: int) -> None:
-        """Simulated nodes lend no memory."""
+        """Nothing to do: simulated nodes lend no memory."""
 
     # --- nodes --------------------------------------------------------------------------------------
 
@@ -133,7 +121,7 @@ class Simulated:
         return self.cluster.place(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
 
     def _crash(self, which: tuple[Peer, Crash]) -> None:
-        """Stops a worker like a process that is killed, unless it has left already."""
+        """Stops a worker as if its process were killed, unless it has left already."""
         peer, crash = which
         if peer not in self.coordinator.membership.members:
             return
@@ -141,8 +129,8 @@ class Simulated:
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
         if self.coordinator.failure is None:
             self.nodes[peer].crash()
-            self.meetings.lose()
-            if crash.back is not None and peer in self.coordinator.membership.expected:  # it was not done
+            self.collectives.lose()
+            if crash.back is not None and peer in self.coordinator.membership.expected:  # it had work left
                 self.loop.at(crash.back, self._come_back, peer)
 
     def _come_back(self, peer: Peer) -> None:
@@ -150,7 +138,7 @@ class Simulated:
 
     def _start(self, me: Peer, incarnation: int = 0) -> None:
         node = self.nodes[me] = SimulatedNode(self, me, incarnation)
-        if not incarnation:  # a replacement is present when it has joined
+        if not incarnation:  # a replacement becomes present when it joins
             self.present[me.role].append(me)
         fiber = Fiber(self.loop, node, lambda: self._live(node, fiber))
         self._fibers.append(fiber)
@@ -159,9 +147,8 @@ class Simulated:
     def _live(self, node: SimulatedNode, fiber: Fiber) -> None:
         """Runs the user's script as this node."""
         node.fiber = fiber
-        here = SimulatedContext(node)
-        here.come()
-        world_context.set(here)
+        node.install_random_state()
+        world_context.set(SimulatedContext(node))
         try:
             self.program()
             mine = session.get()
@@ -171,11 +158,11 @@ class Simulated:
         except (ServerDone, GreenletExit):
             pass
         except Exception as error:
-            if not node.crashed:  # a process that is killed reports nothing either
+            if not node.crashed:  # a killed process reports no error
                 self.failed(node.me, error)
 
     def failed(self, peer: Peer, error: Exception) -> None:
-        """Ends the run because a node has failed."""
+        """Ends the run because of an error on a node."""
         if isinstance(error, PolyrhythmError):
             self.coordinator.fail(str(error), error.exit_code)
             return
