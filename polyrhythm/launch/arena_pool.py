@@ -1,18 +1,18 @@
-"""ArenaPool: the shared-memory arenas of a host, and which incarnation of a node works in which."""
+"""ArenaPool: the shared-memory arenas of a host and their assignment to nodes."""
 
 from __future__ import annotations
 
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire.arena import Arenas
 
-ARENA = 1 << 38  # bytes of address space per node; only the part that is used becomes memory
+ARENA = 1 << 38  # bytes of address space per node; only used pages take memory
 
 
 class ArenaPool:
     """Assigns an arena to each incarnation of a node.
 
     A dead worker's arena stays assigned while servers may read or write there, so replacements start in spare
-    arenas. Any thread may release; one thread takes. One more arena, the last, is common to all nodes.
+    arenas. Any thread may release; one thread takes. The last arena is shared by all nodes.
     """
 
     def __init__(self, first: int, spare: int) -> None:
@@ -29,7 +29,7 @@ class ArenaPool:
         return arena
 
     def release(self, peer: Peer, incarnation: int) -> None:
-        """Frees the arena of this incarnation, if it had one on this host: no node uses it any longer."""
+        """Frees the arena of an incarnation that no node uses any longer, if it had one on this host."""
         arena = self._taken.pop((peer, incarnation), None)
         if arena is not None:
             self.arenas.clear(arena)

@@ -1,4 +1,4 @@
-"""CoordinatorService: the coordinator on the wire."""
+"""CoordinatorService: connects the coordinator to the transport."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from polyrhythm.wire.transport import Transport
 
 
 class CoordinatorService:
-    """Feeds the coordinator with the messages of nodes, in a thread of its own, and tells nodes its notices.
+    """Passes messages of nodes to the coordinator, in its own thread, and sends notices to nodes.
 
-    Whoever touches the coordinator holds `lock`. `from_host` gets the messages of other launchers, `ended` is
+    Every use of the coordinator holds `lock`. `from_host` gets the messages of other launchers; `ended` is
     called when the run is over.
     """
 
@@ -43,7 +43,7 @@ class CoordinatorService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Makes the thread end soon; `join` waits for it."""
+        """Tells the thread to end; `join` waits for it."""
         self._closed = True
 
     def join(self) -> None:
@@ -56,7 +56,7 @@ class CoordinatorService:
         for other in list(self._coordinator.membership.members):
             if other != peer:
                 with contextlib.suppress(PolyrhythmError):
-                    # No retry: a member that cannot be reached is dead too, and its end will be reported.
+                    # No retry: a member that cannot be reached is dead too, and its exit will be reported.
                     self._transport.send(other, notice.kind, fields=fields, retry=False)
         if peer is not None and notice.kind == "left":
             self._transport.lost(peer, notice.reason)
@@ -97,7 +97,7 @@ class CoordinatorService:
                 try:
                     self._transport.reply(incoming, fields=pack_reply(reply))
                 except WaitError:
-                    pass  # it is gone, and its end will be reported
+                    pass  # the node is gone, and its exit will be reported
                 except PolyrhythmError as error:
                     coordinator.fail(str(error), error.exit_code)
 

@@ -1,10 +1,10 @@
 """The fork server: a process that imports torch once and forks every node.
 
-It has a single thread, so forking is safe. It owns its children: when the launcher ends, in whatever way, the
-socket between them closes, and the fork server ends every child before itself. If the fork server is killed,
-the kernel ends its children, and the launcher ends the processes that they started.
+It has a single thread, so forking is safe. It owns its children: however the launcher ends, the socket
+between them closes, and the fork server kills every child before it exits. If the fork server is killed, the
+kernel kills its children, and the launcher kills the processes that they started.
 
-The two talk in JSON: the launcher sends ["fork", ...] with the files for the node's output and ["kill",
+Messages are JSON: the launcher sends ["fork", ...] with the files for the node's output and ["kill",
 signal]; the fork server sends ["ready", strategy or null], ["failed", why, exit code], ["forked", role, rank,
 pid] and ["exit", role, rank, status].
 """
@@ -29,14 +29,14 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.launch.program import Program
-from polyrhythm.launch.signals import POLITE
+from polyrhythm.launch.signals import TERMINATION
 
 _PR_SET_PDEATHSIG = 1
 _LIMIT = 1 << 16
 
 
 class ForkServer:
-    """The launcher's side. The constructor returns at once; "ready" comes when torch is imported.
+    """The side of the launcher. The constructor returns at once; "ready" arrives when torch is imported.
 
     The fork server closes the sockets in `private`: such a connection must end with its launcher.
     """
@@ -47,8 +47,8 @@ class ForkServer:
         sys.stderr.flush()
         self._ready = False
         self._groups: dict[Peer, int] = {}  # the process group of each living node
-        # An exception that a signal handler raises while Python forks would be lost.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+        # An exception raised by a signal handler during a fork would be lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION)
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -61,7 +61,7 @@ class ForkServer:
         there.close()
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        except BaseException:  # a signal came meanwhile
+        except BaseException:  # a signal arrived meanwhile
             self.close()
             raise
 
@@ -69,9 +69,9 @@ class ForkServer:
         return self._socket.fileno()
 
     def fork(self, start: NodeStart, outputs: tuple[int, int]) -> None:
-        """Asks for a node whose standard output and error are these files."""
+        """Requests a node whose standard output and error are these files."""
         command = ["fork", start.peer.role, start.peer.rank, *start[1:]]
-        with contextlib.suppress(OSError):  # if it is gone, `receive` tells
+        with contextlib.suppress(OSError):  # if it is gone, `receive` returns []
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(outputs))
 
     def kill(self, number: int) -> None:
@@ -80,7 +80,7 @@ class ForkServer:
             self._socket.send(json.dumps(["kill", int(number)]).encode())
 
     def receive(self) -> list[object]:
-        """The next message of the fork server, or [] when it is gone."""
+        """Returns the next message of the fork server, or [] if it is gone."""
         try:
             data = self._socket.recv(_LIMIT)
         except ConnectionError:
@@ -100,20 +100,20 @@ class ForkServer:
             os.kill(self.pid, signal.SIGKILL)  # it has no children yet, and importing torch takes long
         with contextlib.suppress(ChildProcessError):
             status = os.waitpid(self.pid, 0)[1]
-            if os.WIFSIGNALED(status):  # it could not end the processes that its children have started
+            if os.WIFSIGNALED(status):  # it could not kill the processes that its children started
                 for group in self._groups.values():
-                    _end_group(group)
+                    _kill_group(group)
 
 
 class _Server:
-    """The fork server's own side."""
+    """The side of the fork server."""
 
     def __init__(self, there: socket.socket, program: Program, config: NodeConfig) -> None:
         self._there, self._program, self._config = there, program, config
         self._children: dict[int, Peer] = {}
 
     def run(self, mask: set[int | signal.Signals]) -> None:
-        for number in POLITE:
+        for number in TERMINATION:
             signal.signal(number, signal.SIG_IGN)  # the launcher gets them too, and ends all nodes in order
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         read, write = os.pipe()
@@ -127,19 +127,19 @@ class _Server:
             for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
                 import_module(name)
         except Exception as error:
-            return self._say("failed", f"torch cannot be imported: {error!r}", 1)
+            return self._send("failed", f"torch cannot be imported: {error!r}", 1)
         try:
             strategy = self._resolve()
         except PolyrhythmError as error:
-            return self._say("failed", str(error), error.exit_code)
+            return self._send("failed", str(error), error.exit_code)
         try:
-            self._say("ready", strategy.to_json() if strategy is not None else None)
+            self._send("ready", strategy.to_json() if strategy is not None else None)
             while True:
                 ready, _, _ = select.select([self._there.fileno(), read], [], [])
                 if read in ready:
                     os.read(read, 4096)
                     self._reap()
-                if self._there.fileno() in ready and not self._obey():
+                if self._there.fileno() in ready and not self._handle_command():
                     break
         except OSError:
             pass  # the launcher is gone
@@ -147,9 +147,9 @@ class _Server:
             self._kill(signal.SIGKILL)
 
     def _resolve(self) -> ResolvedStrategy | None:
-        """Imports the modules of the plan and settles its strategy; None if only the script can define it.
+        """Imports the modules of the plan and resolves its strategy; None if only the script can define it.
 
-        What the strategy needs compiled is compiled here, once for all nodes, for the usual 32-bit floats.
+        Kernels of the strategy are compiled here, once for all nodes, for 32-bit floats.
         """
         import torch
 
@@ -173,7 +173,7 @@ class _Server:
             strategy.prepare(torch.float32)
         return settled
 
-    def _obey(self) -> bool:
+    def _handle_command(self) -> bool:
         """Executes the launcher's next command; False when the launcher is gone."""
         data, files, _, _ = socket.recv_fds(self._there, _LIMIT, 2)
         if not data:
@@ -191,12 +191,12 @@ class _Server:
         pid = os.fork()
         if pid:
             self._children[pid] = start.peer
-            self._say("forked", start.peer.role, start.peer.rank, pid)
+            self._send("forked", start.peer.role, start.peer.rank, pid)
             for file in files:
                 os.close(file)
             return
-        os.setsid()  # a group of its own, so that the processes it starts can be ended with it
-        _die_with(parent)
+        os.setsid()  # its own group, so that the processes it starts can be killed with it
+        _exit_with(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -220,25 +220,25 @@ class _Server:
             if not pid:
                 return
             peer = self._children.pop(pid, None)
-            _end_group(pid)  # the processes that the node started and left behind
+            _kill_group(pid)  # the processes that the node started and left behind
             if peer is not None:
-                self._say("exit", peer.role, peer.rank, os.waitstatus_to_exitcode(status))
+                self._send("exit", peer.role, peer.rank, os.waitstatus_to_exitcode(status))
 
     def _kill(self, number: int) -> None:
         for pid in self._children:
-            _end_group(pid, number)
+            _kill_group(pid, number)
 
-    def _say(self, *words: object) -> None:
+    def _send(self, *words: object) -> None:
         self._there.send(json.dumps(words).encode())
 
 
-def _end_group(group: int, number: int = signal.SIGKILL) -> None:
+def _kill_group(group: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
-def _die_with(parent: int) -> None:
-    """Asks the kernel to end this process when its parent ends."""
+def _exit_with(parent: int) -> None:
+    """Makes the kernel kill this process when its parent exits."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""The other hosts of a run: who they are and which workers they run, as logic without I/O.
+"""The other hosts of a run and the workers that each runs, as logic without I/O.
 
 A launcher on another host (`launch/joiner.py`) talks to the coordinator as a peer of role `HOST`:
 
@@ -49,10 +49,10 @@ class HostRegistry:
     ) -> RemoteHost:
         """Gives a host the lowest free ranks, those of its site if it names one.
 
-        Raises UsageError, for people on both hosts, if it cannot have any.
+        Raises UsageError, shown on both hosts, if it cannot join.
         """
         if version != __version__:
-            raise UsageError(f"the run is of polyrhythm {__version__}, and this host has {version}")
+            raise UsageError(f"the run uses polyrhythm {__version__}, and this host has {version}")
         if not isinstance(workers, int) or workers < 1:
             raise UsageError(f"workers is {workers}; there must be 1 or more")
         if not self.free:
@@ -100,7 +100,7 @@ class HostRegistry:
             return None
         return next((who for who, host in self.joined.items() if peer.rank in host.ranks), None)
 
-    def homeless(self, peer: Peer) -> bool:
+    def host_left(self, peer: Peer) -> bool:
         """True if this worker's host has left the run."""
         return peer.role == "worker" and peer.rank >= self._here and self.home(peer) is None
 

@@ -1,4 +1,4 @@
-"""Joiner: the launcher that brings workers of this host into a run that began on another.
+"""Joiner: the launcher that adds workers of this host to a run that another host started.
 
 It has one connection, to the coordinator, and one thread. It forks workers on order, reports when one has
 ended, and ends them all when the run or the connection is over. `launch/hosts.py` describes the messages.
@@ -50,7 +50,7 @@ class Joiner:
         threads = threads_each(threads, workers)
         self._socket = _connect(address, self._where)
         try:
-            self._channel = _greet(self._socket, key, self._where)
+            self._channel = _handshake(self._socket, key, self._where)
             mine = self._socket.getsockname()[0]
             terms = self._enlist(workers, mine, site)
             plan = Plan.from_json(terms["plan"])
@@ -63,7 +63,7 @@ class Joiner:
             )  # fmt: skip
             server = ForkServer(program, config, (self._socket,))
             self._nodes = NodeProcesses(server, self._pool, self._console, self._exited, self._broken)
-            self._nodes.watch(self._channel, self._obey)
+            self._nodes.watch(self._channel, self._handle_orders)
         except BaseException:
             self._close()
             raise
@@ -92,17 +92,17 @@ class Joiner:
     def _enlist(self, workers: int, address: str, site: str) -> dict[str, Any]:
         """Offers workers; returns the terms of the run. Raises UsageError if the coordinator refuses."""
         try:
-            self._say(
+            self._send(
                 "enlist", wants_reply=True, version=__version__, workers=workers, address=address, site=site
             )
             terms = self._channel.receive_header().fields
         except OSError:
-            raise PolyrhythmError(f"the run at {self._where} does not answer; is it ending?") from None
+            raise PolyrhythmError(f"the run at {self._where} does not reply; is it ending?") from None
         if "error" in terms:
             raise UsageError(f"cannot join the run at {self._where}: {terms['error']}")
         return terms
 
-    def _obey(self) -> None:
+    def _handle_orders(self) -> None:
         """Executes the coordinator's orders, and notices when it is gone."""
         assert self._nodes is not None and self._pool is not None
         try:
@@ -125,17 +125,17 @@ class Joiner:
     def _exited(self, peer: Peer, status: int) -> None:
         if status and self._over is None:
             self._console.line(f"{peer} {cause(status)}")
-        self._say("exit", rank=peer.rank, status=status)
+        self._send("exit", rank=peer.rank, status=status)
 
     def _broken(self, why: str, exit_code: int) -> None:
         self._leave(f"ended ({why})", why, exit_code)
 
     def _leave(self, reason: str, message: str = "", exit_code: int = 1) -> None:
         """Takes all workers of this host out of the run."""
-        self._say("leave", reason=reason)
+        self._send("leave", reason=reason)
         self._over = Failure(message, exit_code)
 
-    def _say(self, kind: str, wants_reply: bool = False, **fields: Any) -> None:
+    def _send(self, kind: str, wants_reply: bool = False, **fields: Any) -> None:
         with contextlib.suppress(OSError):  # reading reports the end of the connection
             self._channel.send(Header(kind, next(self._numbers), wants_reply=wants_reply, fields=fields))
 
@@ -152,7 +152,7 @@ def _connect(address: str, where: str) -> socket.socket:
         return dial(address)
     except ConnectionRefusedError:
         raise UsageError(
-            f"nobody listens at {where}; first start `polyrhythm run --listen {where} --here N --key FILE`"
+            f"no run listens at {where}; first start `polyrhythm run --listen {where} --here N --key FILE`"
         ) from None
     except socket.gaierror:
         raise UsageError(f"there is no host {where.rpartition(':')[0]}; give HOST:PORT") from None
@@ -161,17 +161,17 @@ def _connect(address: str, where: str) -> socket.socket:
         raise UsageError(f"cannot reach {where}: {why}; is a firewall between these hosts?") from None
 
 
-def _greet(sock: socket.socket, key: bytes, where: str) -> Channel:
-    """The connection to the coordinator, after both sides have proved that they know the key."""
+def _handshake(sock: socket.socket, key: bytes, where: str) -> Channel:
+    """Opens the authenticated connection to the coordinator."""
     me = Identity(Peer(HOST, secrets.randbits(32)), instance=secrets.token_bytes(16))
     try:
         channel = open_channel(sock, me, key, dialed=True, where=where)
     except WireError as error:
         if "does not have the key" in str(error):
             raise UsageError(f"the run at {where} has another key; copy its file from that host") from None
-        raise UsageError(f"{error}; are both hosts of one version of polyrhythm?") from None
+        raise UsageError(f"{error}; do both hosts have the same version of polyrhythm?") from None
     except OSError:
-        raise UsageError(f"{where} does not answer as a run of polyrhythm does") from None
+        raise UsageError(f"{where} does not respond like a run of polyrhythm") from None
     if channel.peer != COORDINATOR:
         raise UsageError(f"{where} is {channel.peer} of a run; join at the address given to --listen")
     return channel

@@ -39,9 +39,11 @@ def read(path: Path) -> bytes:
     except OSError as error:
         raise UsageError(f"cannot read the key {path}: {error.strerror}") from None
     if status.st_mode & 0o077:
-        raise UsageError(f"others can read the key {path}; make it yours alone (chmod 600 {path})")
+        raise UsageError(f"other users can read the key {path}; restrict it (chmod 600 {path})")
     if status.st_uid != os.geteuid():
         raise UsageError(f"the key {path} is another user's; use one of your own")
     if len(key) != SIZE:
-        raise UsageError(f"{path} is no key: it does not have {SIZE} bytes; `polyrhythm run --key` makes one")
+        raise UsageError(
+            f"{path} is not a key: it does not have {SIZE} bytes; `polyrhythm run --key` makes one"
+        )
     return key

@@ -35,8 +35,8 @@ from polyrhythm.record.folder import RunFolder
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 
-SPARE = 16  # arenas for servers that only the script asks for
-FAREWELL = 2 * GRACE + 2.0  # seconds for other hosts to end their nodes
+SPARE = 16  # arenas for servers that only the script configures
+REMOTE_GRACE = 2 * GRACE + 2.0  # seconds for other hosts to end their nodes
 
 
 class Launcher:
@@ -60,13 +60,13 @@ class Launcher:
         self._began = time.monotonic()
         self._deadline = self._began + plan.timeout  # for other hosts to join
         secret = key or secrets.token_bytes(32)
-        # With TCP on a single host tensors travel over TCP too, as they would between hosts.
+        # With TCP on a single host tensors are sent over TCP too, as between hosts.
         shared = self._pool.arenas if plan.listen == "unix:" or here < plan.workers else None
         config = NodeConfig(
             plan, secret, secrets.token_hex(8), self._began, threads, _any_port(plan.listen), shared, strategy
         )
         self._wanted: list[Peer] = [Peer("worker", rank) for rank in range(plan.workers)]
-        self._wake, self._woken = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.RLock()
         self.started = self._ending = False
         self._nodes: NodeProcesses | None = None
@@ -83,18 +83,18 @@ class Launcher:
                 self._broken,
                 self._settled,
             )
-            self._nodes.watch(self._wake, lambda: os.read(self._wake, 4096))
+            self._nodes.watch(self._wake_read, lambda: os.read(self._wake_read, 4096))
             self._transport = _listen(plan, secret, self._console)
-            self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._nudge)
+            self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._wake_loop)
             self._service = CoordinatorService(
-                self.coordinator, self._transport, self._lock, self._hosts.receive, self._nudge
+                self.coordinator, self._transport, self._lock, self._hosts.receive, self._wake_loop
             )
         except BaseException:
             self._close()
             raise
 
     def run(self) -> Coordinator:
-        """Trains to the end; returns the coordinator, which knows the result or the failure."""
+        """Trains to the end. Returns the coordinator, which has the result or the failure."""
         assert self._service is not None
         self._service.start()
         try:
@@ -111,7 +111,7 @@ class Launcher:
                     self._console.close()
         return self.coordinator
 
-    # --- for the coordinator ------------------------------------------------------------------------
+    # --- called by the coordinator ------------------------------------------------------------------
 
     def _clock(self) -> float:
         """Seconds since the run began, to the microsecond."""
@@ -128,7 +128,7 @@ class Launcher:
 
     def replace(self, peer: Peer) -> bool:
         """Decides whether a dead worker is replaced; its host must still take part."""
-        if self._restarts == 0 or self._hosts.registry.homeless(peer):
+        if self._restarts == 0 or self._hosts.registry.host_left(peer):
             return False
         self._restarts -= 1
         return self._want(peer)
@@ -142,7 +142,7 @@ class Launcher:
 
     def _want(self, peer: Peer) -> bool:
         self._wanted.append(peer)
-        self._nudge()
+        self._wake_loop()
         return True
 
     def released(self, peer: Peer, incarnation: int) -> None:
@@ -152,18 +152,18 @@ class Launcher:
             self._hosts.order(home, "released", rank=peer.rank, incarnation=incarnation)
         else:
             self._pool.release(peer, incarnation)
-            self._nudge()
+            self._wake_loop()
 
     def start_servers(self, count: int) -> None:
         """Starts so many servers."""
         self._wanted += [Peer("server", rank) for rank in range(count)]
-        self._nudge()
+        self._wake_loop()
 
-    def _nudge(self) -> None:
-        """Wakes the loop."""
-        os.write(self._woken, b"!")
+    def _wake_loop(self) -> None:
+        """Makes the main loop check again what to do."""
+        os.write(self._wake_write, b"!")
 
-    # --- for other hosts ----------------------------------------------------------------------------
+    # --- called for other hosts ---------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -209,7 +209,7 @@ class Launcher:
             self._console.progress(text)
 
     def _place(self, nodes: NodeProcesses) -> None:
-        """Has the wanted nodes started on their hosts."""
+        """Starts the wanted nodes on their hosts."""
         self.started = True
         wanted, self._wanted = self._wanted, []
         for peer in wanted:
@@ -229,7 +229,7 @@ class Launcher:
             self.coordinator.fail(why, exit_code)
 
     def _settled(self, strategy: ResolvedStrategy) -> None:
-        """The fork server knows the strategy, from a module that only it has imported."""
+        """Called when the fork server has resolved the strategy, from a module that only it imports."""
         with self._lock:
             if self.coordinator.strategy is None:
                 self.coordinator.settle(strategy)
@@ -252,7 +252,7 @@ class Launcher:
     # --- the end ------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Waits for nodes that are done, and ends the others, on all hosts."""
+        """Waits for nodes that are done, and kills the others, on all hosts."""
         assert self._nodes is not None
         with self._lock:
             self._ending = True
@@ -261,7 +261,7 @@ class Launcher:
             message, code = (failure.message, failure.exit_code) if failure else ("", 0)
             self._hosts.order(who, "end", message=message, exit_code=code)
         self._nodes.end(failed=failure is not None)
-        until = time.monotonic() + FAREWELL
+        until = time.monotonic() + REMOTE_GRACE
         while self._hosts.registry.joined and time.monotonic() < until:
             time.sleep(0.01)
 
@@ -275,12 +275,12 @@ class Launcher:
         if self._service is not None:
             self._service.join()  # before the pipe that it writes to is closed
         self._pool.arenas.close()
-        os.close(self._wake)
-        os.close(self._woken)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
 
 def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
-    """The coordinator's transport."""
+    """Opens the transport of the coordinator."""
     options = TransportOptions(
         listen=plan.listen, wait=plan.timeout, watched_role=HOST, on_error=console.line
     )
@@ -292,5 +292,5 @@ def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
 
 
 def _any_port(listen: str) -> str:
-    """Where nodes listen: on the coordinator's interface, each at a port of its own."""
+    """The address for nodes to listen at: the interface of the coordinator, any port."""
     return f"{listen.rsplit(':', 1)[0]}:0" if listen.startswith("tcp:") else "unix:"

@@ -24,7 +24,7 @@ from polyrhythm.launch.console import Console
 from polyrhythm.launch.fork_server import ForkServer
 from polyrhythm.launch.node_config import NodeStart
 
-GRACE = 3.0  # seconds between asking a process to end and ending it
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 class NodeProcesses:
@@ -48,7 +48,7 @@ class NodeProcesses:
         self._exited, self._broken, self._settled = exited, broken, settled
         self._wanted: list[tuple[Peer, int]] = []
         self._alive: set[Peer] = set()
-        self._outputs: dict[int, _Lines] = {}
+        self._outputs: dict[int, _LinePrefixer] = {}
         self._ending = False
         self._selector = selectors.DefaultSelector()
         self.watch(self._server, self._receive)
@@ -82,7 +82,7 @@ class NodeProcesses:
             self._wanted = waiting
 
     def end(self, failed: bool) -> None:
-        """Waits for nodes that are done, ends the others, and forwards the rest of their output."""
+        """Waits for nodes that are done, kills the others, and forwards the rest of their output."""
         self._ending = True
         signals = iter([(0.5 if failed else GRACE, signal.SIGTERM), (GRACE, signal.SIGKILL)])
         wait, number = next(signals)
@@ -111,10 +111,10 @@ class NodeProcesses:
         for read, write in ends:
             os.close(write)
             os.set_blocking(read, False)
-            lines = self._outputs[read] = _Lines(f"[{start.peer}] ", self._console.line)
+            lines = self._outputs[read] = _LinePrefixer(f"[{start.peer}] ", self._console.line)
             self.watch(read, partial(self._read, read, lines))
 
-    def _read(self, file: int, lines: _Lines) -> None:
+    def _read(self, file: int, lines: _LinePrefixer) -> None:
         try:
             data = os.read(file, 1 << 16)
         except BlockingIOError:
@@ -130,7 +130,7 @@ class NodeProcesses:
         words: list[Any] = self._server.receive()
         if not words:
             self.unwatch(self._server)
-            self._alive.clear()  # they are gone with it
+            self._alive.clear()  # they died with it
             self._fail("the process that forks the nodes is gone; was it killed?", 1)
         elif words[0] == "ready":
             self.ready = True
@@ -149,7 +149,7 @@ class NodeProcesses:
             self._broken(why, exit_code)
 
 
-class _Lines:
+class _LinePrefixer:
     """Splits a stream of bytes into whole lines with a prefix."""
 
     def __init__(self, prefix: str, write: Callable[[str], None]) -> None:
@@ -174,7 +174,7 @@ def threads_each(wanted: int, workers: int) -> int:
     if "torch" in sys.modules:
         if wanted > 1:
             raise UsageError(
-                f"{wanted} threads per worker cannot be had from a process that has imported torch; "
+                f"{wanted} threads per worker are not possible in a process that has imported torch; "
                 "use `polyrhythm run` on the command line"
             )
         return 1

@@ -1,4 +1,4 @@
-"""Makes the plan of a run, and refuses what can be known to be wrong before anything starts."""
+"""Checks the plan of a run before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyrhythm.session.settle import planned, settle
 from polyrhythm.worlds.cluster import Cluster
 
 Servers = int | Literal["colocated"]  # colocated: one beside each worker
-MOST = 1024  # processes that one host is asked to run
+MOST = 1024  # processes on one host
 
 
 def named(strategy: str | Strategy | None) -> tuple[str | None, Mapping[str, str]]:
@@ -91,7 +91,9 @@ def with_cluster(plan: Plan) -> tuple[Plan, Cluster]:
     """The plan with the sites of its cluster file, and the cluster."""
     cluster = Cluster.uniform() if plan.cluster is None else Cluster.load(plan.cluster)
     if plan.world == "simulate":
-        cluster.place(plan.workers, plan.servers, plan.seed, plan.colocated)  # refuses what cannot be placed
+        cluster.place(
+            plan.workers, plan.servers, plan.seed, plan.colocated
+        )  # raises if nodes cannot be placed
         return replace(plan, sites=cluster.places(plan.workers)), cluster
     servers_at = None if plan.colocated else cluster.servers.site
     return replace(plan, sites=cluster.places(plan.workers), servers_at=servers_at), cluster

@@ -1,4 +1,4 @@
-"""RemoteHosts: talks with the launchers of other hosts."""
+"""RemoteHosts: communicates with the launchers of other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyrhythm.wire.transport import Transport
 
 
 class RunState(Protocol):
-    """What the messages of other hosts depend on, and what they change."""
+    """The state of the run as messages of other hosts need and change it."""
 
     @property
     def started(self) -> bool:
@@ -30,7 +30,7 @@ class RunState(Protocol):
         """True once the run ends, with or without success."""
 
     def terms(self) -> dict[str, Any]:
-        """What a host must know to take part."""
+        """The plan and the time, which a host needs to take part."""
 
     def died(self, peer: Peer, reason: str) -> None:
         """Handles the end of a node's process."""
@@ -82,15 +82,15 @@ class RemoteHosts:
                 incoming.sender, *(fields.get(key) for key in ("version", "workers", "address", "site"))
             )
         except UsageError as error:
-            answer: dict[str, Any] = {"error": str(error)}
+            reply: dict[str, Any] = {"error": str(error)}
             self._console.line(f"{fields.get('address')} cannot join: {error}")
         else:
-            answer = {"ranks": host.ranks, **self._run.terms()}
+            reply = {"ranks": host.ranks, **self._run.terms()}
             self._console.line(f"{host.address} joined with {listing(host.ranks)}")
             self._changed()
         with contextlib.suppress(PolyrhythmError):  # if it is gone, its connection reports that
-            self._transport.reply(incoming, fields=answer)
-        if self.registry.free and "error" not in answer:
+            self._transport.reply(incoming, fields=reply)
+        if self.registry.free and "error" not in reply:
             self.invite()
 
     def _lose(self, who: Peer, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, and how processes ended."""
+"""Signals that end a run, and exit statuses in words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from polyrhythm.core.errors import Interrupted
 
-POLITE = (signal.SIGINT, signal.SIGTERM)  # the signals by which people and process managers ask for an end
+TERMINATION = (signal.SIGINT, signal.SIGTERM)  # sent by users and process managers to end a run
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
     """Turns Ctrl-C and SIGTERM into `Interrupted`."""
 
     def interrupt(number: int, _: object) -> None:
-        for each in POLITE:
-            signal.signal(each, signal.SIG_IGN)  # once is enough
+        for each in TERMINATION:
+            signal.signal(each, signal.SIG_IGN)  # ignore further signals during cleanup
         raise Interrupted("interrupted")
 
     return handled_by(interrupt)
@@ -30,7 +30,7 @@ def handled_by(handler: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in POLITE}
+    before = {number: signal.signal(number, handler) for number in TERMINATION}
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def handled_by(handler: Any) -> Iterator[None]:
 
 
 def cause(status: int) -> str:
-    """How a process ended, in words."""
+    """Describes the exit status of a process."""
     if status < 0:
         try:
             return f"was killed by {signal.Signals(-status).name}"

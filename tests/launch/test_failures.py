@@ -142,7 +142,7 @@ def test_run_starts_after_torch_has_used_several_threads() -> None:
     )
     samples, error = done.stdout.splitlines()
     assert samples == str(EXAMPLES)
-    assert error.startswith("2 threads per worker cannot be had")
+    assert error.startswith("2 threads per worker are not possible")
 
 
 def test_dataloader_processes_end_with_a_killed_worker() -> None:

@@ -320,7 +320,7 @@ def test_a_host_with_another_polyrhythm_version_is_refused(
         patch.setattr("polyrhythm.launch.joiner.__version__", "9.9")
         refused = hosts.join(train).end()
     assert (
-        refused["error"].endswith(f"the run is of polyrhythm {pr.__version__}, and this host has 9.9")
+        refused["error"].endswith(f"the run uses polyrhythm {pr.__version__}, and this host has 9.9")
         and refused["code"] == 2
     )
     assert hosts.join(train).end()["code"] == begun.end()["code"] == 0
@@ -338,12 +338,12 @@ def test_join_refuses_a_bad_address_or_key_file(tmp_path: Path) -> None:
     key = tmp_path / "run.key"
     key.write_bytes(bytes(32))
     key.chmod(0o600)
-    with pytest.raises(pr.UsageError, match=r"nobody listens at 127.0.0.1:1; first start `polyrhythm run"):
+    with pytest.raises(pr.UsageError, match=r"no run listens at 127.0.0.1:1; first start `polyrhythm run"):
         pr.join("127.0.0.1:1", train, key=key)
     with pytest.raises(pr.UsageError, match=r"127.0.0.1 is no address of a run; give HOST:PORT"):
         pr.join("127.0.0.1", train, key=key)
     key.chmod(0o640)
-    with pytest.raises(pr.UsageError, match=r"others can read the key .*chmod 600"):
+    with pytest.raises(pr.UsageError, match=r"other users can read the key .*chmod 600"):
         pr.join("127.0.0.1:1", train, key=key)
     with pytest.raises(pr.UsageError, match=r"there is no key .*; copy it from the host where"):
         pr.join("127.0.0.1:1", train, key=tmp_path / "none.key")
