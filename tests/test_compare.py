@@ -36,7 +36,7 @@ def event_rates(pings, repeats):
         signal.pause()
     return {{"pings": RATE}}
 """
-SIMULATOR = "simulator, events/s: pings"
+SIMULATOR = "simulator, events per CPU second: pings"
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_two_layouts_in_turn(repository: Path, tmp_path: Path, capsys: pytest.Ca
     status, written = run(repository, "HEAD", "--only", "simulator", "memory", "--rounds", "2")
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.startswith(SIMULATOR))
-    assert line.split()[3:9] == ["100/s", "50/s", "0.500", "higher", "0%", "worse"]
+    assert line.split()[6:12] == ["100/s", "50/s", "0.500", "higher", "0%", "worse"]
     (line,) = (line for line in out.splitlines() if line.startswith("peak memory") and "training" in line)
     assert line.split("while training")[1].split()[:5] == ["–", "3×", "–", "lower", "–"]
     assert f"worse by more than the noise: {SIMULATOR}" in out

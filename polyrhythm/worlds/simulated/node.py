@@ -89,7 +89,8 @@ class SimulatedNode(Node):
     def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
         self._sequence += 1
         copies = tuple(tensor.clone() for tensor in tensors)
-        self._post(to, Message(self.me, kind, self._sequence, fields, copies))
+        there = self.world.nodes[to]
+        self._carry(there, there._arrive, Message(self.me, kind, self._sequence, fields, copies), copies)
 
     def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
@@ -101,20 +102,26 @@ class SimulatedNode(Node):
         if lost and to in lost and to not in self.members.workers:
             reply.lose()
         else:
-            self._post(to, message)
+            there = self.world.nodes[to]
+            self._carry(there, there._arrive, message, tensors)
         return reply
 
-    def _post(self, to: Peer, message: Message) -> None:
-        nbytes = _nbytes(message.tensors)
-        there = self.world.nodes[to]
-        self._count(there, nbytes)
-        self.world.network.carry(self.me, there.me, nbytes, there._arrive, message)
-
-    def _count(self, there: SimulatedNode, nbytes: int) -> None:
+    def _carry(
+        self,
+        to: SimulatedNode,
+        arrive: Callable[..., None],
+        message: Message,
+        payload: Sequence[Tensor],
+    ) -> None:
+        """Sends a message over the network, and counts the bytes of its payload."""
+        nbytes = 0
+        for tensor in payload:
+            nbytes += tensor.nbytes
         self.bytes_sent += nbytes
-        costs = self.world.costs
-        if costs.sites is not None and costs.crossing(self.me, there.me) is not None:
+        world = self.world
+        if world.costs.sites is not None and world.costs.crossing(self.me, to.me) is not None:
             self.bytes_between += nbytes
+        world.network.carry(self.me, to.me, nbytes, arrive, message)
 
     def _arrive(self, message: Message) -> None:
         reply = message.reply if isinstance(message, SimulatedRequest) else None
@@ -187,11 +194,9 @@ class SimulatedNode(Node):
         for place, tensor in zip(reply.into, tensors, strict=False):
             place.copy_(tensor)
         given = () if reply.into else tuple([tensor.clone() for tensor in tensors])
-        nbytes = _nbytes(tensors)
-        self._count(reply.node, nbytes)
         self._sequence += 1
         answer = Message(self.me, message.kind, self._sequence, fields, given)
-        self.world.network.carry(self.me, reply.node.me, nbytes, reply.arrive, answer)
+        self._carry(reply.node, reply.arrive, answer, tensors)
 
     def notice(self, change: MembershipChange) -> None:
         """Queues a notice; `receive` tells the strategy, after all messages that arrived before."""
@@ -247,13 +252,6 @@ class SimulatedNode(Node):
     def take_time(self, seconds: float) -> None:
         if seconds > 0:
             self.current().sleep(seconds)
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    nbytes = 0
-    for tensor in tensors:
-        nbytes += tensor.nbytes
-    return nbytes
 
 
 class _SimulatedMemory(Memory):

@@ -1,0 +1,56 @@
+"""Each simulated worker draws its own random numbers, whatever the others draw meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import polyrhythm as pr
+from polyrhythm.session.data import mix, seed_all
+
+Draw = tuple[float, float, float]
+
+
+def draw() -> Draw:
+    return torch.rand(()).item(), float(np.random.random()), random.random()
+
+
+@pytest.mark.parametrize("strategy", ["async", "allreduce", "gossip", "adpsgd"])
+def test_a_worker_draws_one_stream_in_its_script_and_its_optimizer(simulate: Any, strategy: str) -> None:
+    """The optimizer runs after a wait for others; on servers it draws nothing here."""
+    drawn: dict[int, list[Draw]] = {rank: [] for rank in range(3)}
+
+    def main() -> None:
+        session = pr.init()
+        mine = drawn[session.rank]
+
+        class Noisy(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                if strategy != "async":
+                    mine.append(draw())
+                super().step()
+
+        model = nn.Linear(2, 1)
+        optimizer: torch.optim.Optimizer = Noisy(model.parameters(), lr=0.1)
+        model, optimizer = session.prepare(model, optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(4):
+            mine.append(draw())
+            optimizer.step()
+            mine.append(draw())
+            optimizer.state_dict()  # under async it waits for the servers
+
+    simulate(main, strategy, 3, cluster='[[hosts]]\nstep_time = { exponential = "1 s" }\nlatency = "500 ms"')
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    for rank, numbers in drawn.items():
+        seed_all(mix("worker", 0, rank))
+        assert numbers == [draw() for _ in range(8 if strategy == "async" else 12)]
+    torch.set_rng_state(before[0])
+    np.random.set_state(before[1])
+    random.setstate(before[2])
