@@ -41,7 +41,7 @@ from polyrhythm.core.registry import parse_codec
 from polyrhythm.integrations.bucket_state import BucketLayout, BucketState
 from polyrhythm.integrations.group import PendingGather, PendingMean, TorchGroup
 from polyrhythm.integrations.parameters import SPARSE, KnownParameters
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 
 Future = torch.futures.Future[Tensor]
 Hook = Callable[["HookState", GradBucket], Future]

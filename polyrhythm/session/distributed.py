@@ -37,8 +37,10 @@ from polyrhythm.session.api import Session, plain
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
-from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.settle import planned, settle
+from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 from polyrhythm.session.step import StepDriver
 
 
@@ -214,7 +216,7 @@ class DistributedSession(Session):
         everyone, site = self._node.group(), self._site()
         return everyone.split(site) if site else everyone
 
-    def _weighted_with(self) -> list[int]:
+    def _averaged_with(self) -> list[int]:
         """The workers whose examples a gradient is weighed against; the strategy weighs the rest."""
         if self.strategy.parts[0].traits.weighted_by_examples:
             return [self.rank]
@@ -230,12 +232,12 @@ class DistributedSession(Session):
         def give_back(unseen: int) -> None:
             self._context.request(ReturnLease(number, unseen))
 
-        def deal(epoch: int) -> tuple[int, int, int] | None:
+        def join(epoch: int) -> CohortPlace | None:
             share = self._context.request(ShareEpoch(number, epoch)).share
             if share is None:
                 return None
             self._join_cohort(share.ranks, share.number)
-            return self._cohort.index(self.rank), len(self._cohort), share.epoch
+            return CohortPlace(self._cohort.index(self.rank), len(self._cohort), share.epoch)
 
         def due(examples: int) -> None:
             assert self._replica is not None
@@ -243,18 +245,15 @@ class DistributedSession(Session):
             self._context.request(ExamplesDue(self._replica.samples + self._due))
 
         traits = self.strategy.traits
-        return SharedLoader(
-            loader,
-            rank=self.rank,
-            workers=self.workers,
-            seed=self.seed,
-            leases=None if traits.lockstep else (take, give_back),
-            counted=self._counted,
-            deal=deal if traits.lockstep and traits.survives else None,
-            due=due,
-            processes=self._context.processes,
-            peers=self._weighted_with() if traits.weighted_by_examples else None,
-        )
+        sharing: Sharing
+        if not traits.lockstep:
+            sharing = LeasedSharing(self.workers, take, give_back)
+        elif traits.survives:
+            sharing = CohortSharing(self.workers, join, due)
+        else:
+            averaged_with = self._averaged_with() if traits.weighted_by_examples else None
+            sharing = LockstepSharing(self.rank, self.workers, averaged_with)
+        return SharedLoader(loader, sharing, self.seed, self._on_batch, self._context.processes)
 
     def _join_cohort(self, ranks: list[int], number: int) -> None:
         """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
@@ -265,7 +264,7 @@ class DistributedSession(Session):
             with self._away():
                 self._worker.on_membership(ranks, number)
 
-    def _counted(self, samples: int, scale: float) -> None:
+    def _on_batch(self, samples: int, scale: float) -> None:
         assert self._replica is not None
         self._replica.gradients.scale(scale)
         self._replica.samples += samples

@@ -23,7 +23,7 @@ import polyrhythm as pr
 from benchmarks.sparse import Logistic
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 from polyrhythm.strategies.hogwild.checks import check_devices
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained

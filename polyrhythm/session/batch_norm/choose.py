@@ -23,7 +23,7 @@ def choose(
 ) -> Policy | None:  # fmt: skip
     """The policy of this name; None if there is nothing to do. All workers call it at the same place."""
     model = replica.model
-    if name != "sync" and any(loader.lends for loader in loaders):
+    if name != "sync" and any(loader.borrows for loader in loaders):
         leave_no_trace(replica)
     if name == "local":
         return None

@@ -26,7 +26,8 @@ from polyrhythm.session.batch_norm.calls import Call
 from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.pooling import pool, pooled
 from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics
-from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.seeds import mix, seed_all
 
 BATCHES = 100  # that `recompute` uses at most
 
@@ -227,7 +228,7 @@ class Recompute(Policy):
         with contextlib.ExitStack() as until, _own_random_numbers(model, mix("norms", self._seed)):
             for module, each in pools.items():
                 until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
-            for batch in self._loader.some(BATCHES):
+            for batch in self._loader.sample(BATCHES):
                 if not self._call.again(model, batch):
                     warnings.warn(
                         "batch_norm=recompute does not know yet how the model is called, because this worker "
