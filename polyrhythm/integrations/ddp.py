@@ -199,7 +199,7 @@ class HookState:
             compressor.combine(given, [values])
             self._reducer.decide([values], compressor)
         else:
-            _spoil(compressor, values, codes)
+            _fill_with_nan(compressor, values, codes)
         self._set(future, compressor, values, dense, flat)
 
     def _unscaled(self, flat: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class HookState:
                 compressor.exchanged(each, [flat])
         else:
             for compressor, flat in buckets:
-                _spoil(compressor, flat, [])
+                _fill_with_nan(compressor, flat, [])
         for (compressor, flat, future), (_, mean), rest in zip(waiting, buckets, dense, strict=True):
             self._set(future, compressor, mean, rest, flat)
 
@@ -291,7 +291,7 @@ def _check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer | None) -> N
         )
 
 
-def _spoil(compressor: Compressor, flat: Tensor, codes: Sequence[Tensor]) -> None:
+def _fill_with_nan(compressor: Compressor, flat: Tensor, codes: Sequence[Tensor]) -> None:
     """Some rank's gradient is not finite: makes the mean NaN, and puts what was sent back into residuals."""
     for segment in compressor.codable([flat]):
         segment.fill_(torch.nan)

@@ -62,7 +62,7 @@ class _Layerwise(torch.optim.Optimizer):
         """One step of tensors of one dtype and device. Gradients may not be changed: they may be lent."""
         raise NotImplementedError
 
-    def _kept(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+    def _state_tensors(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
         """A vector that is kept for each parameter, zero at first."""
         for parameter in parameters:
             if name not in self.state[parameter]:
@@ -124,7 +124,7 @@ class LARS(_Layerwise):
             updates = list(torch._foreach_add(gradients, parameters, alpha=decay))
             _scale(updates, weights, slopes, group["trust"] * weights / (slopes + decay * weights))
         if group["momentum"]:
-            buffers = self._kept(parameters, "momentum_buffer")
+            buffers = self._state_tensors(parameters, "momentum_buffer")
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, updates)
             updates = buffers
@@ -176,7 +176,10 @@ class LAMB(_Layerwise):
         beta1, beta2 = group["betas"]
         # On the CPU wherever the parameter is: its value is needed there.
         steps = [self.state[each].setdefault("step", torch.tensor(0.0)) for each in parameters]
-        means, squares = self._kept(parameters, "exp_avg"), self._kept(parameters, "exp_avg_sq")
+        means, squares = (
+            self._state_tensors(parameters, "exp_avg"),
+            self._state_tensors(parameters, "exp_avg_sq"),
+        )
         torch._foreach_add_(steps, 1)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)

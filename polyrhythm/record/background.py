@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 TICK = 0.5  # seconds between two calls of `tick`
-MOST = 64 << 20  # bytes that wait to be written
-PATIENCE = 60.0  # seconds for the last writes
+MAX_WAITING = 64 << 20  # bytes that wait to be written
+CLOSE_TIMEOUT = 60.0  # seconds for the last writes
 
 
 class BackgroundWriter:
@@ -29,7 +29,7 @@ class BackgroundWriter:
     def submit(self, write: Callable[[bytes], None], content: bytes) -> bool:
         """Has `write(content)` called soon. False if too much waits already: then it is not called."""
         with self._lock:
-            if self._waiting + len(content) > MOST:
+            if self._waiting + len(content) > MAX_WAITING:
                 return False
             self._waiting += len(content)
         self._queue.put((write, content))
@@ -49,7 +49,7 @@ class BackgroundWriter:
         if self._thread is None:
             return True
         self._queue.put(None)
-        self._thread.join(PATIENCE)
+        self._thread.join(CLOSE_TIMEOUT)
         return not self._thread.is_alive()
 
     def _start(self) -> None:

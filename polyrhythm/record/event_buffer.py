@@ -10,7 +10,7 @@ import msgspec
 from polyrhythm.core.events import Event, EventPolicy, Gap
 
 EVERY = 100  # with `sample`, one of so many events of each frequent kind is recorded
-MOST = 100_000  # events that are kept while nobody takes them
+MAX_EVENTS = 100_000  # events that are kept while nobody takes them
 BATCH = 1000  # events that are encoded together at most
 
 _encoder = msgspec.json.Encoder(enc_hook=float)
@@ -35,7 +35,7 @@ class EventBuffer:
         if self.policy != "all" and not self._wanted(node, event):
             return
         with self._lock:
-            if len(self._rows) < MOST:
+            if len(self._rows) < MAX_EVENTS:
                 self._rows.append((node, t, event))
             else:
                 self._missing[node] += 1

@@ -29,7 +29,7 @@ from polyrhythm.record.background import BackgroundWriter
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.record.event_file import EventFile
 
-MANY = 10 * BATCH  # events from which on whoever logs has to help
+MAX_BUFFERED = 10 * BATCH  # events from which on whoever logs has to help
 PARAMETERS = "consensus.safetensors"
 _json = msgspec.json.Encoder(enc_hook=float)
 
@@ -73,7 +73,7 @@ class RunFolder:
     def event(self, node: str, t: float, event: Event) -> None:
         """Records an event."""
         self._buffer.add(node, t, event)
-        if len(self._buffer) >= MANY:
+        if len(self._buffer) >= MAX_BUFFERED:
             self._drain()
         elif len(self._buffer) >= BATCH:
             self._writer.wake()
@@ -100,14 +100,14 @@ class RunFolder:
         A file of that name is always complete.
         """
         try:
-            return _whole(self.path / PARAMETERS, blob)
+            return _write_atomically(self.path / PARAMETERS, blob)
         except OSError as error:
             self._failed(error)
             tried = [f"{self.path} ({error.strerror or error})"]
-        for parent in _elsewhere():
+        for parent in _fallback_folders():
             try:
                 self.fallback = _make(parent, f"polyrhythm-{self.path.name}", parents=False)
-                path = _whole(self.fallback / PARAMETERS, blob)
+                path = _write_atomically(self.fallback / PARAMETERS, blob)
             except OSError as error:
                 tried.append(f"{parent} ({error.strerror or error})")
                 if self.fallback is not None:
@@ -181,7 +181,7 @@ class RunFolder:
         for folder in (self.path, self.fallback):
             try:
                 if folder is not None:
-                    _whole(folder / name, text)
+                    _write_atomically(folder / name, text)
                     return
             except OSError as error:
                 self._failed(error)
@@ -216,7 +216,7 @@ def _make(parent: Path, name: str, parents: bool = True) -> Path:
             path = parent / f"{name}-{suffix}"
 
 
-def _whole(path: Path, content: bytes | memoryview) -> Path:
+def _write_atomically(path: Path, content: bytes | memoryview) -> Path:
     """Writes a file that is there only when it is complete."""
     part = path.with_name(f"{path.name}.part")
     try:
@@ -229,7 +229,7 @@ def _whole(path: Path, content: bytes | memoryview) -> Path:
     return path
 
 
-def _elsewhere() -> list[Path]:
+def _fallback_folders() -> list[Path]:
     """Where the result goes if the run folder cannot be written."""
     places: list[Path] = []
     for place in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir())):

@@ -57,8 +57,8 @@ SCRIPT_MISTAKES = {
     "stream": (2, "IterableDataset|Stream"),
     "different_models": (1, "worker [01] and worker [01] have different models"),
     "prepare_twice": (2, r"session.prepare\(\) was called twice"),
-    "consensus_first": (2, r"session.consensus\(\) comes after session.prepare"),
-    "load_late": (2, r"load_state_dict\(\) comes before session.prepare\(\)"),
+    "consensus_first": (2, r"before session.consensus\(\)"),
+    "load_late": (2, r"call load_state_dict\(\) before session.prepare\(\)"),
     "bad_strategy": (2, "unknown strategy 'asink'; did you mean 'async'"),
 }
 

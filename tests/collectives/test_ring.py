@@ -1,4 +1,4 @@
-"""The ring: the same bits everywhere, in 2(n-1) steps, with exactly the bytes that the rule says."""
+"""The ring: the same bits everywhere, in 2(n-1) steps, with exactly the predicted number of bytes."""
 
 from __future__ import annotations
 
@@ -270,7 +270,9 @@ def test_a_killed_worker_ends_the_run_and_is_named(listen, tmp_path):
 
 
 def test_a_silent_worker_is_named(tmp_path):
-    with pytest.raises(pr.PolyrhythmError, match=r"worker \d waited .* worker \d( did not|.*to answer)"):
+    with pytest.raises(
+        pr.PolyrhythmError, match=r"worker \d waited .*(from worker \d,|worker \d.*to answer)"
+    ):
         pr.run(Real(tmp_path, sleep=1), workers=3, strategy="local", runs=None, threads=1, timeout=2)
 
 
@@ -370,7 +372,7 @@ def test_ring_worker_that_learns_of_a_lost_peer_notifies_the_next():
 def test_a_silent_neighbour_is_named():
     with (
         ring_of(2, wait=0.3) as (nodes, _),
-        pytest.raises(pr.WaitError, match=r"waited 0\.\d+ s .*worker 1 did not"),
+        pytest.raises(pr.WaitError, match=r"waited 0\.\d+ s .*nothing came from worker 1"),
     ):
         ring.all_reduce(nodes[0], nodes[0].members.workers, [torch.zeros(8)], "sum", 7)
 

@@ -161,7 +161,7 @@ def test_the_user_is_told_once_that_old_events_are_deleted(
 
 
 def test_a_full_buffer_drops_events_and_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_buffer, "MOST", 5)
+    monkeypatch.setattr(event_buffer, "MAX_EVENTS", 5)
     buffer = EventBuffer()
     for number in range(8):
         buffer.add("worker 0", float(number), STEP)
@@ -173,7 +173,7 @@ def test_a_full_buffer_drops_events_and_says_how_many(monkeypatch: pytest.Monkey
 def test_a_disk_that_is_too_slow_drops_events_and_the_user_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MOST", 1000)
+    monkeypatch.setattr(background, "MAX_WAITING", 1000)
     said: list[str] = []
     run = RunFolder(tmp_path, "it", say=said.append)
     gate = threading.Event()

@@ -179,7 +179,7 @@ def test_a_disk_that_fills_up_ends_only_the_log(runs: Path) -> None:
 def test_a_result_that_no_place_takes_fails_the_run_and_names_all_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_elsewhere", lambda: [tmp_path / "missing"])
+    monkeypatch.setattr(folders, "_fallback_folders", lambda: [tmp_path / "missing"])
     with pytest.raises(pr.PolyrhythmError) as failure:
         pr.run(Disturbed(tmp_path / "it", "deleted"), strategy="async", runs=tmp_path, name="it", threads=1)
     message = str(failure.value)

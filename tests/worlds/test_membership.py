@@ -148,13 +148,13 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
 @pytest.mark.parametrize("back", ["", "200 ms"])
 def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str) -> None:
-    message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can go on without it (async can)"
-    with pytest.raises(pr.PolyrhythmError, match=re.escape(message)):
+    message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can continue without it (under async
+    they can)" with pytest.raises(pr.PolyrhythmError, match=re.escape(message)):
         simulate_failures(tmp_path, crash([1], "95 ms", back), strategy)
 
 
 def test_a_simulated_run_fails_if_all_workers_crash(tmp_path: Path) -> None:
-    with pytest.raises(pr.PolyrhythmError, match="no worker is left to bring the parameters home"):
+    with pytest.raises(pr.PolyrhythmError, match="no worker is left to send the final parameters"):
         simulate_failures(tmp_path, crash([0, 1, 2], "95 ms"))
 
 

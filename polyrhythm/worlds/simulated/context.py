@@ -53,7 +53,7 @@ class SimulatedContext(WorldContext):
         self.node.world.coordinator.handle(self.me, request, respond, self.node.incarnation)
         blocked = True
         if not answers:
-            with self.away():
+            with self.blocking():
                 while not answers:
                     fiber.block("all nodes", "to get as far as", repr(kind_of(request)))
         return answers[0]
@@ -70,11 +70,11 @@ class SimulatedContext(WorldContext):
     def compute_time(self) -> float:
         return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
 
-    def spend(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.node.take_time(seconds)
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
+    def blocking(self) -> Iterator[None]:
         state = random.getstate()
         try:
             yield
@@ -82,7 +82,7 @@ class SimulatedContext(WorldContext):
             random.setstate(state)
             self.come()
 
-    def passes(self, backward: Callable[[], None]) -> None:
+    def run_backward(self, backward: Callable[[], None]) -> None:
         if self._backward is not None:  # one pass inside another, as with checkpointing
             backward()
             return
@@ -92,7 +92,7 @@ class SimulatedContext(WorldContext):
         finally:
             self._backward = None
 
-    def within(self, wait: Callable[[], None]) -> None:
+    def wait_in_pass(self, wait: Callable[[], None]) -> None:
         if self._backward is not None and self._backward.here:
             self._backward.wait(wait)
         elif torch._C._current_graph_task_id() != -1:

@@ -107,7 +107,7 @@ class SimulatedNode(Node):
     def _count(self, there: SimulatedNode, nbytes: int) -> None:
         self.bytes_sent += nbytes
         costs = self.world.costs
-        if costs.sites is not None and costs.crossing(self._key, there._key) is not None:
+        if costs.sites is not None and costs.sites_crossed(self._key, there._key) is not None:
             self.bytes_between += nbytes
 
     def _arrive(self, message: Message) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.resolve import ResolvedStrategy
     from polyrhythm.record.folder import RunFolder
     from polyrhythm.worlds.cluster import Cluster, Crash
-    from polyrhythm.worlds.cost_model import Costs
+    from polyrhythm.worlds.cost_model import CostModel
 
 
 class Simulated:
@@ -129,8 +129,8 @@ class Simulated:
 
     # --- nodes --------------------------------------------------------------------------------------
 
-    def _place(self, servers: int) -> Costs:
-        return self.cluster.place(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
+    def _place(self, servers: int) -> CostModel:
+        return self.cluster.cost_model(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
 
     def _crash(self, which: tuple[Peer, Crash]) -> None:
         """Stops a worker like a process that is killed, unless it has left already."""
