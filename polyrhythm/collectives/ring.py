@@ -292,7 +292,7 @@ class _TorchLinks(RingLinks):
         self._group = group if group is not None else distributed.group.WORLD
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
-            raise UsageError("this process is not a member of the process group")
+            raise UsageError("this process is not in the process group")
         ranks = distributed.get_process_group_ranks(self._group)
         self._left, self._right = ranks[self.rank - 1], ranks[(self.rank + 1) % self.size]
         self._buffers: dict[tuple[int, int], Tensor] = {}

@@ -124,7 +124,7 @@ def draw(what: Explanation, colour: bool = False) -> str:
         *_wrapped(
             f"Ring all-reduce: {n} workers, {_count(what.length, 'element')} each, in {n} chunks. Each "
             "worker sends to the next one only, the last to the first. A cell shows whose contributions a "
-            f"chunk holds{how}. Changes of a step are in [ ]."
+            f"chunk holds{how}. Brackets mark the changes of a step."
         ),
         "",
         "start",

@@ -94,7 +94,7 @@ def test_server_sweep_parses_sizes_lists_and_times() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("--size", "x", "--size x: must be a text of a number and a unit; use B, kB, "),
+        ("--size", "x", "--size x: must be a text with a number and a unit; use B, kB, "),
         ("--size", "4", "--size 4: no unit; use B, kB, "),
         ("--size", "0MB", "--size 0MB: must be above 0"),
         ("--workers", "0", "--workers 0: must be whole numbers above 0 separated by commas, such as 1,2,4"),

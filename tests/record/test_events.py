@@ -97,7 +97,11 @@ def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"hello\n", "is no event log"), (b"", "is no event log"), (None, "there is no event log in")],
+    [
+        (b"hello\n", "is not an event log"),
+        (b"", "is not an event log"),
+        (None, "there is not an event log in"),
+    ],
 )
 def test_what_is_no_log_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
@@ -110,7 +114,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     written(tmp_path, [("worker 0", 1.5, STEP)])
     path = tmp_path / "it" / "events.jsonl.gz"
     path.write_bytes(path.read_bytes() + gzip.compress(b'["worker 0",1,["jump",3]]\n'))
-    with pytest.raises(pr.PolyrhythmError, match=r"events.jsonl.gz, line 3 is no event: .*jump"):
+    with pytest.raises(pr.PolyrhythmError, match=r"events.jsonl.gz, line 3 is not an event: .*jump"):
         list(read_events(tmp_path / "it"))
 
 
@@ -280,6 +284,6 @@ def test_events_command_prints_json_objects_of_the_kinds_asked_for(
         "t": 2.5, "node": "server 0", "event": "apply", "staleness": 3,
     }  # fmt: skip
     assert command(["events", str(tmp_path / "it"), "jump"]) == 2
-    assert "there is no event 'jump'; there are apply, " in capsys.readouterr().err
+    assert "there is no event 'jump'; the kinds are apply, " in capsys.readouterr().err
     assert command(["events", str(tmp_path)]) == 2
-    assert "there is no event log in" in capsys.readouterr().err
+    assert "there is not an event log in" in capsys.readouterr().err

@@ -343,7 +343,7 @@ def test_recompute_survives_the_death_of_a_worker(tmp_path: Path) -> None:
     torch.testing.assert_close(final["1.running_var"], hidden.var(0), rtol=1e-10, atol=1e-12)
 
 
-# Where workers go on without one that dies
+# Where workers continue without one that dies
 
 
 @dataclass
@@ -786,10 +786,10 @@ def test_batch_norm_policies_that_need_lockstep_are_refused_otherwise(
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("gossip", "go on without one that dies: use batch_norm=mean"),
-        ("choco", "go on without one that dies"),
-        ("push", "go on without one that dies"),
-        ("noloco:4", "go on without one that dies"),
+        ("gossip", "continue without one that dies: use batch_norm=mean"),
+        ("choco", "continue without one that dies"),
+        ("push", "continue without one that dies"),
+        ("noloco:4", "continue without one that dies"),
         ("adpsgd", "each goes at its own pace: use batch_norm=recompute"),
         ("broadcast", "each goes at its own pace"),
     ],
@@ -954,8 +954,8 @@ def test_recompute_takes_lists_and_numbers_out_of_the_batch(world: str, tmp_path
 @pytest.mark.parametrize(
     ("script", "what"),
     [
-        (Summed(factor=lambda step: 2.0 + (step == 3)), r"2\.0 at first and 3\.0 now"),
-        (Summed(lengths=lambda lengths: [min(each, 2) for each in lengths]), r"\[[12, ]*\] at first and \["),
+        (Summed(factor=lambda step: 2.0 + (step == 3)), r"from 2\.0 to 3\.0"),
+        (Summed(lengths=lambda lengths: [min(each, 2) for each in lengths]), r"from \[[12, ]*\] to \["),
     ],
 )
 def test_recompute_refuses_what_changes_without_the_batch(script: Summed, what: str, tmp_path: Path) -> None:

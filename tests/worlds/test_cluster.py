@@ -242,7 +242,7 @@ def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
             "hosts[0]: latency = '5 parsecs': unknown unit; use ns, us, ms or s",
         ),
         ("[[hosts]]\nlatency = '5'", "latency = '5': no unit; use ns, us, ms or s"),
-        ("[[hosts]]\nlatency = 5", "latency = 5: must be a text of a number and a unit"),
+        ("[[hosts]]\nlatency = 5", "latency = 5: must be a text with a number and a unit"),
         ("[[hosts]]\nlatency = '-1 ms'", "latency = '-1 ms': must be 0 or more"),
         ("[[hosts]]\nlatency = '1e999 s'", "latency = '1e999 s': too large"),
         ("[[hosts]]\nlatency = 'nan s'", "latency = 'nan s': must be a text"),
@@ -423,7 +423,7 @@ def test_without_limits_sites_cost_nothing(places: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[hosts]]\ncount = 1\nsite = "a"\n[[hosts]]', "hosts[1]: site is missing; other groups have one"),
+        ('[[hosts]]\ncount = 1\nsite = "a"\n[[hosts]]', "hosts[1]: site is missing; if one group has a site"),
         ("[[hosts]]\nsite = 3", "site = 3: must be a text"),
         ('[[sites]]\nname = "a"', "sites[0]: name = 'a': no group of hosts is at such a site"),
         (
