@@ -241,7 +241,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="saved with a scheduler in `after`, but this one is without"):
         pr.LinearScaling(optimizer(), 2).load_state_dict(state)
     single = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(UsageError, match="2 parameter groups, and the optimizer has 1"):
+    with pytest.raises(UsageError, match="2 parameter groups, but the optimizer has 1"):
         pr.LinearScaling(single, 2, after=lr.StepLR(single, 2)).load_state_dict(state)
 
 
