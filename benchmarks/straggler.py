@@ -271,7 +271,7 @@ def _alone(cluster: Path) -> float:
     """Samples/s of workers that never wait, by the cost model alone."""
     from polyrhythm.worlds.cluster import Cluster
 
-    costs, horizon, steps = Cluster.load(cluster).place(WORKERS, 0, seed=0), 100 * TURN, 0.0
+    costs, horizon, steps = Cluster.load(cluster).cost_model(WORKERS, 0, seed=0), 100 * TURN, 0.0
     for rank in range(WORKERS):
         ends = [0.0]
         while ends[-1] < horizon:

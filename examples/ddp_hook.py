@@ -1,4 +1,4 @@
-"""A plain script of DistributedDataParallel that sends its gradients through a codec: one line more.
+"""A plain DistributedDataParallel script that compresses its gradients, with one more line.
 
 torchrun --nproc-per-node 2 examples/ddp_hook.py --codec topk:0.05
 python examples/ddp_hook.py --codec powersgd:2
@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--codec", default="topk:0.05", help="none is plain DDP, to compare with")
+    parser.add_argument("--codec", default="topk:0.05", help="none: plain DDP, for comparison")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch", type=int, default=32)
@@ -46,7 +46,7 @@ def main() -> None:
     network = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = DistributedDataParallel(network.to(place))
     if args.codec != "none":
-        model.register_comm_hook(*pr.integrations.ddp.hook(args.codec))  # the line
+        model.register_comm_hook(*pr.integrations.ddp.hook(args.codec))  # the one line
 
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     sampler = DistributedSampler(train_set)

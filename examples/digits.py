@@ -1,4 +1,4 @@
-"""A small network learns handwritten digits, alone or with others.
+"""Trains a small network on handwritten digits, in one process or in a run.
 
 python examples/digits.py
 polyrhythm run examples/digits.py --workers 4 --strategy async -- --epochs 10
@@ -27,13 +27,13 @@ def arguments() -> argparse.Namespace:
 
 
 def network() -> nn.Module:
-    # Centred inputs allow bold steps: with the LayerNorm, gradients seven updates late still train well.
+    # LayerNorm allows a large learning rate: even gradients that are seven updates stale still train well.
     return nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset) -> float:
-    """The share of the test set that the model names correctly."""
+    """The accuracy on the test set."""
     images, labels = test_set.tensors
     return (model.eval()(images).argmax(1) == labels).float().mean().item()
 
@@ -44,7 +44,7 @@ def main() -> None:
     session = pr.init()
     train_set, test_set = digits()
     model = network()
-    # No momentum: it multiplies the harm of a stale gradient, and this script is for all strategies.
+    # No momentum: it amplifies stale gradients, and this script is for all strategies.
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = DataLoader(train_set, batch_size=args.batch, shuffle=True)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
@@ -57,7 +57,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        # How many batches a worker gets is up to the strategy: when others are faster, maybe none.
+        # The strategy decides how many batches a worker gets: none, if others are much faster.
         seen = {"loss": sum(losses) / len(losses)} if losses else {}
         session.log(epoch=epoch, accuracy=evaluate(session.consensus(), test_set), **seen)
 

@@ -1,4 +1,4 @@
-"""A convolutional network of 1,111,946 parameters learns Fashion-MNIST, or any set in MNIST's format.
+"""Trains a convolutional network of 1,111,946 parameters on Fashion-MNIST, or any data in MNIST format.
 
 python examples/fashion_mnist.py --subset 6000
 polyrhythm run examples/fashion_mnist.py --workers 4 --strategy local:8 -- --data DIR
@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", metavar="DIR", help="folder with the four files in MNIST's format")
+    parser.add_argument("--data", metavar="DIR", help="folder with the four files in MNIST format")
     parser.add_argument("--subset", type=int, metavar="N", help="train on N images, always the same ones")
     return parser.parse_args()
 
@@ -51,7 +51,8 @@ def evaluate(model: nn.Module, test_set: TensorDataset) -> dict[str, float]:
     images, labels = test_set.tensors
     guesses = torch.cat([model(x).argmax(1) for x in images.split(1000)])
     hits = torch.bincount(labels[guesses == labels], minlength=10)
-    # A class's guesses are TP + FP, its labels TP + FN: together the denominator. Neither: F1 is 0.
+    # Predictions of a class are TP + FP, its labels TP + FN: together the denominator. If both are 0, so is
+    # F1.
     seen = torch.bincount(guesses, minlength=10) + torch.bincount(labels, minlength=10)
     f1 = 2 * hits / seen.clamp(min=1)
     return {"accuracy": hits.sum().item() / len(labels), "f1": f1.mean().item()}
@@ -78,7 +79,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        # How many batches a worker gets is up to the strategy: when others are faster, maybe none.
+        # The strategy decides how many batches a worker gets: none, if others are much faster.
         loss_mean = sum(losses) / max(1, len(losses))
         session.log(epoch=epoch, loss=loss_mean, **evaluate(session.consensus(), test_set))
 

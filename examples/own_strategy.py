@@ -29,7 +29,7 @@ class BlockMomentum(pr.Strategy):
     name = "bmuf"
     main = "period"
     codecs = True
-    exchanges = "updates"  # a codec compresses how far a worker has come, not gradients
+    exchanges = "updates"  # a codec compresses the change of parameters, not gradients
     paper = "Chen, Huo 2016, Scalable Training of Deep Learning Machines by Incremental Block Training"
 
     period: int = 8
@@ -67,7 +67,7 @@ class BlockMomentumWorker(pr.Worker):
         self.local_steps = 0
 
     def outer_step(self, momentum, full):
-        """The new w; `full`: for good, so the codec may not leave anything out."""
+        """The new w; `full`: exchange without the codec, at the end of training."""
         self.reducer.check_update()  # a codec would hide a parameter that is not finite
         self.reducer.mean(difference(self.replica.parameters, self.w, self.g), full=full)
         triples = zip(self.w, momentum, self.g, strict=True)
@@ -93,11 +93,11 @@ class BlockMomentumWorker(pr.Worker):
 
 @dataclass(frozen=True)
 class Turns(pr.Codec):
-    """Every `parts`-th number, in turn; with `feedback` the others are sent when it is their turn."""
+    """Sends every `parts`-th number, another part in each step; with `feedback` the others are sent later."""
 
     name = "turns"
     main = "parts"
-    reduction = pr.Reduction.SUM  # all workers are at the same turn, so their codes can be averaged
+    reduction = pr.Reduction.SUM  # all workers send the same part, so their codes can be averaged
 
     parts: int = 4
     feedback: bool = field(default=True, kw_only=True)
@@ -109,7 +109,7 @@ class Turns(pr.Codec):
     def decode(self, code, into, scale=1.0):
         turn = round(code[0].item()) if len(code) else -1
         if turn not in range(self.parts) or len(code) - 1 != len(into[turn :: self.parts]):
-            raise pr.WireError(f"{len(code)} numbers are no turn of {len(into)}")
+            raise pr.WireError(f"a code of {len(code)} numbers does not fit a vector of {len(into)}")
         into[turn :: self.parts].add_(code[1:], alpha=scale)
 
 
@@ -119,7 +119,7 @@ def main():
     )
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
-    session = pr.init(strategy=BlockMomentum(period=4))  # --strategy wins over it
+    session = pr.init(strategy=BlockMomentum(period=4))  # --strategy overrides it
     train_set, test_set = digits()
     model = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Logistic regression on sparse rows: each touches 50 of a million weights, so workers hardly meet.
+"""Logistic regression on sparse rows: each uses 50 of a million weights, so workers rarely conflict.
 
 python examples/sparse_logistic.py
 polyrhythm run examples/sparse_logistic.py --workers 2 --strategy hogwild -- --epochs 5
@@ -21,7 +21,7 @@ FEATURES, TOUCHED = 1_000_000, 50
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Random features, some more often than others, and a label that depends on all of a row's."""
+    """Random features, some more frequent than others, and a label that depends on all features of a row."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)

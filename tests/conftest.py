@@ -14,10 +14,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.support.runs import run_in
 
 torch.set_num_threads(1)
+# Nothing may depend on how fast the machine is.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if settings.get_current_profile_name() == "default":  # `make mutants` has a profile of its own
+    settings.load_profile("patient")
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -204,7 +204,10 @@ def _no_shrinking() -> None:
     hypothesis = sys.modules.get("hypothesis")
     if hypothesis is not None:
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("planted", phases=phases, database=None)
+        slow = [hypothesis.HealthCheck.too_slow]
+        hypothesis.settings.register_profile(
+            "planted", phases=phases, database=None, deadline=None, suppress_health_check=slow
+        )
         hypothesis.settings.load_profile("planted")
 
 

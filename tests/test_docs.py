@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import polyrhythm as pr
 import polyrhythm.compress.codecs
@@ -164,3 +165,35 @@ def test_examples_begin_with_how_to_start_them(example: Path) -> None:
         assert all(option in done.stdout for option in own if option.startswith("--"))
         if "--strategy" in command:
             pr.parse(command[command.index("--strategy") + 1])
+
+
+def names_in_the_code() -> set[str]:
+    """All classes of the package, all functions and methods, and `Class.name` for what a class defines."""
+    found: set[str] = set()
+    for path in (ROOT / "polyrhythm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ClassDef):
+                found.add(node.name)
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                found.update(f"{node.name}.{method.name}" for method in methods)
+    return found
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "decisions.md", "testing.md"])
+def test_files_classes_and_methods_named_in_the_docs_exist(name: str) -> None:
+    """In code quotes: `room/file.py`, `Class`, `Class.method` and `method()`."""
+    known = names_in_the_code() | {"Tensor.backward"}
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / name).read_text("utf-8"), flags=re.M | re.S)
+    missing = []
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w/]+(/|\.py)", quoted):
+            places = (ROOT, ROOT / "polyrhythm", ROOT / "tests" / "golden")
+            if not any((place / quoted).exists() for place in places):
+                missing.append(quoted)
+        elif re.fullmatch(r"_?[A-Z]\w*[a-z]\w*(\.\w+)?|[a-z_]+\(\)", quoted):
+            bare = quoted.removesuffix("()")
+            if bare not in known and not hasattr(torch.optim, bare):
+                missing.append(quoted)
+    assert missing == []

@@ -1,1 +1,1 @@
-"""The command line: one file per command, and `entry` with the parser."""
+"""The command line: one file per command; `entry` has the parser."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from polyrhythm.cli.output import silent
+from polyrhythm.cli.output import stdout_to_stderr
 from polyrhythm.cli.training import Commands
 
 
@@ -18,10 +18,10 @@ def add(commands: Commands) -> None:
     )
     servers = kinds.add_parser(
         "servers",
-        help="how many parameter servers for how many workers",
+        help="measure how many parameter servers a number of workers needs",
         description="Measures push and pull for every number of workers and servers, with real processes and "
-        "the strategy async, and prints the knee beside the formula P* = ceil(N |w| / (beta t)).",
-        epilog="A worker sleeps for the time of a step: it stands for a machine with cores of its own.",
+        "the strategy async, and compares the knee with the formula P* = ceil(N |w| / (beta t)).",
+        epilog="A worker sleeps for the time of a step, as if it computed on a machine of its own.",
     )
 
     def option(name: str, default: Any, metavar: str, text: str, kind: type = str) -> None:
@@ -30,8 +30,8 @@ def add(commands: Commands) -> None:
     option("--size", "16MiB", "SIZE", "of the parameters: B, kB, MB, GB, KiB, MiB or GiB (16MiB)")
     option("--workers", "1,2,4", "N,...", "numbers of workers (1,2,4)")
     option("--servers", "1,2,4", "P,...", "numbers of servers (1,2,4)")
-    option("--step-time", "50ms", "T", "how long a worker sleeps between two pushes (50ms)")
-    option("--seconds", 2.0, "S", "how long to measure each (2)", float)
+    option("--step-time", "50ms", "T", "sleep of a worker between two pushes (50ms)")
+    option("--seconds", 2.0, "S", "duration of each measurement (2)", float)
     servers.add_argument("--json", action="store_true", help="print the result as one JSON object")
     servers.set_defaults(execute=bench_servers)
 
@@ -42,7 +42,7 @@ def bench_servers(options: argparse.Namespace, _: Sequence[str]) -> int:
     sweep = servers.ServerSweep.parse(
         options.size, options.workers, options.servers, options.step_time, options.seconds
     )
-    with silent() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
         report = servers.measure(sweep, servers.say)
     print(json.dumps(report) if options.json else servers.show(report))
     return 0

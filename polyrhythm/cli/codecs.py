@@ -9,8 +9,8 @@ from polyrhythm.cli.listing import Listing, add_listing
 from polyrhythm.cli.training import Commands
 
 INTRODUCTION = """\
-A codec comes after a strategy and a plus, written name:value,field=value: async+topk:0.01.
-`polyrhythm codecs NAME` tells what one does, and what its fields mean.
+A codec follows a strategy and a plus sign, written name:value,field=value: async+topk:0.01.
+`polyrhythm codecs NAME` describes one codec and its fields.
 """
 
 

@@ -1,6 +1,6 @@
-"""The command line: the parser, and what all commands have in common.
+"""The command line: the parser and the entry point.
 
-Nothing here imports torch, so `--help` and a typing mistake are answered at once.
+Nothing here imports torch, so `--help` and usage errors are answered at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader).
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Reports a mistake in one line, as all other errors."""
+        """Reports a usage error in one line, like all other errors."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

@@ -15,9 +15,9 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "events",
         help="print the event log of a run",
-        description="Prints the events of a run, one JSON object a line: what happened (`event`), at which "
-        "`node`, at which time `t` in seconds, and the fields of that kind of event. Events of one node are "
-        "in their order; those of several nodes are not sorted by time.",
+        description="Prints the events of a run, one JSON object per line: the kind of `event`, the `node`, "
+        "the time `t` in seconds, and the fields of that kind of event. Events of one node are in order; "
+        "those of different nodes are not sorted by time.",
         epilog=f"Kinds: {', '.join(sorted(field_names()))}.",
     )
     command.add_argument("folder", metavar="FOLDER", help="the run folder, such as runs/NAME")
@@ -33,7 +33,7 @@ def execute(options: argparse.Namespace, _: Sequence[str]) -> int:
     known = field_names()
     for kind in options.kinds:
         if kind not in known:
-            raise UsageError(f"there is no event {kind!r}; there are {', '.join(sorted(known))}")
+            raise UsageError(f"there is no event {kind!r}; the kinds are {', '.join(sorted(known))}")
     for row in read_rows(options.folder, *options.kinds):
         sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from polyrhythm.cli.training import Commands
 
 
 def add(commands: Commands) -> None:
-    kinds = commands.add_parser("explain", help="see an algorithm step by step").add_subparsers(
+    kinds = commands.add_parser("explain", help="show an algorithm step by step").add_subparsers(
         dest="explain", metavar="WHAT", required=True
     )
     ring = kinds.add_parser(
@@ -22,9 +22,9 @@ def add(commands: Commands) -> None:
     )
     ring.add_argument("-n", "--workers", type=int, default=4, metavar="N", help="2 to 16 (4)")
     ring.add_argument(
-        "--length", type=int, default=None, metavar="L", help="elements of the vector (one per worker)"
+        "--length", type=int, default=None, metavar="L", help="length of the vector (one element per worker)"
     )
-    ring.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+    ring.add_argument("--json", action="store_true", help="print everything as one JSON object")
     ring.set_defaults(execute=explain_ring)
 
 

@@ -12,14 +12,15 @@ from polyrhythm.cli.training import Commands
 def add(commands: Commands) -> None:
     command = commands.add_parser(
         "join",
-        help="bring workers of this machine into a run on another",
-        description="Runs workers here for a run that `polyrhythm run --here` has begun on another machine. "
+        help="add workers on this machine to a run on another",
+        description="Runs workers for a run that `polyrhythm run --here` has started on another machine. "
         "The script is started by its path on this machine, with the arguments given here; strategy, seed, "
-        "timeout and the modules of --import are the run's, and the run folder is there. A worker that dies "
-        "is replaced here, if the run has --restarts; if this machine goes, its workers are not replaced.",
+        "timeout and the modules of --import come from the run, and the run folder is on the other machine. "
+        "A worker that dies is replaced here, if the run has --restarts; if this machine fails, its workers "
+        "are not replaced.",
         epilog="Arguments for the script follow --. Exit code: that of the run, 2 if it could not be joined.",
     )
-    command.add_argument("address", metavar="HOST:PORT", help="where the run listens")
+    command.add_argument("address", metavar="HOST:PORT", help="the address at which the run listens")
     command.add_argument("script", help="the training script, on this machine")
     command.add_argument(
         "-n", "--workers", type=int, default=1, metavar="N", help="how many of the workers run here (1)"
@@ -30,7 +31,7 @@ def add(commands: Commands) -> None:
     )
     command.add_argument(
         "--site", default="", metavar="NAME",
-        help="at which site of the run's --cluster file this machine is, if workers of several are missing",
+        help="the site of this machine in the --cluster file of the run, if workers of several are missing",
     )  # fmt: skip
     command.set_defaults(execute=execute)
 
@@ -43,5 +44,5 @@ def execute(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.address, options.script, workers=options.workers, key=options.key, arguments=rest,
         threads=options.threads, site=options.site, console=Console(sys.stderr),
     )  # fmt: skip
-    print(f"trained; the result is where the run began, at {options.address}")
+    print(f"trained; the result is on the machine of the run, {options.address}")
     return 0

@@ -1,4 +1,4 @@
-"""What `strategies` and `codecs` have in common: the list of all classes of a kind."""
+"""Lists classes for `strategies` and `codecs`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def add_listing(
     command = commands.add_parser(
         name,
         help=f"list every {kind} with its fields, defaults and paper",
-        description=f"Lists every {kind} with its fields, defaults and paper: those that are built in, those "
-        "of installed plug-ins, and those of the modules named by --import.",
+        description=f"Lists every {kind} with its fields, defaults and paper: built-in ones, those of "
+        "installed plug-ins, and those of modules named by --import.",
     )
     command.add_argument(
         "name", nargs="?", metavar="NAME",
-        help=f"one {kind}: what it does, and what its fields mean; or a script (train.py), to list those "
-        "that it defines",
+        help=f"one {kind}, to describe it and its fields; or a script (train.py), to list those that it "
+        "defines",
     )  # fmt: skip
     add_import(command)
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -44,7 +44,7 @@ class Listing:
     kind: Kind
     introduction: Callable[[], str]
     base: type  # its docstring explains the fields that many classes share
-    which: str  # those classes, in words
+    which: str  # these classes, in words
 
     def show(self, options: argparse.Namespace) -> None:
         from polyrhythm.core import extensions
@@ -88,7 +88,7 @@ class Listing:
                 print(f"    defined in {_origin(cls)}")
             print(f"    {row.paper}\n" if row.paper else "")
         if one is None or any(issubclass(known[row.name], self.base) for row in rows):
-            print(f"What the fields decide that {self.which} have:")
+            print(f"Fields that {self.which} have:")
             for line in (self.base.__doc__ or "").splitlines():
                 if line.startswith(("    - ", "      ")):
                     print(line)

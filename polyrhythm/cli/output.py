@@ -1,4 +1,4 @@
-"""Standard output for JSON alone."""
+"""Keeps standard output free for JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Sends everything written to standard output to standard error, also that of child processes."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirects standard output to standard error, also in child processes."""
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)

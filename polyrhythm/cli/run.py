@@ -12,11 +12,11 @@ from polyrhythm.cli.training import Commands, add_options, planned, train
 def add(commands: Commands) -> None:
     command = commands.add_parser(
         "run",
-        help="train a script on real processes, of this machine and of those that join",
+        help="train a script on real processes, on this machine and on others that join",
         description="Trains a script on real processes: workers, and servers if the strategy uses them. With "
         "--here, some of the workers run on other machines, started there by `polyrhythm join`; servers and "
         "the run folder are on this one.",
-        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not begin.",
+        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not start.",
     )
     add_options(command)
     command.add_argument(
@@ -25,28 +25,28 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     command.add_argument(
         "--restarts", type=int, default=0, metavar="R",
-        help="replace up to R workers whose processes die during training, if the strategy lets the others "
-        "continue without them (0); an exception in the script still ends the run",
+        help="replace up to R workers whose processes die, if the strategy lets the others continue without "
+        "them (0); an exception in the script still ends the run",
     )  # fmt: skip
     command.add_argument(
         "--listen", default=None, metavar="HOST:PORT",
-        help="let nodes talk over TCP, encrypted, instead of shared memory; the coordinator is at this "
+        help="connect nodes over encrypted TCP instead of shared memory; the coordinator listens at this "
         "address (port 0: any), where other machines join",
     )  # fmt: skip
     command.add_argument(
         "--here", type=int, default=None, metavar="N",
-        help="how many of the workers run on this machine (all); the run waits until others have joined with "
-        "the rest. Machines talk over TCP, and inside each there is shared memory",
+        help="how many of the workers run on this machine (all); the run waits until other machines have "
+        "joined with the rest. Machines communicate over TCP, and over shared memory inside each",
     )  # fmt: skip
     command.add_argument(
         "--cluster", metavar="FILE",
-        help="which workers are at which site (TOML): for a strategy of two levels, such as allreduce / "
-        "diloco:50, and to count the bytes between sites",
+        help="the site of each worker (TOML): for a strategy of two levels, such as allreduce / diloco:50, "
+        "and to count the bytes between sites",
     )  # fmt: skip
     command.add_argument(
         "--key", metavar="FILE",
-        help="the run's key, which other machines need to join; made if it does not exist, readable by you "
-        "alone",
+        help="the run's key, which other machines need to join; created if it does not exist, readable only "
+        "by you",
     )  # fmt: skip
     command.set_defaults(execute=execute)
 

@@ -14,12 +14,12 @@ def add(commands: Commands) -> None:
         help="train a script on virtual workers in one process",
         description="Trains a script on virtual workers: gradients are real, time is virtual, and the result "
         "is the same bit for bit every time.",
-        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not begin.",
+        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 could not start.",
     )
     add_options(command)
     command.add_argument(
         "--cluster", metavar="FILE",
-        help="how fast hosts and links are, and at which sites (TOML; without it: equal hosts, free network)",
+        help="hosts, links and sites and their speeds (TOML; without it: equal hosts, free network)",
     )  # fmt: skip
     command.set_defaults(execute=execute)
 

@@ -10,10 +10,10 @@ from polyrhythm.cli.training import Commands
 
 INTRODUCTION = """\
 A strategy is written name:value,field=value; the value after the colon sets the first field.
-After a plus comes the codec that it sends through, if any: `polyrhythm codecs` lists them.
-Two, as in allreduce / diloco:50, are one inside each site and another between the sites:
-inside there can be {inside}, between {between}.
-`polyrhythm strategies NAME` tells what one does, and what its fields mean.
+A codec may follow after a plus sign, as in async+topk:0.01: `polyrhythm codecs` lists them.
+Two strategies, as in allreduce / diloco:50, run inside each site and between the sites:
+inside may be {inside}, between {between}.
+`polyrhythm strategies NAME` describes one strategy and its fields.
 """
 
 

@@ -1,4 +1,4 @@
-"""What `run` and `simulate` have in common: options, the plan and the report."""
+"""Options, plan and report of `run` and `simulate`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.cli.output import silent
-from polyrhythm.collectives.choose import WAYS
+from polyrhythm.cli.output import stdout_to_stderr
+from polyrhythm.collectives.choose import ALGORITHMS
 
 if TYPE_CHECKING:
     from polyrhythm.core.plan import Plan
@@ -26,24 +26,26 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
     command.add_argument(
         "-s", "--strategy", metavar="S",
-        help="how the workers keep time, such as allreduce, async or local:8, or inside sites and between "
-        "them: 'allreduce / diloco:50'; wins over the one in the script",
+        help="how workers synchronize, such as allreduce, async or local:8, or inside sites and between "
+        "them: 'allreduce / diloco:50'; overrides the one in the script",
     )  # fmt: skip
     add_import(command)
     command.add_argument(
         "--batch-norm", metavar="B",
         help="BatchNorm's statistics: local (each worker keeps its own), rank0, mean, sync or recompute; "
-        "wins over the one in the script",
+        "overrides the one in the script",
     )  # fmt: skip
     command.add_argument(
         "--servers", type=_servers, default=0, metavar="P",
-        help="parameter servers, if the strategy uses them (1); colocated: one beside each worker",
+        help="parameter servers, if the strategy uses them (1); colocated: one on the host of each worker",
     )  # fmt: skip
     command.add_argument(
         "--collective", default="auto", metavar="C",
-        help="how workers all-reduce: " + "; ".join(f"{name}, {text}" for name, text in WAYS.items()),
+        help="how workers all-reduce: " + "; ".join(f"{name}, {text}" for name, text in ALGORITHMS.items()),
     )  # fmt: skip
-    command.add_argument("--seed", type=int, default=0, help="of models, data order and simulated time (0)")
+    command.add_argument(
+        "--seed", type=int, default=0, help="seed of model, data order and simulated time (0)"
+    )
     command.add_argument(
         "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
     )
@@ -51,7 +53,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--name", help="name of the run folder (date and strategy)")
     command.add_argument(
         "--events", default="all", metavar="E",
-        help="which events the run folder records: all; sample, one in 100 of those that come with every "
+        help="which events the run folder records: all; sample, one in 100 of those that occur in every "
         "step; or off (%(default)s). `polyrhythm events` prints them",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print the summary as one JSON object")
@@ -62,12 +64,12 @@ def add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="a module that defines strategies or codecs, beside the script, in this folder or on "
-        "PYTHONPATH; may be repeated. Those that the script itself defines need no --import",
+        "PYTHONPATH; may be repeated. Those defined in the script need no --import",
     )  # fmt: skip
 
 
 def _servers(text: str) -> int | str:
-    """A number, or a word; the launcher knows which words there are."""
+    """A number, or a word that the launcher checks."""
     try:
         return int(text)
     except ValueError:
@@ -97,7 +99,7 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
     from polyrhythm.launch.console import Console
 
     output = Output(options.runs, options.name, Console(sys.stderr, quiet=options.quiet))
-    with silent() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
         summary = execute(program, plan, output)
     if options.json:
         print(json.dumps(summary))
@@ -116,15 +118,15 @@ def _report(summary: dict[str, Any]) -> None:
     if summary.get("bytes_between_sites"):
         print(f"between sites: {size(summary['bytes_between_sites'])}")
     if summary["dropped"]:
-        print(f"dropped: {summary['dropped']:,} updates that came too late")
+        print(f"dropped: {summary['dropped']:,} updates that arrived too late")
     if "lost_updates" in summary:
         counted, lost, share = (summary["lost_updates"][key] for key in ("counted", "lost", "share"))
-        print(f"lost updates: {lost:,} of {counted:,} that were counted ({share:.2g})")
+        print(f"lost updates: {lost:,} of {counted:,} counted ({share:.2g})")
     if summary["samples_left_out"]:
         print(f"left out: {summary['samples_left_out']:,} examples of epochs in which their workers died")
     for node, reason in summary["lost"].items():
         times = summary["replaced"].get(node, 0)
-        then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others trained on"
+        then = f"replaced {times} times" if times > 1 else "replaced" if times else "the others continued"
         print(f"lost: {node} {reason}; {then}")
     if "folder" in summary:
         print(f"folder: {summary['folder']}")

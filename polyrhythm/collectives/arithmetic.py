@@ -1,7 +1,7 @@
 """The arithmetic of reductions: in rank order, one rounding per operation.
 
-So a sum taken slice by slice, by whichever worker, has the same bits as one taken whole. (A ring has an order
-of its own.)
+So reducing slice by slice, on any worker, gives the same bits as reducing the whole vector. (A ring adds in
+another order.)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
     """
     if op not in _FOLD:
         raise ValueError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
-    import torch  # here, for strategies are listed without it
+    import torch  # here, because strategies are listed without torch
 
     if op == "mean" and len(inputs) > 1 and inputs[0].dtype in (torch.float16, torch.bfloat16):
-        return _mean_of_short(inputs, outputs)
+        return _mean_of_16_bit(inputs, outputs)
     fold = getattr(torch, _FOLD[op])
-    # Where the first input is also an output it is the place to add up in, and one copy less.
+    # If the first input is also the first output, accumulate there: one copy less.
     own = len(inputs) > 1 and outputs[0].data_ptr() == inputs[0].data_ptr()
     rest = outputs[1:] if own else outputs
     for start in range(0, inputs[0].numel(), BLOCK):
@@ -48,8 +48,8 @@ def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None
             output[start : start + BLOCK].copy_(result)
 
 
-def _mean_of_short(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """The mean of short floats, whose sum would overflow sooner: added up in 32 bits, rounded once."""
+def _mean_of_16_bit(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """The mean of 16-bit floats, whose sum would overflow early: accumulated in 32 bits, rounded once."""
     for start in range(0, inputs[0].numel(), BLOCK):
         total = inputs[0][start : start + BLOCK].float()
         for each in inputs[1:]:
@@ -59,27 +59,29 @@ def _mean_of_short(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             output[start : start + BLOCK].copy_(total)
 
 
-def checked(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
-    """The tensors as flat vectors, if they can be reduced in place; otherwise UsageError."""
+def flat_views(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """Flat views of the tensors; raises UsageError if they cannot be reduced in place."""
     if op not in OPERATIONS:
         raise UsageError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")
     for tensor in tensors:
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UsageError(f"the mean of {tensor.dtype} is no {tensor.dtype}: take the sum, or floats")
+            raise UsageError(f"the mean of {tensor.dtype} is not {tensor.dtype}: use the sum, or floats")
         if not tensor.is_contiguous():
             shape = tuple(tensor.shape)
-            raise UsageError(f"a tensor of shape {shape} is reduced in place: it must be contiguous")
+            raise UsageError(f"a tensor of shape {shape} is reduced in place, so it must be contiguous")
     return [tensor.detach().view(-1) for tensor in tensors]
 
 
-def sent(count: int, parts: int, index: int) -> int:
-    """How many of `count` elements one of so many workers sends in all to reduce them, slice by slice: its
-    part of the others' slices, and its own reduced to each of them."""
+def elements_sent(count: int, parts: int, index: int) -> int:
+    """The elements that worker `index` of `parts` sends to all-reduce `count` elements slice by slice.
+
+    These are its part of each other worker's slice, and its own reduced slice to each of them.
+    """
     low, high = split(count, parts)[index]
     return count - (high - low) + (parts - 1) * (high - low)
 
 
-def sent_to(count: int, parts: int, index: int, to: Collection[int]) -> int:
-    """How many of these elements go to those of the others: to each the own slice, and its part of theirs."""
+def elements_sent_to(count: int, parts: int, index: int, to: Collection[int]) -> int:
+    """How many of these elements go to the workers `to`."""
     slices = [high - low for low, high in split(count, parts)]
     return len(to) * slices[index] + sum(slices[other] for other in to)

@@ -1,11 +1,11 @@
-"""The mean of codes that cannot be summed, around a ring: decoded, added to and encoded again at each hop.
+"""The mean of codes that cannot be summed, in a ring: decoded, added and encoded again at each hop.
 
-As in `ring`, worker p sends chunk p-t in turn t. It decodes what it receives, adds it to its own chunk, and
-encodes the sum to send it on, so each link carries 2(n-1)/n of the codes, however many workers there are. A
+As in `ring`, worker p sends chunk p-t in step t. It decodes the chunk it receives, adds it to its own and
+encodes the sum for the next hop, so each link carries 2(n-1)/n of the codes for any number of workers. A
 complete chunk is encoded once, by one worker, and then passed on unchanged, so all workers decode the same.
 
-Each hop rounds, so more workers lose more. With feedback nothing is lost: the worker that encodes a partial
-sum keeps what its code left out, and adds it to its own values in the next step.
+Each hop rounds, so more workers lose more precision. With error feedback nothing is lost: the worker that
+encodes a partial sum keeps the residual of its code, and adds it to its own values in the next step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[Tensor], number: int) -> None:
-    """Replaces the coded segments of the vectors by their mean over these workers."""
+    """Replaces the segments that the codec encodes by their mean over these workers."""
     n, p = len(workers), workers.index(node.me)
     left, right = workers[p - 1], workers[(p + 1) % n]
     name = f"hops {number}"
     totals = [values.clone() for values in coding.values(vectors)]
 
     def swap(turn: int, codes: Sequence[Tensor]) -> list[Tensor]:
-        """Sends codes to the right, and receives as many from the left."""
+        """Sends codes to the right neighbour, and receives as many from the left one."""
         reply = node.request(right, f"{name} {turn}", *codes)
         try:
             message = arrival(node, left, f"{name} {turn}", f"{name} lost")
@@ -42,7 +42,7 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
             raise
         if len(message.tensors) != len(totals):
             raise WireError(
-                f"{left} sent {len(message.tensors)} codes where {coding.codec} makes {len(totals)}"
+                f"{left} sent {len(message.tensors)} codes, but {coding.codec} makes {len(totals)}"
             )
         given = [code.clone() for code in message.tensors]
         node.reply(message)

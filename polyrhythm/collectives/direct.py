@@ -1,9 +1,9 @@
-"""All-reduce by direct exchange: every worker reduces one slice for all.
+"""All-reduce by direct exchange: every worker reduces one slice for all others.
 
-Worker j owns the j-th slice. Each worker asks every other to take its part of that one's slice and to give
-back the slice reduced. So each sends 2(n-1)/n of the vector, as a ring does, in two hops instead of
-2(n-1); and since a slice is reduced by one worker in rank order, the result is the same bits everywhere.
-On one host what is asked lies in shared memory, and nothing is copied on the way.
+Worker j owns slice j. Every other worker sends it its part of slice j in a request, and gets the reduced
+slice in the reply. So each worker sends 2(n-1)/n of the vector, as in a ring, in two hops instead of 2(n-1).
+Each slice is reduced by one worker in rank order, so all workers have the same bits. On one host the tensors
+of a request are in shared memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
         return tuple(tensor[slice(*cut[slice_])] for tensor, cut in zip(tensors, cuts, strict=True))
 
     replies = []
-    for distance in range(
-        1, len(workers)
-    ):  # each starts with its neighbour, so that nobody is asked by all at once
+    for distance in range(1, len(workers)):  # each starts with its neighbour, to spread the requests
         other = (mine + distance) % len(workers)
         asked = part(other)
         replies.append(node.request(workers[other], f"reduce {number}", *asked, into=asked))
@@ -43,8 +41,8 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
     for index, place in enumerate(own):
         if place.numel():
-            # What was asked is overwritten by the answer, block by block while it is in the cache: where it
-            # lies in shared memory, that is its place, and there is nothing left to copy.
+            # The reply overwrites the tensors of the request, block by block while they are in the cache. In
+            # shared memory that is the requester's own tensor, so nothing is left to copy.
             outputs = [place, *(request.tensors[index] for request in requests)]
             reduce([given[worker][index].to(place.device) for worker in workers], op, outputs)
     for request in requests:
@@ -56,7 +54,7 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
 def all_gather(
     node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], number: int
 ) -> list[Sequence[Tensor]]:
-    """What each of these workers gives, in their order: tensors of whatever lengths."""
+    """The tensors of each of these workers, in their order; lengths may differ."""
     mine, kind = workers.index(node.me), f"gather {number}"
     replies = [
         node.request(workers[(mine + distance) % len(workers)], kind, *tensors)
@@ -72,7 +70,7 @@ def all_gather(
 
 
 def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:
-    """Overwrites each tensor with that of worker `root`."""
+    """Overwrites each tensor with the one of worker `root`."""
     if node.rank == root:
         for request in gather(node, f"broadcast {number}", workers):
             node.reply(request, *tensors)
@@ -82,14 +80,14 @@ def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], ro
 
 
 def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
-    """One request of this kind from every other worker, or `PeerLost` once one of them is gone."""
+    """One request of this kind from every other worker; raises `PeerLost` if one of them is gone."""
     requests: dict[Peer, Message] = {}
     while len(requests) < len(workers) - 1:
         try:
             request = node.receive(kind)
         except WaitError as error:
             silent = [worker for worker in workers if worker not in (*requests, node.me)]
-            raise WaitError(f"{error}; {', '.join(map(str, silent))} did not") from None
+            raise WaitError(f"{error}; nothing came from {', '.join(map(str, silent))}") from None
         if request is not None:
             requests[request.sender] = request
             continue

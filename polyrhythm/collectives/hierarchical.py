@@ -1,8 +1,8 @@
-"""All-reduce between hosts with several workers each: shared memory inside, a ring across.
+"""All-reduce between hosts with several workers each: shared memory inside a host, a ring between hosts.
 
-The workers of a host reduce into the buffers of their first, each a slice; the first workers of all hosts
-reduce what they have in a ring; the others copy the result. So a host's link carries 2(h-1)/h of the vector
-for h hosts, however many workers share it.
+The workers of a host reduce into the buffers of their first worker, one slice each. The first workers of all
+hosts all-reduce in a ring, and the others copy the result. So a host's link carries 2(h-1)/h of the vector
+for h hosts, for any number of workers per host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def all_reduce(
     op: str,
     number: int,
 ) -> None:
-    """Replaces each tensor by its reduction over all workers; `firsts` are the first worker of each host.
+    """Replaces each tensor by its reduction over all workers; `firsts` are the first workers of each host.
 
     `inside` is None for a worker that is alone on its host.
     """

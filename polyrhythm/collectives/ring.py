@@ -1,15 +1,16 @@
-"""All-reduce by a ring: every worker talks to its two neighbours only (Patarasuk, Yuan 2009).
+"""Ring all-reduce: every worker communicates with its two neighbours only (Patarasuk, Yuan 2009).
 
-Every vector is cut into n chunks, and worker p sends to worker p+1. In turn t it sends chunk p-t and gets
-chunk p-t-1 (all modulo n). In the first n-1 turns, *share-reduce*, it folds what it gets into its own chunk;
-then worker p holds chunk p+1 complete. In the other n-1, *share-only*, it overwrites its own with what it
-gets. So each sends 2(n-1)/n of the vectors, and no link carries more than any other.
+Every vector is cut into n chunks, and worker p sends to worker p+1. In step t it sends chunk p-t and receives
+chunk p-t-1 (all modulo n). In the first n-1 steps, *share-reduce* (reduce-scatter), it reduces the received
+chunk into its own; then worker p holds chunk p+1 complete. In the other n-1 steps, *share-only* (all-gather),
+it overwrites its own chunk with the received one. So each worker sends 2(n-1)/n of the vectors, and all links
+carry equally much.
 
-Each chunk is reduced along one path and then copied: all workers have the same bits. They are not those of a
-sum in rank order, but those of a vector do not depend on what else is reduced in the same call.
+Each chunk is reduced along one path and then copied, so all workers have the same bits. They differ from a
+sum in rank order, but do not depend on the other vectors of the same call.
 
-A chunk travels in segments. A segment that has arrived is folded and goes on at once, while the next is on
-its way, so that sending, receiving and adding overlap.
+A chunk travels in segments. A segment that has arrived is reduced and sent on at once, while the next one
+arrives, so that sending, receiving and adding overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.collectives.arithmetic import checked
+from polyrhythm.collectives.arithmetic import flat_views
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError, WireError
 
 if TYPE_CHECKING:
@@ -30,38 +31,38 @@ if TYPE_CHECKING:
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
 
-SEGMENT = 1 << 22  # bytes of a segment at most: with smaller ones Python takes longer than the wire
-AHEAD = 4  # segments that a worker may have sent more than it has received; twice as many may be unanswered
+SEGMENT = 1 << 22  # the most bytes of a segment; with smaller ones Python takes longer than the network
+AHEAD = 4  # segments that a worker may send before it receives; twice as many may lack a reply
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one worker did in one turn: `trace` is called with it when the turn is over."""
+    """One step of one worker, as reported to `trace` when it is over."""
 
     phase: str  # share-reduce or share-only
     step: int  # from 0 in each phase
     rank: int
     to: int
-    sent: int  # the chunk that it sent,
-    elements: int  # how many numbers that were,
+    sent: int  # the chunk that the worker sent
+    elements: int  # of that chunk
     nbytes: int
-    received: int  # and the chunk that it got meanwhile
+    received: int  # the chunk that it received
 
 
 Trace = Callable[[Turn], None]
 
 
-class Port(ABC):
-    """The way to the two neighbours in the ring. Segments have numbers, and come in their order."""
+class RingLinks(ABC):
+    """The links to the two neighbours in the ring. Segments are numbered and arrive in order."""
 
     rank: int
     size: int
 
     @abstractmethod
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
-        """Begins to send a segment to the right and expects one from the left. `out` is lent until `settle`.
+        """Starts sending segment `out` to the right, and receiving one from the left.
 
-        What comes may be put in its `places` as it comes, unless it has to be folded into them.
+        `out` must not change until `settle`. Without `fold` the segment may be received into `places`.
         """
 
     @abstractmethod
@@ -70,11 +71,11 @@ class Port(ABC):
 
     @abstractmethod
     def release(self, number: int) -> None:
-        """What arrived is used up."""
+        """Called when the received segment has been used."""
 
     @abstractmethod
     def settle(self, number: int) -> None:
-        """Waits until what was sent, if anything was under this number, may be overwritten."""
+        """Waits until the segment sent with this number, if any, may be overwritten."""
 
 
 def all_reduce(
@@ -85,15 +86,15 @@ def all_reduce(
     number: int,
     trace: Trace | None = None,
 ) -> None:
-    """Replaces each tensor by its reduction over these workers; `number` tells the collectives apart."""
-    port = _NodePort(node, workers, number)
+    """Replaces each tensor by its reduction over these workers; `number` identifies the collective."""
+    links = _NodeLinks(node, workers, number)
     try:
-        reduce_in_ring(port, tensors, op, trace)
+        reduce_in_ring(links, tensors, op, trace)
     except PeerLost as error:
-        port.pass_on(error)
+        links.report_loss(error)
         raise
     finally:
-        port.close()
+        links.close()
 
 
 def all_reduce_distributed(
@@ -101,23 +102,23 @@ def all_reduce_distributed(
 ) -> None:
     """Replaces each tensor by its sum, mean, max or min over a process group of `torch.distributed`.
 
-    For any script with an initialised group: tensors are on the device that its backend works with.
+    Works in any script with an initialized process group; tensors must be on a device of its backend.
     """
     import torch
 
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    reduce_in_ring(_DistributedPort(group), given, op, trace)
+    reduce_in_ring(_TorchLinks(group), given, op, trace)
 
 
-def reduce_in_ring(port: Port, tensors: Sequence[Tensor], op: str, trace: Trace | None = None) -> None:
-    """The ring itself, whatever the way to the neighbours."""
-    n, p = port.size, port.rank
-    vectors = checked(tensors, op)
+def reduce_in_ring(links: RingLinks, tensors: Sequence[Tensor], op: str, trace: Trace | None = None) -> None:
+    """The algorithm, for any links to the neighbours."""
+    n, p = links.size, links.rank
+    vectors = flat_views(tensors, op)
     if n == 1:
         return
-    # The sum of short floats overflows sooner than their mean.
-    first = op == "mean" and [vector for vector in vectors if vector.element_size() < 4]
-    for vector in first or ():
+    # A sum of 16-bit floats overflows earlier than their mean, so they are divided first.
+    divided_first = op == "mean" and [vector for vector in vectors if vector.element_size() < 4]
+    for vector in divided_first or ():
         vector.div_(n)
     longest = sum(-(-vector.numel() // n) * vector.element_size() for vector in vectors)
     segments = max(1, -(-longest // SEGMENT))
@@ -128,39 +129,39 @@ def reduce_in_ring(port: Port, tensors: Sequence[Tensor], op: str, trace: Trace 
 
     def exchange(number: int) -> None:
         turn, segment = divmod(number, segments)
-        # What arrives in share-only takes the place of what was lent as many turns before.
-        port.settle(number - share_only)
+        # In share-only, a received segment overwrites one that was sent this many segments before.
+        links.settle(number - share_only)
         out, places = views((p - turn) % n, segment), views((p - turn - 1) % n, segment)
-        port.exchange(number, out, places, fold=number < share_only)
+        links.exchange(number, out, places, fold=number < share_only)
 
-    # Segment i + ahead goes out when segment i was taken in. It is one of the worker's own, or was taken in
-    # before, since ahead <= segments. And nobody waits forever: who waits is waiting for one who is behind.
+    # Segment i + ahead is sent after segment i was received. It is one of the worker's own, or was received
+    # before, because ahead <= segments. There is no deadlock: a worker only waits for one that is behind it.
     ahead = min(segments, AHEAD)
     for number in range(ahead):
         exchange(number)
     for number in range(turns * segments):
         turn, segment = divmod(number, segments)
         places = views((p - turn - 1) % n, segment)
-        came = port.arrived(number)
-        for place, piece in zip(places, came, strict=True):
+        received = links.arrived(number)
+        for place, piece in zip(places, received, strict=True):
             if number >= share_only:
                 if piece.data_ptr() != place.data_ptr():
                     place.copy_(piece)
                 continue
             _fold(place, piece, op)
-            if op == "mean" and turn == n - 2 and place.element_size() >= 4:  # complete, and here only
+            if op == "mean" and turn == n - 2 and place.element_size() >= 4:  # complete, on this worker only
                 place.div_(n)
-        port.release(number)
+        links.release(number)
         if number + ahead < turns * segments:
             exchange(number + ahead)
         if trace is not None and segment == segments - 1:
             trace(_turn(vectors, n, p, turn))
     for number in range(share_only, turns * segments):
-        port.settle(number)
+        links.settle(number)
 
 
 def bounds(count: int, chunks: int, chunk: int, segments: int = 1, segment: int = 0) -> tuple[int, int]:
-    """Where a segment of a chunk of so many elements begins and ends. The longer chunks are the later ones.
+    """Start and stop of a segment of a chunk, in a vector of `count` elements. Later chunks are longer.
 
     >>> [bounds(17, 4, chunk) for chunk in range(4)]
     [(0, 4), (4, 8), (8, 12), (12, 17)]
@@ -171,7 +172,7 @@ def bounds(count: int, chunks: int, chunk: int, segments: int = 1, segment: int 
 
 
 def sent_elements(count: int, workers: int, rank: int) -> int:
-    """How many elements a worker sends: in each phase all chunks but one.
+    """The number of elements that a worker sends: in each phase all chunks except one.
 
     >>> [sent_elements(17, 4, rank) for rank in range(4)]
     [26, 25, 25, 26]
@@ -183,14 +184,14 @@ def sent_elements(count: int, workers: int, rank: int) -> int:
 
 
 def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
-    """A message of this kind from the left neighbour; PeerLost if it, or one before it, is gone."""
+    """Receives a message from the left neighbour; raises PeerLost if it, or one before it, is gone."""
     while True:
         try:
             message = node.receive(kind, lost)
         except WaitError as error:
-            raise WaitError(f"{error}; {left} did not, or somebody before it in the ring") from None
+            raise WaitError(f"{error}; nothing came from {left}, which may wait for another") from None
         if message is None:
-            # One that finished its part may be gone: but the left neighbour goes after its last segment.
+            # Workers that have finished may be gone, but the left neighbour leaves after its last segment.
             for peer in (*node.members.lost, left):
                 if peer not in node.members.workers:
                     raise PeerLost(f"{node.me} waited in {kind!r} for {peer}, which is gone")
@@ -222,9 +223,12 @@ def _fold(place: Tensor, piece: Tensor, op: str) -> None:
         place.add_(piece)
 
 
-class _NodePort(Port):
-    """Over a `Node`: a segment is an ask, its answer a header only. So what is sent lies in its place, on one
-    host it is read from there, and a connection that breaks loses and repeats nothing."""
+class _NodeLinks(RingLinks):
+    """Links over a `Node`: a segment is a request, and its reply is only a header.
+
+    So a segment is sent from the tensor itself, on one host it is read from there, and a broken connection
+    loses and repeats nothing.
+    """
 
     def __init__(self, node: Node, workers: Sequence[Peer], number: int) -> None:
         self.rank, self.size = workers.index(node.me), len(workers)
@@ -232,25 +236,27 @@ class _NodePort(Port):
         self._left, self._right = workers[self.rank - 1], workers[(self.rank + 1) % self.size]
         self._replies: dict[int, Reply] = {}
         self._places: dict[int, Sequence[Tensor]] = {}
-        self._kept: dict[int, Callable[[], None]] = {}  # places in which segments are received at once
+        self._expected: dict[
+            int, Callable[[], None]
+        ] = {}  # cancels receiving a segment directly into its place
         self._message: Any = None
 
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
-        self.settle(number - 2 * AHEAD)  # a connection rests while many messages are unreceived
+        self.settle(number - 2 * AHEAD)  # a connection pauses while many messages are unread
         self._places[number] = places
         if not fold:
-            self._kept[number] = self._node.expect(self._left, f"{self._name} {number}", places)
+            self._expected[number] = self._node.expect(self._left, f"{self._name} {number}", places)
         self._replies[number] = self._node.request(self._right, f"{self._name} {number}", *out)
 
     def arrived(self, number: int) -> Sequence[Tensor]:
         message = arrival(self._node, self._left, f"{self._name} {number}", f"{self._name} lost")
-        if number in self._kept:
-            self._kept.pop(number)()
+        if number in self._expected:
+            self._expected.pop(number)()
         expected = [(place.dtype, place.numel()) for place in self._places.pop(number)]
         given = [(piece.dtype, piece.numel()) for piece in message.tensors]
         if given != expected:
             raise WireError(
-                f"{self._left} sent {given} where {self._node.me} has {expected}: all workers must reduce "
+                f"{self._left} sent {given} but {self._node.me} has {expected}: all workers must reduce "
                 "tensors of the same sizes and dtypes"
             )
         self._message = message
@@ -265,18 +271,18 @@ class _NodePort(Port):
             reply.wait()
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1]()
+        while self._expected:
+            self._expected.popitem()[1]()
 
-    def pass_on(self, error: PeerLost) -> None:
-        """Tells the right neighbour who is gone: it may be somebody that it does not wait for itself."""
+    def report_loss(self, error: PeerLost) -> None:
+        """Tells the right neighbour which worker is gone, since it may not be waiting for that one itself."""
         if self._right in self._node.members.workers:
             with contextlib.suppress(PolyrhythmError):
                 self._node.send(self._right, f"{self._name} lost", why=str(error))
 
 
-class _DistributedPort(Port):
-    """Over `torch.distributed`, point to point."""
+class _TorchLinks(RingLinks):
+    """Links over `torch.distributed`, by point-to-point messages."""
 
     def __init__(self, group: Any) -> None:
         from torch import distributed
@@ -286,38 +292,38 @@ class _DistributedPort(Port):
         self._group = group if group is not None else distributed.group.WORLD
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
-            raise UsageError("this process is not in the process group that it shall reduce with")
-        everyone = distributed.get_process_group_ranks(self._group)
-        self._left, self._right = everyone[self.rank - 1], everyone[(self.rank + 1) % self.size]
-        self._rooms: dict[tuple[int, int], Tensor] = {}
-        self._coming: dict[int, tuple[Sequence[Tensor], Sequence[Any]]] = {}
-        self._going: dict[int, Sequence[Any]] = {}
+            raise UsageError("this process is not in the process group")
+        ranks = distributed.get_process_group_ranks(self._group)
+        self._left, self._right = ranks[self.rank - 1], ranks[(self.rank + 1) % self.size]
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._receiving: dict[int, tuple[Sequence[Tensor], Sequence[Any]]] = {}
+        self._sending: dict[int, Sequence[Any]] = {}
 
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
         import torch.distributed as dist
 
-        into = [self._room(number, index, place) for index, place in enumerate(places)] if fold else places
+        into = [self._buffer(number, index, place) for index, place in enumerate(places)] if fold else places
         operations = [
             *(dist.P2POp(dist.isend, piece, self._right, self._group, number) for piece in out if len(piece)),
             *(dist.P2POp(dist.irecv, place, self._left, self._group, number) for place in into if len(place)),
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         sends = sum(1 for piece in out if len(piece))
-        apart = len(works) == len(operations)  # otherwise one of them stands for all
-        self._going[number] = works[:sends] if apart else works
-        self._coming[number] = into, works[sends:] if apart else works
+        separate = len(works) == len(operations)  # some backends return one work for all
+        self._sending[number] = works[:sends] if separate else works
+        self._receiving[number] = into, works[sends:] if separate else works
 
-    def _room(self, number: int, index: int, place: Tensor) -> Tensor:
-        """Memory for a piece that will be folded. No more than AHEAD segments are on their way at a time."""
+    def _buffer(self, number: int, index: int, place: Tensor) -> Tensor:
+        """Memory for a segment that will be reduced. At most AHEAD segments are in flight."""
         import torch
 
         slot = number % AHEAD, index
-        if slot not in self._rooms or len(self._rooms[slot]) < len(place):
-            self._rooms[slot] = torch.empty_like(place)
-        return self._rooms[slot][: len(place)]
+        if slot not in self._buffers or len(self._buffers[slot]) < len(place):
+            self._buffers[slot] = torch.empty_like(place)
+        return self._buffers[slot][: len(place)]
 
     def arrived(self, number: int) -> Sequence[Tensor]:
-        into, works = self._coming.pop(number)
+        into, works = self._receiving.pop(number)
         self._wait(works, self._left, "from")
         return into
 
@@ -325,7 +331,7 @@ class _DistributedPort(Port):
         pass
 
     def settle(self, number: int) -> None:
-        self._wait(self._going.pop(number, ()), self._right, "to")
+        self._wait(self._sending.pop(number, ()), self._right, "to")
 
     def _wait(self, works: Sequence[Any], other: int, way: str) -> None:
         try:

@@ -1,15 +1,15 @@
-"""All-reduce in shared memory: every worker reduces one slice for all, straight from the others' buffers.
+"""All-reduce in shared memory: every worker reduces one slice for all, directly from the others' buffers.
 
-Theory of operation. Each member has a board in its own arena that the others read: how many collectives it
-has begun, how many it has done, and for the latest ones what it lent to them (a slot each). To begin the
-k-th, a member writes its slot and then sets `begun` to k. Once all have begun it, each member reduces its own
-slice in rank order, writes the result to everybody's buffer, and sets `done` to k. When all have done it,
-every buffer is complete. Collectives are done in the order in which they are begun, by whoever comes by:
-`begin` does not wait, unless a whole board is under way, and does its part of earlier ones if it can by now.
+Theory of operation. Each member has a board in its own arena, which the others read: how many collectives it
+has begun, how many it has done, and in one slot for each of the latest ones the tensors that it lent. To
+begin collective k, a member writes its slot and then sets `begun` to k. When all have begun it, each member
+reduces its slice in rank order, writes the result to all buffers, and sets `done` to k. When all have done
+it, every buffer is complete. Collectives are executed in the order in which they are begun, whenever a member
+calls `begin` or waits. `begin` does not block, unless all slots of the board are in use.
 
-Nothing is copied on the way and no system call is made but to let others run. What makes plain words safe on
-processors that reorder memory: `_fence`, between data and the word that tells of them on the one side, and
-between the word and the data on the other. Releasing a lock and taking it again is one.
+Nothing is copied, and the only system calls yield the processor. Processors may reorder memory accesses, so
+there is a `_fence` between writing data and announcing it, and between seeing the announcement and reading
+the data. Releasing a lock and acquiring it again is a fence.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from polyrhythm.wire.arena import Arenas
 
-SPIN = 0.0005  # seconds of asking again and again before it sleeps in between
-LONGEST = 0.002  # seconds of sleep
+SPIN = 0.0005  # seconds of polling before sleeping between polls
+MAX_SLEEP = 0.002  # seconds
 
-_BEGUN, _DONE, _SLOT = 0, 8, 16  # words of a board; those that change often lie in cache lines of their own
-_SLOTS, _WORDS, _TENSORS = 256, 64, 20  # slots of a board, words of a slot, tensors that one can tell of
+_BEGUN, _DONE, _SLOT = 0, 8, 16  # words of a board; those that change often have cache lines of their own
+_SLOTS, _WORDS, _TENSORS = 256, 64, 20  # slots of a board, words of a slot, tensors that fit in a slot
 BOARD = 8 * (_SLOT + _SLOTS * _WORDS)
 
 _TYPES = (
@@ -45,18 +45,20 @@ _TYPES = (
 )  # fmt: skip
 _CODE = {dtype: code for code, dtype in enumerate(_TYPES)}
 
-Staged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # a tensor, its copy, and the memory of that
+Staged = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # a tensor, its copy in shared memory, and the allocation of the copy
 
-# What can be done: the reductions, the same into the first member's buffers only, and a copy of those.
-WAYS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
+# The reductions, the same into the first member's buffers only, and a copy from those.
+TASKS = (*OPERATIONS, *(f"{op} to first" for op in OPERATIONS), "copy of first")
 
 
 class SharedMemory:
-    """One member's view of the boards. `members` are their arenas by their names, in rank order, `boards` are
-    where in those their boards lie, and `mine` is the place of this one among them.
+    """One member's view of the boards.
 
-    `look(missing, waited)` is called now and then while this member waits for those places: it raises when
-    that is in vain.
+    `members` maps the names of all members, in rank order, to their arenas; `boards` are the offsets of the
+    boards in them, and `mine` is the index of this member. While this member waits for others,
+    `check_peers(missing, seconds)` is called from time to time; it raises if one of them is gone.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class SharedMemory:
         members: Mapping[str, int],
         mine: int,
         boards: Sequence[int],
-        look: Callable[[Sequence[int], float], None],
+        check_peers: Callable[[Sequence[int], float], None],
     ) -> None:
-        self._arenas, self._mine, self._look = arenas, mine, look
+        self._arenas, self._mine, self._check_peers = arenas, mine, check_peers
         self._names, self._members = tuple(members), tuple(members.values())
         self.count = len(members)
         self._boards = [
@@ -77,35 +79,35 @@ class SharedMemory:
         self._memory = [torch.frombuffer(arenas.view(index), dtype=torch.uint8) for index in self._members]
         self._base = self._memory[mine].data_ptr()
         self._begun = self._done = 0
-        self._lock = threading.Lock()  # nobody else has it: it is there for `_fence`
+        self._lock = threading.Lock()  # used by `_fence` only
         self._lock.acquire()
         self._plans: dict[tuple[bytes, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
         self._words: dict[tuple[tuple[int, int, torch.dtype], ...], list[int]] = {}
         self._free: dict[int, list[Tensor]] = {}  # staging memory that is not in use, by size
 
-    def begin(self, tensors: Sequence[Tensor], way: str) -> PendingReduction:
-        """Lends these tensors, flat and in the same order as those of the others, to the next collective."""
+    def begin(self, tensors: Sequence[Tensor], task: str) -> PendingReduction:
+        """Lends flat tensors, in the same order as the other members, to the next collective."""
         lent, staged = self.stage(tensors)
         for first in range(0, len(lent) or 1, _TENSORS):
-            self._tell(lent[first : first + _TENSORS], WAYS.index(way))
+            self._post(lent[first : first + _TENSORS], TASKS.index(task))
         self.advance()
         return PendingReduction(self, self._begun, staged)
 
     def advance(self) -> None:
-        """Does this member's part of all that everybody has begun by now."""
+        """Does this member's part of all collectives that all members have begun."""
         while self._done < self._begun and not self._missing(_BEGUN, self._done + 1):
-            self._do(self._done + 1)
+            self._execute(self._done + 1)
 
     def finish(self, number: int) -> None:
-        """Waits until the collective of this number is done by all."""
+        """Waits until all members have done the collective of this number."""
         while self._done < number:
-            self._until(_BEGUN, self._done + 1)
-            self._do(self._done + 1)
-        self._until(_DONE, number)
+            self._wait_until(_BEGUN, self._done + 1)
+            self._execute(self._done + 1)
+        self._wait_until(_DONE, number)
         self._fence()
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Staged]]:
-        """These tensors in shared memory, and copied there those that lie elsewhere, as a GPU's do."""
+        """Returns the tensors in shared memory, and the copies made of those elsewhere, such as on a GPU."""
         places: list[Tensor] = []
         staged: list[Staged] = []
         for tensor in tensors:
@@ -113,7 +115,7 @@ class SharedMemory:
             if (0 <= offset < self._arenas.size and tensor.is_contiguous()) or not tensor.numel():
                 places.append(tensor)
                 continue
-            size = 1 << (tensor.nbytes - 1).bit_length()  # few sizes, so that memory is used again
+            size = 1 << (tensor.nbytes - 1).bit_length()  # powers of two, so that memory is reused
             free = self._free.setdefault(size, [])
             if free:
                 memory = free.pop()
@@ -127,12 +129,12 @@ class SharedMemory:
         return places, staged
 
     def unstage(self, staged: Sequence[Staged]) -> None:
-        """Brings the result back to where it belongs."""
+        """Copies results back to the original tensors, and frees their copies."""
         for tensor, host, memory in staged:
             tensor.copy_(host.view(tensor.shape))
             self._free[memory.numel()].append(memory)
 
-    def _tell(self, lent: Sequence[Tensor], way: int) -> None:
+    def _post(self, lent: Sequence[Tensor], task: int) -> None:
         number = self._begun + 1
         if number > _SLOTS:
             self.finish(number - _SLOTS)  # until then others may be reading the slot
@@ -142,18 +144,18 @@ class SharedMemory:
             words = [len(lent)]
             for address, count, dtype in key:
                 if dtype not in _CODE:
-                    raise PolyrhythmError(f"a collective cannot take {dtype}")
+                    raise PolyrhythmError(f"a collective cannot reduce {dtype}")
                 words += [address - self._base if count else 0, count, _CODE[dtype]]
-            _remember(self._words, key, words)
+            _cache(self._words, key, words)
         board, place = self._boards[self._mine], _SLOT + number % _SLOTS * _WORDS
-        board[place] = way
+        board[place] = task
         for at, word in enumerate(words, place + 1):
             board[at] = word
         self._publish(_BEGUN, number)
         self._begun = number
 
     def _fence(self) -> None:
-        """What comes before it in the program comes before it in memory, and what comes after it after."""
+        """A full memory barrier: no access moves across it."""
         self._lock.release()
         self._lock.acquire()
 
@@ -162,43 +164,43 @@ class SharedMemory:
         self._boards[self._mine][word] = number
 
     def _missing(self, word: int, number: int) -> list[int]:
-        """Who has not come so far."""
+        """The members whose counter is below `number`."""
         return [place for place, board in enumerate(self._boards) if board[word] < number]
 
-    def _until(self, word: int, number: int) -> None:
-        began, looked = time.perf_counter(), 0.0
+    def _wait_until(self, word: int, number: int) -> None:
+        began, checked = time.perf_counter(), 0.0
         for board in self._boards:
             while board[word] < number:
                 waited = time.perf_counter() - began
                 if waited < SPIN:
                     os.sched_yield()
                     continue
-                time.sleep(min(waited / 8, LONGEST))
-                if waited > looked:
-                    self._look(self._missing(word, number), waited)
-                    looked = waited + 0.01
+                time.sleep(min(waited / 8, MAX_SLEEP))
+                if waited > checked:
+                    self._check_peers(self._missing(word, number), waited)
+                    checked = waited + 0.01
 
-    def _do(self, number: int) -> None:
+    def _execute(self, number: int) -> None:
         self._fence()
         place = _SLOT + number % _SLOTS * _WORDS
         slots = tuple(board[place : place + 2 + 3 * board[place + 1]].tobytes() for board in self._boards)
         plan = self._plans.get(slots)
         if plan is None:
             plan = self._plan(place)
-            _remember(self._plans, slots, plan)
-        way = WAYS[self._boards[self._mine][place]]
+            _cache(self._plans, slots, plan)
+        task = TASKS[self._boards[self._mine][place]]
         for inputs, outputs in plan:
-            if way != "copy of first":
-                reduce(inputs, way.removesuffix(" to first"), outputs)
+            if task != "copy of first":
+                reduce(inputs, task.removesuffix(" to first"), outputs)
             elif self._mine:
                 outputs[0].copy_(inputs[0])
         self._done = number
         self._publish(_DONE, number)
 
     def _plan(self, place: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The views that this member reads and writes in the collective of these slots."""
+        """The inputs and outputs of this member in the collective of these slots."""
         counts, boards = len(self._boards), self._boards
-        way = boards[self._mine][place]
+        task = boards[self._mine][place]
         tensors: list[list[Tensor]] = []
         for board, memory in zip(boards, self._memory, strict=True):
             views = []
@@ -210,33 +212,33 @@ class SharedMemory:
         mine = [(view.numel(), view.dtype) for view in tensors[self._mine]]
         for other, (board, views) in enumerate(zip(boards, tensors, strict=True)):
             theirs = [(view.numel(), view.dtype) for view in views]
-            if board[place] != way or theirs != mine:
+            if board[place] != task or theirs != mine:
                 raise PolyrhythmError(
-                    f"{self._names[other]} is in {WAYS[board[place]]} of {theirs} where "
-                    f"{self._names[self._mine]} is in {WAYS[way]} of {mine}: all workers must take the same "
-                    "collectives in the same order"
+                    f"{self._names[other]} is in {TASKS[board[place]]} of {theirs} but "
+                    f"{self._names[self._mine]} is in {TASKS[task]} of {mine}: all workers must call the "
+                    "same collectives in the same order"
                 )
         plan = []
         for same in zip(*tensors, strict=True):
-            if WAYS[way] == "copy of first":
+            if TASKS[task] == "copy of first":
                 plan.append(([same[0]], [same[self._mine]]))
                 continue
             low, high = split(same[0].numel(), counts)[self._mine]
             if low < high:
                 slices = [tensor[low:high] for tensor in same]
-                plan.append((slices, slices[:1] if WAYS[way].endswith(" to first") else slices))
+                plan.append((slices, slices[:1] if TASKS[task].endswith(" to first") else slices))
         return plan
 
 
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Most collectives come again and again; of those that do not, none is kept for long."""
+def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Adds an entry. Most collectives repeat; if they do not, the cache is cleared when it is full."""
     if len(known) >= 4096:
         known.clear()
     known[key] = value
 
 
 class PendingReduction(Task):
-    """A collective that was begun."""
+    """A collective that has begun."""
 
     def __init__(self, all_: SharedMemory, number: int, staged: Sequence[Staged]) -> None:
         self._all, self._number, self._staged = all_, number, staged

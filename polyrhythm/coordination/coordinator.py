@@ -1,8 +1,8 @@
-"""Coordinator: what the nodes of a run have to agree on, as logic without I/O.
+"""Coordinator: the central decisions of a run, as logic without I/O.
 
-It takes in who joins, checks that all train the same model, leases batches, collects reports, knows who is
-still there, and ends with the summary. The launcher feeds it from sockets and the simulator calls it
-directly; both pass a `respond` that it calls now or later.
+It admits nodes, checks that all train the same model, leases batches, collects reports, tracks membership and
+builds the summary. The launcher calls it with requests from sockets, the simulator calls it directly; both
+pass a `respond` that is called at once or later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.finish import Finish
-from polyrhythm.coordination.gate import Gate
 from polyrhythm.coordination.membership import Membership
-from polyrhythm.coordination.ports import NodeLauncher, NoRecord, Recorder
+from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
+from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
 from polyrhythm.core.errors import PolyrhythmError
@@ -45,12 +45,12 @@ from polyrhythm.core.requests import (
 )
 from polyrhythm.core.resolve import ResolvedStrategy
 
-Respond = Callable[[Any], None]  # takes the reply to a request, see `core.requests`
+Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
 
 
 @dataclass
 class Failure:
-    """Why a run ends before its time."""
+    """Why a run failed."""
 
     message: str
     exit_code: int = 1
@@ -67,7 +67,7 @@ class Coordinator:
         clock: Callable[[], float],
         record: Recorder | None = None,
     ) -> None:
-        self.plan = plan  # with what the script has chosen, once it has
+        self.plan = plan  # completed by the choices of the script, once they are known
         self.strategy: ResolvedStrategy | None = None
         self.clock = clock
         self.failure: Failure | None = None
@@ -78,22 +78,22 @@ class Coordinator:
         self.digest = ""  # of the final parameters
         self.blob: bytes | memoryview = b""
         self._launcher = launcher
-        self._record: Recorder = record or NoRecord()
+        self._record: Recorder = record or NullRecorder()
         self._finish = Finish()
-        self._joining: Gate[Welcome] = Gate()
-        self._preparing: Gate[None] = Gate()
+        self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
+        self._preparing: ReplyBarrier[None] = ReplyBarrier()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._settle,
-            LeaveRun: self._say_goodbye, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
+            LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
             ReleaseMemory: self._release_memory,
         }  # fmt: skip
         if strategy is not None:
             self.settle(strategy)
 
     def settle(self, strategy: ResolvedStrategy) -> None:
-        """The strategy is known from here on, and so is the number of servers."""
+        """Sets the strategy of the run, and starts its servers."""
         self.strategy = strategy
         servers = self.plan.servers or int(strategy.traits.uses_servers)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
@@ -105,13 +105,13 @@ class Coordinator:
     # --- requests of nodes --------------------------------------------------------------------------
 
     def handle(self, peer: Peer, request: Request[Any], respond: Respond, incarnation: int = 0) -> None:
-        """Takes in one request of a node."""
+        """Handles one request of a node."""
         if isinstance(request, Report):
             self.tally.report((peer, incarnation), request)
             self._record.lines(request.lines)
             respond(None)
         elif incarnation != self.membership.incarnations[peer]:
-            respond(None)  # its process has died since, and what that means has been done
+            respond(None)  # its process has died since, and the death has been handled
         else:
             self._handlers[type(request)](peer, request, respond)
 
@@ -124,29 +124,29 @@ class Coordinator:
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
         if self.running or len(self.membership.members) >= self._nodes:
-            self._joining.open(self._welcome)
+            self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
         wrong = self.membership.prepare(peer, request.part, request.layout)
         if wrong:
             self.fail(wrong)
             return
-        self.tally.totals[self.membership.present(peer)] = Totals()
+        self.tally.totals[self.membership.current(peer)] = Totals()
         if self.running:
             self.membership.replaced[str(peer)] += 1
             self.data.leases.enter(peer.rank)
-            # Now that it can push, and before it hears that it may: nobody waits for one that still loads its
-            # data, and nobody gets a message from a stranger.
+            # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
+            # and before it gets its reply, so that nobody gets a message from an unknown worker.
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._preparing.add(peer, respond)
         if self.running or self.membership.prepared >= self._nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()
-            self._preparing.open(lambda each: None)
+            self._preparing.release_all(lambda each: None)
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
-        self.tally.advance(self.membership.present(peer), request.steps, request.samples)
+        self.tally.advance(self.membership.current(peer), request.steps, request.samples)
         longest = self.strategy.traits.max_lease if self.strategy is not None else 1
         respond(self.data.take_lease(peer, request, longest))
 
@@ -159,7 +159,7 @@ class Coordinator:
         self.data.begin(self._finish.done)
 
     def _note_due(self, peer: Peer, request: ExamplesDue, respond: Respond) -> None:
-        self.tally.due[self.membership.present(peer)] = request.samples
+        self.tally.due[self.membership.current(peer)] = request.samples
         respond(None)
 
     def _begin_epoch(self, peer: Peer, request: BeginEpoch, respond: Respond) -> None:
@@ -172,15 +172,15 @@ class Coordinator:
         respond(None)
 
     def _settle(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
-        if peer in self.membership.members:  # otherwise it died while the message was on its way
+        if peer in self.membership.members:  # otherwise it died while the request was in flight
             self._finish.settle(peer, respond)
             self._advance()
 
-    def _say_goodbye(self, peer: Peer, request: LeaveRun, respond: Respond) -> None:
-        """A node is done. One worker is asked to bring the final parameters before it leaves.
+    def _leave_run(self, peer: Peer, request: LeaveRun, respond: Respond) -> None:
+        """A node is done. One worker has to send the final parameters before it leaves.
 
-        It is the last one, because only then they are final. In lockstep it is worker 0: all have the same
-        parameters, and so the buffers are always those of the same worker.
+        It is the last one, because the parameters are final only then. In lockstep it is worker 0: all
+        workers have the same parameters, and the buffers are then always those of the same worker.
         """
         if self._peers_hold_parameters and peer.role == "worker":
             self._finish.leave(peer, respond)
@@ -209,7 +209,7 @@ class Coordinator:
         respond(None)
 
     def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
-        """The last worker has brought the final parameters, in safetensors form."""
+        """A worker has sent the final parameters, in safetensors form."""
         self.digest, self.blob = digest, blob
         self.tally.ended = self.clock()
         try:
@@ -223,7 +223,7 @@ class Coordinator:
     # --- what happens to nodes ----------------------------------------------------------------------
 
     def leave(self, peer: Peer, reason: str) -> None:
-        """A node has finished, or is out of the run for another reason."""
+        """A node has finished, or has left the run for another reason."""
         membership = self.membership
         if peer not in membership.members:
             return
@@ -232,11 +232,11 @@ class Coordinator:
         incarnation = membership.incarnations[peer]
         self._log(NodeLeft(str(peer), incarnation, reason, self.data.lose(peer, reason)))
         self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason))
-        if peer.role == "worker" and membership.alone:
+        if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
 
     def died(self, peer: Peer, reason: str) -> None:
-        """The process of a node has ended without saying goodbye; it may not even have joined."""
+        """The process of a node has ended before the node left; it may not even have joined."""
         if peer in self.membership.gone or self.failure is not None:
             return
         self.membership.count_death(peer, reason)
@@ -244,21 +244,23 @@ class Coordinator:
         if not self.running:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
-            self.fail(f"{peer} {reason}; its part of the parameters is gone")
+            self.fail(f"{peer} {reason}; its part of the parameters is lost")
         elif strategy is None or not strategy.traits.survives:
-            self.fail(f"{peer} {reason}; under {strategy} no worker can go on without it (async can)")
+            self.fail(
+                f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"
+            )
         else:
             self._lose(peer, reason)
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """A worker is dead, and the others continue: with another in its place, if there is one."""
+        """A worker has died and the others continue, with a replacement if the launcher can start one."""
         membership = self.membership
-        dead, joined = membership.present(peer), peer in membership.members
+        dead, joined = membership.current(peer), peer in membership.members
         membership.mark_dead(peer)
         done = self._finish.lose(peer)
         again = not done and self._launcher.replace(peer)
         if not again and not self.digest and not membership.others(peer):
-            # Servers or shared memory still hold the parameters, and a worker has to bring them.
+            # Servers or shared memory still hold the parameters, and a worker has to send them.
             again = (
                 not membership.expected and not self._peers_hold_parameters and self._launcher.rescue(peer)
             )
@@ -269,7 +271,7 @@ class Coordinator:
             membership.expect(peer)
         else:
             membership.gone[peer] = reason
-        # Workers that hold the parameters lend them to each other.
+        # Workers that hold the parameters read each other's memory.
         holders = {
             each for each in membership.members if self._peers_hold_parameters or each.role == "server"
         }
@@ -278,27 +280,27 @@ class Coordinator:
         else:
             self._launcher.released(*dead)
         self._advance()
-        if membership.alone and not self.digest:
-            self.fail(f"{peer} {reason} and no worker is left to bring the parameters home")
+        if membership.no_workers_left and not self.digest:
+            self.fail(f"{peer} {reason}, and no worker is left to send the final parameters")
 
     def fail(self, message: str, exit_code: int = 1) -> None:
-        """The first failure is the run's."""
+        """Ends the run with a failure; only the first one counts."""
         if self.failure is None:
             self.failure = Failure(message, exit_code)
             self._log(RunFailed(message))
 
     @property
     def finished(self) -> bool:
-        """True if the final parameters are there and all nodes have left."""
+        """True if the final parameters have arrived and all nodes have left."""
         return bool(self.digest) and not self.membership.members
 
     def log(self, node: str, event: Event) -> None:
-        """Counts and records an event of a node that happens now."""
+        """Counts and records an event of a node."""
         self.tally.counts.add(event)
         self._record.event(node, self.clock(), event)
 
     def summary(self) -> dict[str, Any]:
-        """The summary of the run; the recorder keeps it."""
+        """Builds the summary of the run and records it."""
         membership = self.membership
         return self._record.summary({
             **self.tally.build(self.plan),
@@ -318,11 +320,11 @@ class Coordinator:
 
     @property
     def _peers_hold_parameters(self) -> bool:
-        """True if workers hold the parameters, and so stay until the result is there."""
+        """True if workers hold the parameters, so that they stay until the result has arrived."""
         return self.strategy is not None and self.strategy.traits.parameters_held_by_peers
 
     def _advance(self) -> None:
-        """Replies to workers that wait for others, if these are done or gone."""
+        """Replies to workers that wait for others, if the others are done or gone."""
         self.data.begin(self._finish.done)
         if not self.membership.expected:
             self._finish.advance(self.membership.workers)

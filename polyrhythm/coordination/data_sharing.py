@@ -1,4 +1,4 @@
-"""DataSharing: the requests of workers for batches and epochs. Logic without I/O."""
+"""DataSharing: handles requests of workers for batches and epochs. Logic without I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyrhythm.core.requests import LeaseReply, ReturnLease, ShareEpoch, ShareR
 
 
 class DataSharing:
-    """Who trains on what: by leases, or in equal parts."""
+    """Assigns batches to workers: by leases, or in equal parts of an epoch."""
 
     def __init__(self, workers: int, membership: Membership, log: Callable[[Event], None]) -> None:
         self.leases, self.cohorts = Leases(), Cohorts(workers)
@@ -28,7 +28,7 @@ class DataSharing:
         return LeaseReply(lease)
 
     def return_lease(self, peer: Peer, request: ReturnLease) -> None:
-        """Takes batches back that a worker will not train on."""
+        """Takes back batches that a worker will not train on."""
         returned = self.leases.give_back(peer.rank, request.loader, request.unseen)
         self._log(LeaseReturned(str(peer), request.loader, returned))
 
@@ -38,10 +38,10 @@ class DataSharing:
         self.cohorts.request(peer, incarnation, request.loader, request.epoch, respond)
 
     def begin(self, done: Collection[Peer]) -> None:
-        """Begins the shared epochs for which all workers are there, except those that are done."""
+        """Begins the epochs that all workers have requested, except those that are done."""
         training = (each for each in self._membership.workers if each not in done)
         self.cohorts.reply({each: self._membership.incarnations[each] for each in training})
 
     def lose(self, peer: Peer, reason: str) -> int:
-        """A node has left. Returns how many batches others may lease now that it had leased."""
+        """A node has left. Returns how many of its leased batches are available again."""
         return self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0

@@ -1,26 +1,26 @@
 """Finish: the end of a run whose workers hold the parameters. Logic without I/O.
 
-A worker that has taken its last step stays until all have, because the others may still ask it for its
-parameters. Then one worker brings the result, and the others reply to it until that is done.
+A worker that has taken its last step stays until all have, because others may still request its parameters.
+Then one worker sends the result, and the others answer its requests until it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from polyrhythm.coordination.gate import Gate
+from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import Farewell
 
 
 class Finish:
-    """Workers that take no more steps, and what they wait for."""
+    """The workers that have taken their last step, and their pending replies."""
 
     def __init__(self) -> None:
         self.done: set[Peer] = set()  # have taken their last step
-        self._settling: Gate[None] = Gate()  # wait until all have
-        self._leaving: Gate[Farewell] = Gate()  # wait until the result is there
-        self._bringer: Peer | None = None  # brings it
+        self._settling: ReplyBarrier[None] = ReplyBarrier()  # wait until all have
+        self._leaving: ReplyBarrier[Farewell] = ReplyBarrier()  # wait until the result has arrived
+        self._bringer: Peer | None = None  # sends the result
 
     def settle(self, peer: Peer, respond: Callable[[None], None]) -> None:
         """A worker has taken its last step and waits for the others."""
@@ -43,16 +43,16 @@ class Finish:
         return done
 
     def advance(self, workers: Sequence[Peer]) -> None:
-        """Replies to those that wait, if all these workers are done: no other will come."""
+        """Replies to the waiting workers, if all workers of the run are done."""
         if not workers or {*workers} - self.done:
             return
-        self._settling.open(lambda peer: None)
+        self._settling.release_all(lambda peer: None)
         if self._bringer is None and all(worker in self._leaving for worker in workers):
             self._bringer = workers[0]
             self._leaving.release(workers[0], Farewell(last=True))
 
     def end(self) -> Iterator[Peer]:
-        """The result is there: lets the others leave, one after the other."""
+        """The result has arrived: lets the others leave, one after the other."""
         for peer in self._leaving:
             self._leaving.release(peer, Farewell(last=False))
             yield peer

@@ -1,4 +1,4 @@
-"""Leases and Cohorts: who trains on which batches. Logic without I/O.
+"""Leases and Cohorts: which worker trains on which batches. Logic without I/O.
 
 Workers that step at their own pace lease batches: few at a time, and fewer towards the end of an epoch, so
 that a fast worker takes more and all finish together (guided self-scheduling). Batches of a lost worker are
@@ -35,7 +35,7 @@ class Leases:
     """The leases of a run, for each of its loaders."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # the last epoch that any worker is in, by loader
+        self._latest: dict[int, int] = {}  # by loader: the latest epoch of any worker
         self._since: dict[tuple[int, int], int] = {}  # by worker and loader: the epoch in which it joined
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
@@ -51,9 +51,10 @@ class Leases:
         unseen: int = 0,
         longest: int = LONGEST,
     ) -> Lease | None:
-        """The next batches for a worker; None when the epoch is over.
+        """The next batches for a worker; None if the epoch is over.
 
-        The worker has trained on those that it held, except the last `unseen` ones, which it has prefetched.
+        The worker has trained on all batches that it held, except the last `unseen` ones, which are
+        prefetched.
         """
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
@@ -77,7 +78,7 @@ class Leases:
         return Lease(epoch, first, count)
 
     def enter(self, worker: int) -> None:
-        """A worker joins while others train: the epochs before the present one are over for it."""
+        """A worker joins while others train: for it, earlier epochs are over."""
         for loader, epoch in self._latest.items():
             self._since[worker, loader] = epoch
 
@@ -88,27 +89,27 @@ class Leases:
         return sum(lease.count for lease in returned)
 
     def lose(self, worker: int) -> int:
-        """A worker is gone: others may lease what it held. Returns the number of batches."""
+        """A worker is gone: others may lease its batches. Returns how many."""
         loaders = [loader for who, loader in self._held if who == worker]
         return sum(self.give_back(worker, loader, sys.maxsize) for loader in loaders)
 
     @property
     def undone(self) -> int:
-        """Batches that were returned and that nobody has leased since."""
+        """The number of returned batches that have not been leased again."""
         return sum(lease.count for returned in self._returned.values() for lease in returned)
 
 
 class Cohorts:
     """The workers that share the epochs of a run in equal parts, where workers may die and be replaced.
 
-    An epoch begins when all workers are there that shared the one before and are still in the run. Others
-    that are there by then, as replacements, belong to the cohort from here on; earlier epochs are over for
-    them. A replacement may not have asked for epochs of a second loader: once it belongs to the cohort, it
-    gets the one that the others begin next.
+    An epoch begins when all workers of the previous cohort that are still in the run have requested it.
+    Others that have requested it by then, such as replacements, join the cohort; earlier epochs are over for
+    them. A replacement may not have requested epochs of a second loader yet: once in the cohort, it gets the
+    epoch that the others begin next.
     """
 
     def __init__(self, workers: int) -> None:
-        self._epochs: dict[int, int] = {}  # the last epoch that has begun, by loader
+        self._epochs: dict[int, int] = {}  # by loader: the last epoch that has begun
         self.number = 0  # how often the cohort has changed
         self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # the cohort: workers, incarnations
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[ShareReply], None]]] = {}
@@ -116,7 +117,7 @@ class Cohorts:
     def request(
         self, worker: Peer, incarnation: int, loader: int, epoch: int, respond: Callable[[ShareReply], None]
     ) -> None:
-        """An incarnation of a worker wants to begin an epoch."""
+        """An incarnation of a worker requests an epoch."""
         next_ = self._epochs.get(loader, -1) + 1
         if epoch < next_ and self._last.get(worker) != incarnation:
             respond(ShareReply(None))
@@ -125,22 +126,22 @@ class Cohorts:
 
     @property
     def waiting(self) -> set[Peer]:
-        """Workers that want to begin an epoch and cannot yet."""
+        """Workers whose epoch has not begun yet."""
         return {worker for each in self._waiting.values() for worker in each}
 
-    def reply(self, there: Mapping[Peer, int]) -> None:
-        """Begins the epochs that can begin; `there` are the workers that still train, by incarnation."""
+    def reply(self, training: Mapping[Peer, int]) -> None:
+        """Begins epochs that all have requested; `training`: workers that still train, and incarnations."""
         for (loader, epoch), waiting in sorted(self._waiting.items(), key=lambda item: item[0]):
-            for gone in [worker for worker in waiting if worker not in there]:
+            for gone in [worker for worker in waiting if worker not in training]:
                 del waiting[gone]
-            # Replacements are not waited for: they may be elsewhere in the script.
+            # Replacements are not waited for: they may be at another point of the script.
             wanted = [
-                worker for worker, incarnation in self._last.items() if there.get(worker) == incarnation
+                worker for worker, incarnation in self._last.items() if training.get(worker) == incarnation
             ]
             if not waiting or not all(worker in waiting for worker in wanted):
                 continue
             del self._waiting[loader, epoch]
-            cohort = {worker: there[worker] for worker in sorted(waiting)}
+            cohort = {worker: training[worker] for worker in sorted(waiting)}
             self._epochs[loader] = epoch
             if cohort != self._last:
                 self.number, self._last = self.number + 1, cohort

@@ -1,4 +1,4 @@
-"""Membership: who is in a run, who has died, and who takes whose place. Logic without I/O."""
+"""Membership: the nodes of a run, their deaths and replacements. Logic without I/O."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections import Counter
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import Location
 
-Incarnation = tuple[Peer, int]  # one process of a rank, of those that follow each other
+Incarnation = tuple[Peer, int]  # one of the successive processes of a rank
 
 
 class Membership:
     """The nodes of a run, from the first that joins to the last that leaves."""
 
     def __init__(self) -> None:
-        self.members: dict[Peer, Location] = {}  # who is in the run, and where
+        self.members: dict[Peer, Location] = {}  # the nodes in the run, and their addresses
         self.workers: list[Peer] = []  # the workers among them, by rank
-        self.gone: dict[Peer, str] = {}  # who has left for good, and why
-        self.expected: set[Peer] = set()  # whose replacement will join
-        self.incarnations: Counter[Peer] = Counter()  # the present incarnation of a peer
+        self.gone: dict[Peer, str] = {}  # nodes that have left for good, and why
+        self.expected: set[Peer] = set()  # workers whose replacement will join
+        self.incarnations: Counter[Peer] = Counter()  # the current incarnation of a peer
         self.replaced: Counter[str] = Counter()  # how many replacements of a peer have joined
         self.dead: list[Incarnation] = []
         self._deaths: dict[Peer, Counter[str]] = {}  # the causes of death, and how often
-        self._holders: dict[Incarnation, set[Peer]] = {}  # who may still use a dead worker's memory
+        self._holders: dict[Incarnation, set[Peer]] = {}  # nodes that may still use a dead worker's memory
         self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
 
     @property
-    def alone(self) -> bool:
-        """True if no worker is there and none will come."""
+    def no_workers_left(self) -> bool:
+        """True if no worker is in the run and none will join."""
         return not self.expected and not self.workers
 
-    def present(self, peer: Peer) -> Incarnation:
-        """The present incarnation of a peer."""
+    def current(self, peer: Peer) -> Incarnation:
+        """The current incarnation of a peer."""
         return peer, self.incarnations[peer]
 
     def others(self, peer: Peer) -> list[Peer]:
@@ -48,12 +48,12 @@ class Membership:
         self.expected.discard(peer)
 
     def prepare(self, peer: Peer, part: str, layout: str) -> str:
-        """A node has built its part of the model. Returns what is wrong with it, or nothing.
+        """A node has built its part of the model. Returns an error, or an empty string.
 
         All nodes with the same part must have the same layout of parameters.
         """
         layouts = self._layouts.setdefault(part, {})
-        first = next(iter(layouts), peer)  # the first that came; it may be this very peer, replaced
+        first = next(iter(layouts), peer)  # may be this peer itself, before it was replaced
         if layouts.setdefault(first, layout) != layout:
             of = f" of {part}" if part else ""
             return (
@@ -69,7 +69,7 @@ class Membership:
         return sum(map(len, self._layouts.values()))
 
     def leave(self, peer: Peer, reason: str) -> list[Incarnation]:
-        """A member has left; returns the dead workers whose memory nobody uses any longer."""
+        """A member has left. Returns the dead workers whose memory is no longer in use."""
         del self.members[peer]
         self._sort_workers()
         self.gone[peer] = reason
@@ -79,16 +79,16 @@ class Membership:
         self.workers = sorted(each for each in self.members if each.role == "worker")
 
     def count_death(self, peer: Peer, reason: str) -> None:
-        """A node has died; it is a member until it leaves."""
+        """A node has died; it stays a member until `leave`."""
         self._deaths.setdefault(peer, Counter())[reason] += 1
 
     def mark_dead(self, peer: Peer) -> None:
-        """The present incarnation of a worker is dead, and the others continue."""
-        self.dead.append(self.present(peer))
+        """The current incarnation of a worker is dead, and the others continue."""
+        self.dead.append(self.current(peer))
         self.expected.discard(peer)
 
     def expect(self, peer: Peer) -> None:
-        """The next incarnation of a worker that has left will join."""
+        """The next incarnation of a worker will join."""
         self.gone.pop(peer, None)
         self.incarnations[peer] += 1
 
@@ -99,7 +99,7 @@ class Membership:
         self._holders[dead] = holders
 
     def release(self, holder: Peer, dead: Incarnation) -> bool:
-        """A node uses nothing of a dead worker any longer. True if it was the last one that did."""
+        """A node no longer uses the memory of a dead worker. True if it was the last one."""
         holders = self._holders.get(dead)
         if holders is None:
             return False
@@ -118,7 +118,7 @@ class Membership:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Who has died, and why; how often, if more than once."""
+        """The nodes that have died, why, and how often if more than once."""
         return {
             str(peer): "; ".join(
                 reason if count == 1 else f"{reason} {count} times" for reason, count in deaths.items()

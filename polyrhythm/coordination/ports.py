@@ -1,4 +1,4 @@
-"""What the coordinator needs of the program around it: a launcher that acts, and a recorder that writes."""
+"""The interfaces that the coordinator needs: a launcher of nodes, and a recorder."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from polyrhythm.core.peer import Peer
 
 
 class NodeLauncher(Protocol):
-    """Starts nodes and tells them what happens to others."""
+    """Starts nodes, and notifies them of others."""
 
     def start_servers(self, count: int) -> None:
-        """Starts so many servers: the run has none yet."""
+        """Starts so many servers. Called once."""
 
     def tell(self, notice: Notice) -> None:
-        """Tells all members of the run, except the one that it is about."""
+        """Sends a notice to all members of the run, except the one that it is about."""
 
     def replace(self, peer: Peer) -> bool:
-        """A worker has died. True if another process will take its place."""
+        """A worker has died. True if another process will replace it."""
 
     def rescue(self, peer: Peer) -> bool:
-        """The last worker has died, and servers hold the parameters. True if another will bring them."""
+        """The last worker has died, and servers hold the parameters. True if another will be started."""
 
     def released(self, peer: Peer, incarnation: int) -> None:
-        """Nobody uses the memory of a dead worker any longer."""
+        """The memory of a dead worker is no longer in use."""
 
     def say(self, line: str) -> None:
         """Shows a line to the user."""
 
 
 class Recorder(Protocol):
-    """Keeps what happens. Nothing but `consensus` may raise."""
+    """Records a run. Only `consensus` may raise."""
 
     def event(self, node: str, t: float, event: Event) -> None:
         """Records an event."""
@@ -42,17 +42,17 @@ class Recorder(Protocol):
         """Records events that a node has encoded."""
 
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
-        """Records numbers that the script has logged."""
+        """Records metrics that the script has logged."""
 
     def consensus(self, blob: bytes | memoryview) -> Path | None:
-        """Keeps the final parameters; returns the path of the file. Raises PolyrhythmError if it cannot."""
+        """Saves the final parameters; returns the path of the file. Raises PolyrhythmError if it cannot."""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Records the summary, and returns it with the places of the files."""
+        """Records the summary, and returns it with the paths of the files."""
 
 
-class NoRecord:
-    """The recorder of a run that keeps nothing."""
+class NullRecorder:
+    """A recorder that records nothing."""
 
     def event(self, node: str, t: float, event: Event) -> None:
         pass

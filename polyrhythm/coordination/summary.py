@@ -1,4 +1,4 @@
-"""SummaryBuilder: collects what nodes report, and makes the summary of a run. Logic without I/O."""
+"""SummaryBuilder: collects the reports of nodes, and builds the summary of a run. Logic without I/O."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ from polyrhythm.core.requests import Report
 
 
 class SummaryBuilder:
-    """What a run has done so far."""
+    """The totals of a run so far."""
 
     def __init__(self) -> None:
         self.totals: dict[Incarnation, Totals] = {}
         self.counts = EventCounts()
         self.metrics: dict[str, Scalar] = {}
-        self.due: dict[Incarnation, int] = {}  # examples that a worker was to have trained on by then
-        self.epoch = (
-            0,
-            0,
-        )  # the furthest epoch that a worker is in, counted from 1, and how many there will be
+        self.due: dict[Incarnation, int] = {}  # examples that were assigned to a worker in total
+        self.epoch = (0, 0)  # the latest epoch of any worker, counted from 1, and the number of epochs
         self.began = self.ended = 0.0
 
     def report(self, node: Incarnation, report: Report) -> None:
-        """A node has reported."""
+        """Adds the report of a node."""
         self.counts.merge(report.staleness, report.dropped, report.updates_lost)
         if report.totals is not None:
             self.totals[node] = report.totals
 
     def advance(self, node: Incarnation, steps: int, samples: int) -> None:
-        """A worker has come so far. It may not live to report it."""
+        """Sets the progress of a worker, which may die before its next report."""
         self.totals[node] = msgspec.structs.replace(self.totals[node], steps=steps, samples=samples)
 
     def progress(self) -> tuple[int, int]:
@@ -45,12 +42,12 @@ class SummaryBuilder:
         return sum(each.steps for each in workers), sum(each.samples for each in workers)
 
     def left_out(self, dead: Iterable[Incarnation]) -> int:
-        """Examples that belonged to one worker alone, which died before it reported training on them."""
+        """Examples that were assigned to dead workers, and that they had not reported as used."""
         trained = {each: self.totals.get(each, Totals()).samples for each in dead}
         return sum(max(0, self.due.get(each, 0) - samples) for each, samples in trained.items())
 
     def build(self, plan: Plan) -> dict[str, Any]:
-        """The figures of the summary."""
+        """The figures of the summary that come from reports."""
         wall = max(self.ended - self.began, 1e-9)
         workers, everyone = self._workers(), self.totals.values()
         steps, samples = self.progress()

@@ -1,4 +1,4 @@
-"""What a node is told when it joins a run."""
+"""The reply to a node that joins a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyrhythm.core.resolve import ResolvedStrategy
 def welcome(
     plan: Plan, strategy: ResolvedStrategy, membership: Membership, peer: Peer, cohort: int
 ) -> Welcome:
-    """The reply to a node that has joined; the batch norm is chosen by now."""
+    """The reply to a node that has joined; the BatchNorm policy is known by now."""
     assert plan.batch_norm is not None
     return Welcome(
         strategy=strategy,
@@ -27,7 +27,7 @@ def welcome(
 
 
 def _far(plan: Plan, peer: Peer) -> list[tuple[str, int]]:
-    """Role and rank of all nodes at other sites than this one."""
+    """Role and rank of all nodes at other sites."""
     counts = {"worker": plan.workers, "server": plan.servers} if plan.sites else {}
     nodes = [Peer(role, rank) for role, count in counts.items() for rank in range(count)]
     site_of = {rank: name for name, ranks in plan.sites.items() for rank in ranks}

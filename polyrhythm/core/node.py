@@ -10,7 +10,7 @@ A strategy is plain blocking code against `Node`. What blocking means is the wor
 - `subscribe` has a function handle messages while the script computes; `lock` keeps the two apart.
 - `group` gives the collectives.
 
-A strategy that draws random numbers uses a generator of its own, seeded with `Node.seed`. The global generators
+A strategy that draws random numbers uses its own generator, seeded with `Node.seed`. The global generators
 belong to the script: after a wait in simulation they may hold the state of another worker.
 """
 

@@ -1,4 +1,4 @@
-"""Data to train on: the digits that come with the package, and readers for files in MNIST's format."""
+"""Data sets: the digits included in the package, and a reader for files in MNIST format."""
 
 from polyrhythm.data.digits import digits
 from polyrhythm.data.mnist import mnist

@@ -1,4 +1,4 @@
-"""1,797 real handwritten digits, in the package itself, so that a first run needs no download.
+"""1,797 handwritten digits, included in the package, so that a first run needs no download.
 
 The images are the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak
 (1998), UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed under CC BY 4.0.
@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 TRAIN = 1437  # four fifths
 
 
-@cache  # all the workers of a simulation share one copy
+@cache  # all workers of a simulation share one copy
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The 1,437 digits to train on and the 360 to test on: images (1, 8, 8) from 0 to 1, and labels 0 to 9.
+    """The training set of 1,437 digits and the test set of 360: images (1, 8, 8) from 0 to 1, labels 0 to 9.
 
     >>> train, test = digits()
     >>> len(train), len(test), train[0][0].shape
@@ -30,7 +30,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     ):
         images = torch.from_numpy(stored["images"]).float().div_(16).unsqueeze(1)
         labels = torch.from_numpy(stored["labels"]).long()
-    # NumPy promises that RandomState's streams never change; torch promises nothing of the kind.
+    # NumPy guarantees that the streams of RandomState never change; torch does not.
     order = torch.from_numpy(np.random.RandomState(0).permutation(len(labels)))
     train, test = order[:TRAIN], order[TRAIN:]
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])

@@ -1,8 +1,8 @@
-"""Reader for MNIST and its kin (Fashion-MNIST, KMNIST): four idx files, plain or gzipped.
+"""Reader for data sets in MNIST format (Fashion-MNIST, KMNIST): four idx files, plain or gzipped.
 
 An idx file is a big-endian header and raw bytes: two zero bytes, the type (8: unsigned bytes), the number
-of dimensions, each dimension as 32 bits, then the values. Files come from anywhere, so everything the
-header claims is held against the size of the file before memory is allocated.
+of dimensions, each dimension as 32 bits, then the values. Files are not trusted: the sizes in the header are
+checked against the size of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from polyrhythm.core.errors import UsageError
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 SIDE, CLASSES = 28, 10
-DEFLATE_LIMIT = 1032  # no byte of a deflate stream can stand for more bytes than this
+DEFLATE_LIMIT = 1032  # the largest possible compression ratio of deflate
 
 
 def mnist(folder: Path | str | None = None) -> tuple[TensorDataset, TensorDataset]:
     """The train and test sets in `folder`: images (1, 28, 28) from 0 to 1, and labels 0 to 9.
 
-    Without a folder: Fashion-MNIST, where Debian's package puts it.
+    Without a folder: Fashion-MNIST in the folder of the Debian package.
     """
     return _load(FOLDER if folder is None else Path(folder).resolve())
 
 
-@cache  # 188 MB of floats: all the workers of a simulation share one copy
+@cache  # 188 MB of floats: all workers of a simulation share one copy
 def _load(folder: Path) -> tuple[TensorDataset, TensorDataset]:
     return _part(folder, "train"), _part(folder, "t10k")
 
@@ -84,7 +84,7 @@ def _parse(path: Path, file: BinaryIO, most: int, shape: tuple[int, ...]) -> Ten
     found = header.unpack(start)[5:]
     if magic != [0, 0, 8, 1 + len(shape)]:
         raise UsageError(
-            f"{path}: starts with {bytes(magic).hex()}, not 0000080{1 + len(shape)}; not such an idx file"
+            f"{path}: starts with {bytes(magic).hex()}, not 0000080{1 + len(shape)}; wrong kind of idx file"
         )
     if found != shape or count == 0:
         wanted = " x ".join(["N", *map(str, shape)])
@@ -97,6 +97,6 @@ def _parse(path: Path, file: BinaryIO, most: int, shape: tuple[int, ...]) -> Ten
     values = bytearray(file.read(size))
     if len(values) < size:
         raise UsageError(f"{path}: its header promises {size} values, but it holds {len(values)}; cut short?")
-    if file.read(1):  # for a gzipped file, reaching the end is also what checks its checksum
-        raise UsageError(f"{path}: goes on after the {size} values its header promises")
+    if file.read(1):  # in a gzipped file, reading to the end also verifies the checksum
+        raise UsageError(f"{path}: has more data after the {size} values its header promises")
     return torch.frombuffer(values, dtype=torch.uint8).view(count, *shape)

@@ -1,4 +1,4 @@
-"""Parts of polyrhythm inside other people's training loops: `pr.integrations.ddp`."""
+"""Parts of polyrhythm for other training frameworks: `pr.integrations.ddp`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["ddp"]
 
 
-# Found on first use: each needs what it is for, and that takes long to import.
+# Imported on first use, because each imports its framework, which is slow.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"polyrhythm.integrations has no {name!r}")

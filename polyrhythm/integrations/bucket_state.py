@@ -1,4 +1,4 @@
-"""What a codec keeps for the parameters in a bucket of DDP, and how it moves when DDP fills buckets again."""
+"""The codec state of a DDP bucket, which follows its parameters when DDP rebuilds the buckets."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class BucketLayout(Layout):
 
 
 class BucketState(SenderState):
-    """The state of a bucket's sender.
+    """The codec state of a bucket.
 
-    One that was loaded, or whose bucket no longer exists, only passes its state on.
+    A state that was loaded, or whose bucket no longer exists, is only a source for new ones.
     """
 
     def __init__(self, layout: BucketLayout, seed: int = 0, worker: int = 0, workers: int = 1) -> None:
         super().__init__(layout, name="ddp", seed=seed, worker=worker, workers=workers)
         self.places = {piece.name: (piece.start, piece.stop) for piece in layout.pieces}
-        self._bounds: dict[str, tuple[int, int]] = {}  # of each segment, by its place
+        self._bounds: dict[str, tuple[int, int]] = {}  # start and stop of each segment, by its place
 
     def segment(self, segment: Segment, start: int, stop: int, feedback: bool) -> CodecState:
         self._bounds[self.place(segment, start)] = segment.low, segment.high
         return super().segment(segment, start, stop, feedback)
 
     def scale(self, name: str, factor: float) -> None:
-        """Multiplies the residual of a parameter."""
+        """Multiplies the residual of a parameter by a factor."""
         start, stop = self.places[name]
         for part in self.vectors.get("residual", ()):
             part[start:stop] *= factor
@@ -54,7 +54,7 @@ class BucketState(SenderState):
                 continue
             low, high = states[name].places[name]
             if high - low != stop - start:
-                raise UsageError(f"parameter {name} has {stop - start} numbers, and had {high - low} before")
+                raise UsageError(f"parameter {name} has {stop - start} elements, but had {high - low} before")
             for what, (vector,) in states[name].vectors.items():
                 self.vector(what)[0][start:stop] = vector[low:high]
 

@@ -1,21 +1,22 @@
-"""Codecs in a plain script of DistributedDataParallel, as its communication hook.
+"""Codecs in a plain DistributedDataParallel script, as its communication hook.
 
     model = DistributedDataParallel(network)
     model.register_comm_hook(*pr.integrations.ddp.hook("topk:0.01"))
 
-Every codec works, and all ranks get the same bits. Codes that can be summed travel by all-reduce, all others
-are gathered. Exchanges overlap with backward: each advances by a round whenever another bucket is full, in
-the same order on all ranks. A codec whose workers compute the mean together (powersgd) waits for the last
-bucket, and takes the mean of all buckets at once.
+Every codec works, and all ranks get the same bits. Codes that can be summed are all-reduced, all others are
+gathered. Exchanges overlap with backward: each advances by one round whenever another bucket is full, in the
+same order on all ranks. A codec whose workers compute the mean together (powersgd) waits for the last bucket,
+and averages all buckets at once.
 
-After the first step DDP fills its buckets again. What a codec keeps belongs to parameters, and moves with
-them. A gradient that is not finite comes out as NaN on all ranks, and codecs never see it.
+After the first step DDP rebuilds its buckets. Codec state belongs to parameters, and moves with them. If a
+gradient is not finite, the mean is NaN on all ranks, and codecs do not see it.
 
-**GradScaler.** Pass it: `hook(codec, scaler=scaler)`. Then codecs see gradients without its scale, which may
-change before a residual is sent; and a step that it skips leaves no trace: the codec's state is restored.
-Without it, a GradScaler is not supported with a codec that has feedback, or that knows sizes (`threshold`).
+**GradScaler.** Pass it: `hook(codec, scaler=scaler)`. Then codecs see unscaled gradients, since the scale may
+change before a residual is sent; and if the scaler skips a step, the codec state is restored. Without it, a
+GradScaler is not supported with a codec that has feedback or an absolute threshold (`threshold`).
 
-A bucket is encoded by itself: the share of `topk`, and the norm that `clip` of `dgc` uses, are a bucket's.
+Each bucket is encoded by itself: the density of `topk`, and the norm that `clip` of `dgc` uses, are per
+bucket.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of its hook with types, not with text.
@@ -27,7 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # as torch.distributed has it, but with types
+from torch._C._distributed_c10d import GradBucket  # the type behind torch.distributed.GradBucket
 
 from polyrhythm.compress.compressor import Compressor
 from polyrhythm.compress.feedback import ResidualRates
@@ -41,7 +42,7 @@ from polyrhythm.core.registry import parse_codec
 from polyrhythm.integrations.bucket_state import BucketLayout, BucketState
 from polyrhythm.integrations.group import PendingGather, PendingMean, TorchGroup
 from polyrhythm.integrations.parameters import SPARSE, KnownParameters
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 
 Future = torch.futures.Future[Tensor]
 Hook = Callable[["HookState", GradBucket], Future]
@@ -56,13 +57,13 @@ def hook(
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple["HookState", Hook]:
-    """What `register_comm_hook` of DistributedDataParallel takes: a state and a function.
+    """The arguments of `register_comm_hook` of DistributedDataParallel: a state and a function.
 
-    A codec that leaves out layers by name, such as `topk:dense=head`, needs the model. A state that is saved
-    with the model has the names of parameters, without it only their order and shapes. The optimizer is only
-    read: whether the codec works with it (dgc, which keeps the momentum itself, must know), and whether the
-    learning rate of SGD has changed since a residual was computed. The scaler is the one that scales the
-    loss, if there is one. `group` is the process group of DDP.
+    A codec that leaves out layers by name, such as `topk:dense=head`, needs the model. With the model, saved
+    states identify parameters by name, without it only by order and shape. The optimizer is only read: to
+    check that the codec works with it (dgc, which replaces the momentum, needs it), and to rescale residuals
+    when the learning rate of SGD changes. `scaler` is the GradScaler of the loss, if any. `group` is the
+    process group of DDP.
     """
     made = parse_codec(codec) if isinstance(codec, str) else codec
     if not (dist.is_available() and dist.is_initialized()):
@@ -79,7 +80,7 @@ def exchange(state: "HookState", bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 class HookState:
-    """What the hook of one model keeps on one rank: save it with that rank's checkpoint."""
+    """The state of the hook of one model on one rank; save it with the checkpoint of that rank."""
 
     def __init__(
         self,
@@ -96,13 +97,16 @@ class HookState:
         self._reducer = reducer_for(codec)
         self._known = KnownParameters(codec, model)
         for dtype in self._known.dtypes or {torch.float32}:
-            codec.prepare(wide(dtype))  # not in the middle of the first backward
+            codec.prepare(wide(dtype))  # compile now, not inside the first backward
         self._compressors: dict[tuple[str, ...], Compressor] = {}  # by the parameters of a bucket
-        self._states: dict[str, BucketState] = {}  # that has a parameter, by its name
+        self._states: dict[str, BucketState] = {}  # the state that contains a parameter, by its name
         self._rates = ResidualRates()
         self._pending: list[Iterator[bool]] = []
         self._waiting: list[tuple[Compressor, Tensor, Future]] = []
-        self._scale, self._finite = 1.0, True  # of this pass: the scaler's, and whether all means are finite
+        self._scale, self._finite = (
+            1.0,
+            True,
+        )  # of this pass: the scale of the scaler, and whether all means are finite
         self._before: list[tuple[BucketState, dict[str, Any]]] = []  # states before this pass
 
     def begin(self, bucket: GradBucket) -> Future:
@@ -130,7 +134,7 @@ class HookState:
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has not sent yet, and what else the codec keeps."""
+        """The residuals of this rank, and the other state of the codec."""
         buckets = {id(state): state for state in self._states.values()}
         return {
             "codec": str(self.codec), "buckets": [state.state_dict() for state in buckets.values()],
@@ -141,15 +145,15 @@ class HookState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict()` returned, for the same model.
 
-        Without names only the order and the shapes of parameters tell which is which: give `hook` the model.
+        Without a model, parameters are matched by order and shape only: pass the model to `hook`.
         """
         if state["codec"] != str(self.codec):
-            raise UsageError(f"this state is of {state['codec']}, and the hook is of {self.codec}")
+            raise UsageError(f"this state was saved with {state['codec']}, but the hook uses {self.codec}")
         if state["named"] != self._known.named:
             had, has = ("with", "without") if state["named"] else ("without", "with")
             raise UsageError(
-                f"this state was saved by a hook {had} a model, and this one is {has}: parameters cannot be "
-                "matched; give the model both times: hook(codec, model)"
+                f"this state was saved by a hook {had} a model, but this one is {has}: parameters cannot be "
+                "matched; pass the model both times: hook(codec, model)"
             )
         self._known.expect(state["shapes"])
         buckets = [BucketState.loaded(saved) for saved in state["buckets"]]
@@ -157,9 +161,9 @@ class HookState:
         self._rates = ResidualRates(state["rates"])
 
     def _finish(self) -> None:
-        """Ends a pass. If the scaler will skip the step, what the pass did to the codec's state is undone.
+        """Ends a pass. If the scaler will skip the step, restores the state of the codec before the pass.
 
-        It skips if any number is not finite, and all ranks have the same numbers.
+        It skips if any value is not finite, and all ranks have the same values.
         """
         if not self._finite:
             for state, before in self._before:
@@ -175,7 +179,7 @@ class HookState:
         self._pending = [each for each in self._pending if next(each, False)]
 
     def _exchange(self, compressor: Compressor, flat: Tensor, future: Future) -> Iterator[bool]:
-        """Replaces a bucket by its mean over all ranks. Yields where it would have to wait."""
+        """Replaces a bucket by its mean over all ranks. Yields where it would block."""
         dense = PendingMean(self._group, compressor.dense([flat]))
         finite = bool(torch.isfinite(flat).all())
         values = self._unscaled(flat)
@@ -199,17 +203,17 @@ class HookState:
             compressor.combine(given, [values])
             self._reducer.decide([values], compressor)
         else:
-            _spoil(compressor, values, codes)
+            _fill_with_nan(compressor, values, codes)
         self._set(future, compressor, values, dense, flat)
 
     def _unscaled(self, flat: Tensor) -> Tensor:
-        """A bucket as codecs see it: without the scaler's scale, and then in at least 32 bits."""
+        """A bucket without the scale of the scaler, in at least 32 bits if there is one."""
         return flat if self._scale == 1 else flat.to(wide(flat.dtype)).div_(self._scale)
 
     def _set(
         self, future: Future, compressor: Compressor, values: Tensor, dense: PendingMean, flat: Tensor
     ) -> None:
-        """Gives DDP the mean of a bucket, with the scale again."""
+        """Passes the mean of a bucket to DDP, scaled again."""
         if self._scale != 1:
             flat.copy_(values.mul_(self._scale))
         dense.wait_into(compressor.dense([flat]))
@@ -218,7 +222,7 @@ class HookState:
         future.set_result(flat)
 
     def _joint_mean(self, reducer: JointReducer) -> None:
-        """The ranks compute the mean of all buckets together."""
+        """All ranks compute the mean of all buckets together."""
         waiting, self._waiting = self._waiting, []
         dense = [PendingMean(self._group, compressor.dense([flat])) for compressor, flat, _ in waiting]
         group = TorchGroup(self._group)
@@ -232,21 +236,21 @@ class HookState:
                 compressor.exchanged(each, [flat])
         else:
             for compressor, flat in buckets:
-                _spoil(compressor, flat, [])
+                _fill_with_nan(compressor, flat, [])
         for (compressor, flat, future), (_, mean), rest in zip(waiting, buckets, dense, strict=True):
             self._set(future, compressor, mean, rest, flat)
 
     # --- what is kept -------------------------------------------------------------------------------
 
     def _compressor(self, parameters: Sequence[Tensor], flat: Tensor) -> Compressor:
-        """Compresses a bucket of these parameters. What is kept for them moves along."""
+        """The compressor of a bucket of these parameters, with the state that they have so far."""
         names = tuple(map(self._known.name, parameters))
         if names not in self._compressors:
             shapes = {name: parameter.shape for name, parameter in zip(names, parameters, strict=True)}
             layout = BucketLayout(shapes, flat)
             if layout.total != flat.numel():
                 raise UsageError(
-                    f"DDP gave a bucket of {flat.numel()} numbers for parameters of {layout.total}"
+                    f"DDP passed a bucket of {flat.numel()} elements for parameters of {layout.total}"
                 )
             seed = mix("ddp", self._seed, names[0])
             state = BucketState(layout, seed, self._group.rank(), self._group.size())
@@ -255,7 +259,7 @@ class HookState:
             compressor = Compressor(codec, state)
             state.take_segments(self._states)
             self._states.update(dict.fromkeys(names, state))
-            # A bucket that has lost a parameter to this one would be out of date if it ever came back.
+            # A bucket that shares a parameter with this one would have outdated state if it were used again.
             self._compressors = {
                 key: each for key, each in self._compressors.items() if not {*key} & {*names}
             }
@@ -286,13 +290,13 @@ def _check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer | None) -> N
         transform.check_optimizer(optimizer.param_groups)
     elif transform.replaces_momentum:
         raise UsageError(
-            f"{codec} does not work with every optimizer, and DDP does not tell which this is; give it: "
+            f"{codec} does not work with every optimizer, and DDP does not know the optimizer; pass it: "
             f'hook("{codec}", optimizer=optimizer)'
         )
 
 
-def _spoil(compressor: Compressor, flat: Tensor, codes: Sequence[Tensor]) -> None:
-    """Some rank's gradient is not finite: makes the mean NaN, and puts what was sent back into residuals."""
+def _fill_with_nan(compressor: Compressor, flat: Tensor, codes: Sequence[Tensor]) -> None:
+    """A gradient is not finite on some rank: makes the mean NaN, and returns the codes to the residuals."""
     for segment in compressor.codable([flat]):
         segment.fill_(torch.nan)
     for code, state in zip(codes, compressor.states, strict=False):

@@ -1,4 +1,4 @@
-"""Collectives on a process group of torch.distributed: means, codes of any length, and joint means."""
+"""Collectives on a torch.distributed process group: means, and gathers of codes of any length."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OPS = {
 
 
 class PendingMean:
-    """The means of a few tensors of one dtype over all ranks, under way. The tensors are not changed.
+    """A pending mean of tensors of one dtype over all ranks. The tensors are not changed.
 
-    Each rank divides before the sum, as DDP does: sums of 16-bit floats soon overflow.
+    Each rank divides before the sum, as DDP does, because sums of 16-bit floats overflow early.
     """
 
     def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
@@ -41,10 +41,10 @@ class PendingMean:
 
 
 class PendingGather:
-    """The codes of all ranks, under way in two rounds: first their lengths, then the codes.
+    """A pending gather of the codes of all ranks, in two rounds: first their lengths, then the codes.
 
-    A rank whose gradient is not finite has no codes to send. It says so in the first round, and there is no
-    second.
+    A rank whose gradient is not finite has no codes to send. It announces that in the first round, and then
+    there is no second.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PendingGather:
         if self._codes is None or any(wrong for wrong, *_ in told):
             return
         self._sizes = [sizes for _, *sizes in told]
-        # All ranks must send equally much, so all are as long as the longest.
+        # All ranks must send the same number of bytes, so shorter codes are padded.
         mine = torch.zeros(max(map(sum, self._sizes)), dtype=torch.uint8, device=self._device)
         if self._codes:
             code = torch.cat([code.to(self._device) for code in self._codes])
@@ -82,7 +82,7 @@ class PendingGather:
         given = []
         for message, sizes in zip(self._every, self._sizes, strict=True):
             parts = torch.split(message.cpu()[: sum(sizes)], sizes) if sizes else ()
-            given.append([part.clone() for part in parts])  # copies are aligned to the size of a number
+            given.append([part.clone() for part in parts])  # a copy is aligned to its element size
         return given
 
 
@@ -100,7 +100,7 @@ class TorchGroup:
                 tensor.div_(self._group.size())
 
     def all(self, mine: bool, device: torch.device) -> bool:
-        """True if it is true on all ranks."""
+        """True if `mine` is true on all ranks."""
         flag = torch.tensor(float(mine), device=device)
         self.all_reduce(flag, op="min")
         return bool(flag > 0)

@@ -1,4 +1,4 @@
-"""The parameters that DDP shows in its buckets: their names, and whether they are those of a saved state."""
+"""The parameters in the buckets of DDP: their names, and whether they match a loaded state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from polyrhythm.compress.segments import any_within
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UsageError
 
-SPARSE = (
-    "{codec}: {who} has sparse gradients, which a codec cannot take: make the embedding with sparse=False"
-)
-ORDER = (
-    " (they are known by their order only; give the model when saving and when loading: hook(codec, model))"
-)
+SPARSE = "{codec}: {who} has sparse gradients, which codecs do not support: use sparse=False"
+ORDER = " (matched by order only; pass the model when saving and when loading: hook(codec, model))"
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class KnownParameters:
-    """Names the parameters of a model; without one, by numbers in the order in which buckets show them."""
+    """Names the parameters of a model; without a model, numbers them in the order of the buckets."""
 
     def __init__(self, codec: Codec, model: nn.Module | None) -> None:
         module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -32,7 +28,7 @@ class KnownParameters:
         self.expected: Shapes = {}  # the shapes in a state that was loaded, until they have been checked
         self.named = bool(named)
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._seen: dict[int, Tensor] = {}  # keeps them, and so their ids
+        self._seen: dict[int, Tensor] = {}  # a reference to each parameter keeps its id valid
         self._dense = [word for word in codec.dense.split("/") if word]
         self._check_dense()
         self._check_sparse(module)
@@ -42,7 +38,7 @@ class KnownParameters:
         if id(parameter) not in self._names:
             if self.named:
                 raise UsageError(
-                    f"{self.codec}: DDP trains a parameter that is not in the model given to hook()"
+                    f"{self.codec}: DDP trains a parameter that is not in the model passed to hook()"
                 )
             name = self._names[id(parameter)] = str(len(self._seen))
             self._seen[id(parameter)] = parameter
@@ -55,41 +51,41 @@ class KnownParameters:
         return self._names.get(id(parameter))
 
     def dense_in(self, names: Sequence[str]) -> str:
-        """The codec's `dense` for a bucket of these parameters: other layers may be in other buckets."""
+        """The codec's `dense` restricted to layers in a bucket of these parameters."""
         return "/".join(word for word in self._dense if word == "1d" or any_within(names, word))
 
     def expect(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Takes the shapes of a state that was loaded. Without names, the first pass will check them."""
+        """Sets the shapes of a loaded state. Without names they are checked during the first pass."""
         self.expected = {name: tuple(shape) for name, shape in shapes.items()}
         if self.named:
             self.check_shapes(whole=True)
 
     def check_shapes(self, whole: bool = False) -> None:
-        """Raises UsageError if a state that was loaded is not of the parameters that there are."""
+        """Raises UsageError if the loaded state belongs to other parameters."""
         if not self.expected:
             return
         for name, shape in self.shapes.items():
             if self.expected.get(name) != shape:
-                had = f"{self.expected[name]}" if name in self.expected else "none of that name"
+                had = f"{self.expected[name]}" if name in self.expected else "missing"
                 raise UsageError(
-                    f"the state that was loaded is of another model: parameter {name} is {shape}, and there "
-                    f"it was {had}{ORDER if not self.named else ''}"
+                    f"the loaded state is of another model: parameter {name} has shape {shape}, but in the "
+                    f"state it is {had}{ORDER if not self.named else ''}"
                 )
         if whole and len(self.shapes) != len(self.expected):
             raise UsageError(
-                f"the state that was loaded is of another model: it has {len(self.expected)} parameters, "
-                f"and here there are {len(self.shapes)}"
+                f"the loaded state is of another model: it has {len(self.expected)} parameters, but this "
+                f"model has {len(self.shapes)}"
             )
 
     def _check_dense(self) -> None:
         for word in self._dense:
             if word != "1d" and not self.named:
                 raise UsageError(
-                    f"{self.codec}: DDP does not tell which layer is {word!r}; give the model too: "
+                    f"{self.codec}: DDP does not know which layer is {word!r}; pass the model too: "
                     f'hook("{self.codec}", model)'
                 )
             if word != "1d" and not any_within(self.shapes, word):
-                raise UsageError(f"{self.codec}: the model has no layer {word!r} to leave as it is")
+                raise UsageError(f"{self.codec}: the model has no layer {word!r} to leave uncompressed")
 
     def _check_sparse(self, module: nn.Module | None) -> None:
         for name, layer in module.named_modules() if module is not None else ():

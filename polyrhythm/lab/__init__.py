@@ -1,1 +1,1 @@
-"""Looking at strategies side by side."""
+"""Tools to compare, measure and explain algorithms."""

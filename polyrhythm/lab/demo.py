@@ -1,4 +1,4 @@
-"""`make demo`: the digits example on four real workers, once with every strategy there is, in one table."""
+"""`make demo`: runs the digits example on four real workers with every strategy, and prints one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def main() -> int:
     options.add_argument("script", nargs="?", default="examples/digits.py")
     options.add_argument("-n", "--workers", type=int, default=4)
     options.add_argument("--runs", default="runs")
-    options.add_argument("arguments", nargs="*", default=["--epochs", "30"], help="for the script, after --")
+    options.add_argument(
+        "arguments", nargs="*", default=["--epochs", "30"], help="arguments of the script, after --"
+    )
     given = options.parse_args()
     rows = []
     names = [each.name for each in describe("strategy")]

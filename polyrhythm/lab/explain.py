@@ -1,7 +1,7 @@
-"""`polyrhythm explain`: an algorithm drawn step by step, from what its real code does on simulated workers.
+"""`polyrhythm explain`: draws an algorithm step by step, by running its real code on simulated workers.
 
-Worker r contributes 2**r. So the binary digits of a sum tell whose contributions are in it: the drawing shows
-what the tensors hold, not what somebody thinks that they hold.
+Worker r contributes 2**r, so the bits of a sum are the ranks that have contributed to it: the drawing shows
+the actual content of the tensors.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 from polyrhythm.core.errors import UsageError
 
-MOST, LONGEST = 16, 1 << 20
-_LISTED = 5  # workers up to which a sum is written out: 0+1+2
+MAX_WORKERS, MAX_LENGTH = 16, 1 << 20
+_LISTED = 5  # with up to this many workers a sum is written out: 0+1+2
 _MARGIN = 11
-_SAYS = {
-    "share-reduce": "what a worker gets it adds to its own; in the end each has one chunk complete",
-    "share-only": "what a worker gets takes the place of its own",
+_PHASES = {
+    "share-reduce": "a worker adds the chunk it receives to its own; in the end each has one complete chunk",
+    "share-only": "the chunk that a worker receives replaces its own",
 }
 _CHANGED, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
-Holds = list[list[list[int]]]  # by worker and chunk: who is in the sum; nobody in a chunk without elements
+# By worker and chunk: the ranks whose values are in the sum; empty for a chunk without elements.
+Contributions = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one worker sends in a step: the chunk and how much that is. `got` is what it gets meanwhile."""
+    """The chunk that one worker sends in a step, its size, and the chunk `got` that it receives."""
 
     rank: int
     to: int
@@ -43,33 +44,33 @@ class Step:
     phase: str
     step: int  # from 0 in each phase
     moves: list[Move]  # by rank
-    holds: Holds  # after it
+    holds: Contributions  # after it
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A ring all-reduce, and what it took."""
+    """The steps and the cost of a ring all-reduce."""
 
     workers: int
     length: int
     chunks: list[int]  # elements in each
-    start: Holds
+    start: Contributions
     steps: list[Step]
-    elements: list[int]  # sent by each worker, as the trace says
-    formula: list[int]  # the same, as the rule says
-    nbytes: list[int]  # sent by each worker, as its node counted
+    elements: list[int]  # sent by each worker, from the trace
+    formula: list[int]  # the same, from the formula
+    nbytes: list[int]  # sent by each worker, counted by its node
 
     def plain(self) -> dict[str, Any]:
         return {"kind": "ring", **asdict(self)}
 
 
 def ring(workers: int, length: int | None = None) -> Explanation:
-    """Runs the ring on simulated workers, one vector of int64 each, and keeps all that it did."""
-    if not 2 <= workers <= MOST:
-        raise UsageError(f"--workers {workers}: the drawing has room for 2 to {MOST}")
+    """Runs the ring on simulated workers, with one vector of int64 each, and records every step."""
+    if not 2 <= workers <= MAX_WORKERS:
+        raise UsageError(f"--workers {workers}: the drawing has room for 2 to {MAX_WORKERS}")
     length = workers if length is None else length
-    if not 0 <= length <= LONGEST:
-        raise UsageError(f"--length {length}: it must be 0 to {LONGEST:,}; one per worker shows it best")
+    if not 0 <= length <= MAX_LENGTH:
+        raise UsageError(f"--length {length}: it must be 0 to {MAX_LENGTH:,}; one per worker shows it best")
     import torch
 
     from polyrhythm.collectives.ring import Turn, all_reduce, bounds, sent_elements
@@ -82,7 +83,7 @@ def ring(workers: int, length: int | None = None) -> Explanation:
     nbytes = [0] * workers
 
     def holds(rank: int) -> list[list[int]]:
-        return [_who(vectors[rank][start:stop].tolist(), workers) for start, stop in cuts]
+        return [_contributors(vectors[rank][start:stop].tolist(), workers) for start, stop in cuts]
 
     def trace(turn: Turn) -> None:
         move = Move(turn.rank, turn.to, turn.sent, turn.elements, turn.nbytes, turn.received)
@@ -109,21 +110,21 @@ def ring(workers: int, length: int | None = None) -> Explanation:
     return Explanation(workers, length, sizes, start, steps, elements, formula, nbytes)
 
 
-def _who(values: Sequence[int], workers: int) -> list[int]:
-    """Whose contributions are in these sums, which must agree."""
+def _contributors(values: Sequence[int], workers: int) -> list[int]:
+    """The ranks that have contributed to these sums, which must be equal."""
     assert len(set(values)) <= 1, f"elements of one chunk differ: {sorted(set(values))}"
     return [rank for rank in range(workers) if values and values[0] >> rank & 1]
 
 
 def draw(what: Explanation, colour: bool = False) -> str:
-    """The explanation for a person. What a step changed stands in brackets."""
+    """The explanation as text. Changes of a step are in brackets."""
     n = what.workers
-    how = "" if n <= _LISTED else " (6..1: of 6 and so on, round to 1); 3 to 4 is chunk 3 sent to worker 4"
+    how = "" if n <= _LISTED else " (6..1: from 6 around the ring to 1); 3 to 4 is chunk 3 sent to worker 4"
     lines = [
         *_wrapped(
             f"Ring all-reduce: {n} workers, {_count(what.length, 'element')} each, in {n} chunks. Each "
-            "worker sends to the next one only, the last to the first. A cell says whose contributions a "
-            f"chunk holds{how}. What a step changed is in [ ]."
+            "worker sends to the next one only, the last to the first. A cell shows whose contributions a "
+            f"chunk holds{how}. Brackets mark the changes of a step."
         ),
         "",
         "start",
@@ -131,7 +132,7 @@ def draw(what: Explanation, colour: bool = False) -> str:
     ]
     before = what.start
     for phase, steps in itertools.groupby(what.steps, lambda step: step.phase):
-        lines += ["", *_wrapped(f"{phase}: {_SAYS[phase]}")]
+        lines += ["", *_wrapped(f"{phase}: {_PHASES[phase]}")]
         for step in steps:
             lines += ["", f"{phase}, step {step.step + 1} of {n - 1}"]
             lines += _table(what, step.holds, before, step.moves, colour)
@@ -141,7 +142,7 @@ def draw(what: Explanation, colour: bool = False) -> str:
     ideal = f"2(n-1)/n x length = {2 * (n - 1) / n * what.length:g}{near}"
     totals = [
         f"steps: {len(what.steps)} = 2(n-1)",
-        f"elements sent by each worker: {_each(what.elements)}; {same} the rule says: {ideal}",
+        f"elements sent by each worker: {_each(what.elements)}; {same} in theory: {ideal}",
         f"bytes sent, counted at the nodes: {_each(what.nbytes)} (8 per element)",
     ]
     return "\n".join([*lines, "", *(line for total in totals for line in _wrapped(total))])
@@ -149,8 +150,8 @@ def draw(what: Explanation, colour: bool = False) -> str:
 
 def _table(
     what: Explanation,
-    holds: Holds,
-    before: Holds | None = None,
+    holds: Contributions,
+    before: Contributions | None = None,
     moves: Sequence[Move] = (),
     colour: bool = False,
 ) -> list[str]:
@@ -191,7 +192,7 @@ def _cell(who: Sequence[int], workers: int, elements: int) -> str:
 
 
 def _widest(workers: int) -> list[list[int]]:
-    """Contributions whose cells are the widest that can come."""
+    """Contributions with the widest possible cells."""
     return [list(range(workers)), [workers - 2, workers - 1], [0]]
 
 

@@ -1,9 +1,9 @@
 """`polyrhythm bench servers`: how many servers for how many workers, measured on this machine.
 
 Every cell of workers x servers is a real run: processes, the `async` strategy, one flat parameter. A worker
-sleeps for the time of a step, pushes a gradient and gets the parameters back. Beside what is measured stands
-what the formula says: servers stop being the limit at P* = ceil(N |w| / (beta t)), with beta the bytes that
-one server takes in per second when it is never idle.
+sleeps for the time of a step, pushes a gradient and pulls the parameters. The result is compared with a
+formula: servers stop being the bottleneck at P* = ceil(N |w| / (beta t)), where beta is the throughput of one
+saturated server in bytes per second.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ SIZES = {
     **{"KiB": float(1 << 10), "MiB": float(1 << 20), "GiB": float(1 << 30)},
 }
 ELEMENT = 4  # bytes of a parameter
-WARM_TIME, WARM_STEPS = 0.3, 3  # before anything is counted: memory is touched for the first time, pages come
-TAIL = 0.1  # seconds that a worker goes on pushing afterwards, while others may still count
-ENOUGH = 0.9  # of the best of its row
-BUSY = 4  # workers that leave a server no time to rest
+WARM_TIME, WARM_STEPS = 0.3, 3  # before measuring, because the first access to memory is slow
+EXTRA_TIME = 0.1  # seconds that a worker continues to push, while others may still measure
+KNEE_SHARE = 0.9  # of the best rate of a row
+SATURATING_WORKERS = 4  # enough to saturate one server
 
 
 def formula(workers: int, nbytes: int, beta: float, step_time: float) -> int:
-    """P* = ceil(N |w| / (beta t)): so many servers are not the limit any more. More than N never help."""
+    """P* = ceil(N |w| / (beta t)), the servers needed not to be the bottleneck; more than N never help."""
     return min(workers, max(1, math.ceil(workers * nbytes / (beta * step_time))))
 
 
 def knee(rates: dict[int, float]) -> int:
-    """The fewest servers that come close to the best; `rates` are by the number of servers."""
-    return min(servers for servers, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
+    """The fewest servers that come close to the best rate; `rates` are by number of servers."""
+    return min(servers for servers, rate in rates.items() if rate >= KNEE_SHARE * max(rates.values()))
 
 
 @dataclass(frozen=True)
 class ServerSweep:
-    """What to measure; `parse` reads the options of the command line."""
+    """The measurements to take; `parse` reads the options of the command line."""
 
     nbytes: int = 16 << 20
     workers: tuple[int, ...] = (1, 2, 4)
@@ -56,7 +56,7 @@ class ServerSweep:
     @staticmethod
     def parse(size: str, workers: str, servers: str, step_time: str, seconds: float) -> ServerSweep:
         if not 0 < seconds <= 3600:
-            raise UsageError(f"--seconds {seconds:g}: must be above 0, and an hour at most")
+            raise UsageError(f"--seconds {seconds:g}: must be above 0 and at most 3600")
         nbytes = int(_quantity("--size", size, SIZES)) // ELEMENT * ELEMENT
         sweep = ServerSweep(
             nbytes, _counts("--workers", workers), _counts("--servers", servers),
@@ -84,12 +84,12 @@ def _quantity(option: str, text: str, units: dict[str, float]) -> float:
 def _counts(option: str, text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"{option} {text}: must be whole numbers above 0 with commas between, such as 1,2,4")
+        raise UsageError(f"{option} {text}: must be whole numbers above 0 separated by commas, such as 1,2,4")
     return tuple(sorted({int(word) for word in words}))
 
 
 @dataclass(frozen=True)
-class Load:
+class PushLoad:
     """The script that every node runs: a worker reports how many round trips it makes per second."""
 
     count: int  # of parameters
@@ -110,7 +110,7 @@ class Load:
         opens = time.monotonic() + WARM_TIME
         steps = counted = 0
         first = last = 0.0
-        while not counted or time.monotonic() < opens + self.seconds + TAIL:
+        while not counted or time.monotonic() < opens + self.seconds + EXTRA_TIME:
             time.sleep(self.step_time)
             optimizer.step()
             now, steps = time.monotonic(), steps + 1
@@ -122,11 +122,11 @@ class Load:
 
 
 def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
-    """All cells, one after the other; `say` hears of each."""
+    """Measures all cells one after the other; `say` gets a line for each."""
     total = 1 + len(sweep.workers) * len(sweep.servers)
 
     def cell(workers: int, servers: int, step_time: float, number: int) -> dict[str, Any]:
-        load = Load(sweep.nbytes // ELEMENT, step_time, sweep.seconds)
+        load = PushLoad(sweep.nbytes // ELEMENT, step_time, sweep.seconds)
         summary = run(load, workers=workers, servers=servers, strategy="async", runs=None)
         rate = sum(summary["metrics"][f"worker {rank}"] for rank in range(workers))
         say(
@@ -138,7 +138,7 @@ def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
             "bytes_per_s": rate * sweep.nbytes,
         }  # fmt: skip
 
-    saturated = cell(max(BUSY, *sweep.workers), 1, 0.0, 1)
+    saturated = cell(max(SATURATING_WORKERS, *sweep.workers), 1, 0.0, 1)
     cells: list[dict[str, Any]] = []
     for workers in sweep.workers:
         for servers in sweep.servers:
@@ -149,8 +149,8 @@ def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
     knees = []
     for workers in sweep.workers:
         rates = {each["servers"]: each["round_trips_per_s"] for each in cells if each["workers"] == workers}
-        law = formula(workers, sweep.nbytes, beta, sweep.step_time)
-        knees.append({"workers": workers, "knee": knee(rates), "formula": law})
+        optimum = formula(workers, sweep.nbytes, beta, sweep.step_time)
+        knees.append({"workers": workers, "knee": knee(rates), "formula": optimum})
     return {
         "bytes": sweep.nbytes, "step_time_s": sweep.step_time, "seconds": sweep.seconds,
         "cores": os.cpu_count(), "beta_bytes_per_s": beta, "cells": cells, "knees": knees,
@@ -158,7 +158,7 @@ def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The report as a table with a row for each number of workers, and how to read it."""
+    """The report as a table with a row for each number of workers, and an explanation."""
     servers = sorted({each["servers"] for each in report["cells"]})
     rows = []
     for each in report["knees"]:
@@ -170,14 +170,14 @@ def show(report: dict[str, Any]) -> str:
     head = ["workers", *(_plural(count, "server") for count in servers), "knee", "P*"]
     return f"""\
 {size(report["bytes"])} of parameters over shared memory; {report["cores"]} cores for all processes.
-Between two pushes a worker sleeps {1000 * report["step_time_s"]:g} ms: it stands for a machine of its own.
-One server that is never idle takes in {size(report["beta_bytes_per_s"])}/s.
+Between two pushes a worker sleeps {1000 * report["step_time_s"]:g} ms, as if it computed on its own machine.
+One saturated server receives {size(report["beta_bytes_per_s"])}/s.
 
 {table(head, rows)}
 
-A cell: round trips and bytes pushed per second, all workers together, and the share of what they would
-do if a round trip took no time. Knee: the fewest servers that reach {ENOUGH:.0%} of the best of their row.
-P* = ceil(workers * size / (what one server takes in * step time)): the law, if each had cores of its own."""
+A cell: round trips and bytes pushed per second by all workers together, and their share of the rate
+without any waiting. Knee: the fewest servers with {KNEE_SHARE:.0%} of the best rate of the row.
+P* = ceil(workers * size / (bytes/s of one server * step time)), if every process had its own cores."""
 
 
 def _rates(rate: float, nbytes: int) -> str:

@@ -53,7 +53,7 @@ def check_plan(plan: Plan) -> None:
         raise UsageError(f"seed is {plan.seed}; it must be between 0 and 2^63 - 1")
     check_threads(plan.threads)
     if plan.batch_norm is not None:
-        norms.named(plan.batch_norm)
+        norms.check_name(plan.batch_norm)
     choose.check(plan.collective)
     if plan.events not in POLICIES:
         allowed = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
@@ -91,12 +91,12 @@ def with_cluster(plan: Plan) -> tuple[Plan, Cluster]:
     """The plan with the sites of its cluster file, and the cluster."""
     cluster = Cluster.uniform() if plan.cluster is None else Cluster.load(plan.cluster)
     if plan.world == "simulate":
-        cluster.place(
+        cluster.cost_model(
             plan.workers, plan.servers, plan.seed, plan.colocated
         )  # raises if nodes cannot be placed
-        return replace(plan, sites=cluster.places(plan.workers)), cluster
+        return replace(plan, sites=cluster.ranks_by_site(plan.workers)), cluster
     servers_at = None if plan.colocated else cluster.servers.site
-    return replace(plan, sites=cluster.places(plan.workers), servers_at=servers_at), cluster
+    return replace(plan, sites=cluster.ranks_by_site(plan.workers), servers_at=servers_at), cluster
 
 
 def check_hosts(plan: Plan) -> None:

@@ -1,12 +1,12 @@
-"""LARS and LAMB: optimizers for large batches, whose steps are as long as each layer's weights allow.
+"""LARS and LAMB: optimizers for large batches with layer-wise step sizes.
 
-A rate that suits one layer is too bold for another, and the larger the batch and its rate, the sooner some
-layer diverges. Here a layer's step is in proportion to the norm of its weights, whatever its gradient's.
+One learning rate does not suit all layers, and with the large rates of large batches some layer diverges. So
+the step of a layer is proportional to the norm of its weights, independent of the norm of its gradient.
 
-Biases and the parameters of norm layers, all that has one dimension or none, take plain steps without weight
-decay; so do parameter groups with `adapt=False`. Where either norm is 0 the ratio of the two is taken as 1.
+Tensors of at most one dimension (biases, parameters of norm layers) take plain steps without weight decay,
+and so do parameter groups with `adapt=False`. Where either norm is 0, their ratio is taken as 1.
 
-Both look at whole tensors, so servers share out the model without cutting any.
+Both need the norms of whole tensors, so servers divide the model only between tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """What both share: who is adapted, and the loop over groups."""
+    """The base of both: the loop over groups, and which parameters are adapted."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises UsageError if a setting of this group makes no sense."""
+        """Raises UsageError if a setting of this group is invalid."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -46,8 +46,8 @@ class _Layerwise(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if parameter.grad.is_sparse:
                         raise UsageError(
-                            f"{type(self).__name__} takes no sparse gradients, for it needs a layer's norms; "
-                            "leave out sparse=True, or give the embedding another optimizer"
+                            f"{type(self).__name__} does not support sparse gradients, because it needs the "
+                            "norms of layers; leave out sparse=True, or give the embedding another optimizer"
                         )
                     adapted = group["adapt"] and parameter.dim() > 1
                     kind = (adapted, parameter.dtype, parameter.device)
@@ -59,11 +59,11 @@ class _Layerwise(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], adapted: bool
     ) -> None:
-        """One step of tensors of one dtype and device. Gradients may not be changed: they may be lent."""
+        """One step of tensors of one dtype and device. Gradients may be borrowed: do not change them."""
         raise NotImplementedError
 
-    def _kept(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
-        """A vector that is kept for each parameter, zero at first."""
+    def _state_tensors(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+        """A state tensor of each parameter, initially zero."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
@@ -71,7 +71,7 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 def _norms(tensors: Tensors) -> Tensor:
-    """Their norms. Those of short floats are taken in 32 bits, for their squares soon overflow."""
+    """The norms of tensors; of 16-bit floats in 32 bits, because their squares overflow early."""
     short = tensors[0].dtype in (torch.float16, torch.bfloat16)
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32 if short else None))
 
@@ -83,13 +83,13 @@ def _scale(tensors: Tensors, weights: Tensor, updates: Tensor, ratio: Tensor) ->
 
 
 class LARS(_Layerwise):
-    """SGD with momentum in which each layer has a rate of its own (layer-wise adaptive rate scaling).
+    """SGD with momentum in which each layer has its own learning rate (layer-wise adaptive rate scaling).
 
     r = trust ‖w‖ / (‖g‖ + decay ‖w‖), v <- momentum v + r (g + decay w), w <- w - lr v. Without decay the
-    step does not depend on the scale of the gradient. No rate is in the buffer v: when lr changes, nothing
-    has to be corrected. You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. As in
-    practice, what is not adapted (biases, norm layers, groups with `adapt=False`) is not decayed either,
-    whatever `weight_decay` says.
+    step does not depend on the scale of the gradient. The buffer v does not contain lr, so it needs no
+    correction when lr changes. You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. As
+    in common implementations, parameters that are not adapted (biases, norm layers, groups with
+    `adapt=False`) have no weight decay.
 
     >>> import torch, polyrhythm as pr
     >>> layer = torch.nn.Linear(3, 2)
@@ -124,7 +124,7 @@ class LARS(_Layerwise):
             updates = list(torch._foreach_add(gradients, parameters, alpha=decay))
             _scale(updates, weights, slopes, group["trust"] * weights / (slopes + decay * weights))
         if group["momentum"]:
-            buffers = self._kept(parameters, "momentum_buffer")
+            buffers = self._state_tensors(parameters, "momentum_buffer")
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, updates)
             updates = buffers
@@ -132,14 +132,14 @@ class LARS(_Layerwise):
 
 
 class LAMB(_Layerwise):
-    """Adam in which each layer's step is as long as its weights, times the rate (LAMB).
+    """Adam in which the step of each layer has the norm of its weights, times the learning rate (LAMB).
 
-    m and v are the moving means of g and g^2, as in Adam, divided by 1 - beta^t;
-    r = m / (sqrt(v) + eps) + decay w, w <- w - lr ‖w‖ / ‖r‖ r. Without decay, and with an eps that is small
-    beside the gradient, the step does not depend on the gradient's scale. The function phi of the paper is
-    the identity. You et al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes. As
-    in practice, what is not adapted (biases, norm layers, groups with `adapt=False`) is not decayed either,
-    whatever `weight_decay` says.
+    m and v are the moving means of g and g^2, as in Adam, divided by 1 - beta^t; r = m / (sqrt(v) + eps) +
+    decay w, w <- w - lr ‖w‖ / ‖r‖ r. Without decay, and with an eps that is small compared with the gradient,
+    the step does not depend on the gradient's scale. The function phi of the paper is the identity. You et
+    al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes. As in common
+    implementations, parameters that are not adapted (biases, norm layers, groups with `adapt=False`) have no
+    weight decay.
 
     >>> import torch, polyrhythm as pr
     >>> layer = torch.nn.Linear(3, 2)
@@ -174,9 +174,12 @@ class LAMB(_Layerwise):
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], adapted: bool
     ) -> None:
         beta1, beta2 = group["betas"]
-        # On the CPU wherever the parameter is: its value is needed there.
+        # Always on the CPU, where its value is needed.
         steps = [self.state[each].setdefault("step", torch.tensor(0.0)) for each in parameters]
-        means, squares = self._kept(parameters, "exp_avg"), self._kept(parameters, "exp_avg_sq")
+        means, squares = (
+            self._state_tensors(parameters, "exp_avg"),
+            self._state_tensors(parameters, "exp_avg_sq"),
+        )
         torch._foreach_add_(steps, 1)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)

@@ -1,4 +1,4 @@
-"""Linear scaling: k times the batch takes k times the learning rate, reached step by step."""
+"""Linear scaling: a batch k times as large uses k times the learning rate, after a warm-up."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from polyrhythm.session.context import session, world_context
 
 
 class LinearScaling:
-    """Multiplies the learning rate, whoever sets it, by a number that rises linearly from 1 to `factor`.
+    """Multiplies the learning rate by a factor that rises linearly from 1 to `factor`.
 
     lr = (lr of `after`) (1 + (factor - 1) min(t / steps, 1)) after t steps of the optimizer, which are
-    counted by themselves. N workers that step together have a batch N times as large, so `factor` is their
-    number if not given. Where each goes at its own pace the batch is one worker's: there it is 1. Goyal et
-    al. 2017, Accurate, Large Minibatch SGD, let it rise over five epochs: at first the network changes too
-    fast. Made after `session.prepare()`, for that is what `optimizer.step` comes from in a run.
+    counted automatically. By default `factor` is the number of workers if they step together, because their
+    batch is N times as large, and 1 if each goes at its own pace. Goyal et al. 2017, Accurate, Large
+    Minibatch SGD, let it rise over five epochs, because the network changes fast at first. Create it after
+    `session.prepare()`, which replaces `optimizer.step` in a run.
 
-    `after` is any scheduler of the same optimizer, or none. `step()` is its step, and has its arguments: call
-    it once per batch or once per epoch, as that scheduler wants it, and without one not at all. It sees its
-    own rates, never the scaled ones, so one that computes a rate from the last is not disturbed. Each
-    parameter group has its own rate. A script that sets a rate itself sets the one in effect.
+    `after` is any scheduler of the same optimizer, or None. `step()` is its step, with the same arguments:
+    call it once per batch or once per epoch, as that scheduler requires, and without one not at all. The
+    scheduler sees its own rates, not the scaled ones, so it may compute the next rate from the last. Each
+    parameter group has its own rate. A script that sets a rate itself sets the scaled one.
 
     >>> import torch, polyrhythm as pr
     >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.5)
@@ -51,8 +51,8 @@ class LinearScaling:
         here = session.get()
         if world_context.get() is not None and getattr(here, "_replica", None) is None:
             raise UsageError(
-                "LinearScaling: make it after pr.init() and session.prepare(), for it depends on the run's "
-                "workers, and counts the steps that the run's optimizer takes"
+                "LinearScaling: create it after pr.init() and session.prepare(), because it depends on the "
+                "workers of the run and counts the steps of its optimizer"
             )
         if factor is None:
             together = here is not None and here.strategy is not None and here.strategy.traits.lockstep
@@ -66,21 +66,21 @@ class LinearScaling:
         self.optimizer, self.factor, self.steps, self.after = optimizer, factor, steps, after
         self.count = 0
         self._rates: list[float] = []  # without the factor, as `after` left them
-        self._shown: list[float] = []  # with it, as this left them in the optimizer
+        self._shown: list[float] = []  # with the factor, as last written to the optimizer
         self._scale()
-        self._wrapped = False  # by another one, which then says when this counts a step
+        self._wrapped = False  # by another LinearScaling, which then counts the steps of both
         if isinstance(after, LinearScaling):
             after._wrapped = True
         self._count_steps()
 
     def _count_steps(self) -> None:
-        """Lets the optimizer's step, whoever has replaced it so far, be followed by one of the warm-up.
+        """Wraps the optimizer's step, which may be wrapped already, to advance the warm-up after it.
 
-        PyTorch's own hooks do not do: where servers step, a worker's optimizer does not.
+        PyTorch's step hooks would not do: where servers take the steps, a worker's optimizer does not step.
         """
         inner = self.optimizer.step
 
-        @functools.wraps(inner)  # with what schedulers have noted on it
+        @functools.wraps(inner)  # keeps the attributes that schedulers have set
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             loss = inner(*args, **kwargs)
             if not self._wrapped:
@@ -90,7 +90,7 @@ class LinearScaling:
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
 
     def _warm(self) -> None:
-        """The optimizer has taken a step. When all is warm, rates are left alone."""
+        """The optimizer has taken a step. After the warm-up, rates are left alone."""
         if self._warming:
             self._write(self._unscaled())
             if isinstance(self.after, LinearScaling):
@@ -104,24 +104,24 @@ class LinearScaling:
 
     @property
     def scale(self) -> float:
-        """The factor at present."""
+        """The current factor."""
         if self.count >= self.steps:
             return self.factor
         return 1 + (self.factor - 1) * (self.count / self.steps)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """One step of `after`, which gets the arguments."""
+        """One step of `after`, with these arguments."""
         self._write(self._unscaled())
         if self.after is not None:
             self.after.step(*args, **kwargs)
         self._scale()
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each parameter group, as this left it last."""
+        """The rate of each parameter group, as last written."""
         return list(self._shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly from here."""
+        """The state from which another one continues exactly."""
         after = None if self.after is None else self.after.state_dict()
         return {
             "factor": self.factor, "steps": self.steps, "count": self.count, "rates": self._unscaled(),
@@ -129,18 +129,18 @@ class LinearScaling:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another one was, whether the optimizer's own state is loaded before, after or not."""
+        """Continues from a saved state, whether the optimizer's own state is loaded before, after or not."""
         groups = len(self.optimizer.param_groups)
         if len(state["rates"]) != groups:
             raise UsageError(
-                f"LinearScaling: the state is of {len(state['rates'])} parameter groups, and the optimizer "
-                f"has {groups}; make it as the saved one was made"
+                f"LinearScaling: the state has {len(state['rates'])} parameter groups, but the optimizer has "
+                f"{groups}; create it as the saved one was created"
             )
         if (state["after"] is None) != (self.after is None):
             was, is_ = ("without", "with") if state["after"] is None else ("with", "without")
             raise UsageError(
-                f"LinearScaling: the state is of one {was} a scheduler in `after`, and this is {is_}; make "
-                "it as the saved one was made"
+                f"LinearScaling: the state was saved {was} a scheduler in `after`, but this one is {is_}; "
+                "create it as the saved one was created"
             )
         if self.after is not None:
             self.after.load_state_dict(state["after"])
@@ -159,7 +159,7 @@ class LinearScaling:
                 group["lr"] = rate
 
     def _unscaled(self) -> list[float]:
-        """The rates without the factor. One that was changed, or came later, is taken as it is in effect."""
+        """The rates without the factor. A rate that was changed or added since is divided by the factor."""
         now = self._read()
         known = len(self._rates)
         return [
@@ -168,12 +168,12 @@ class LinearScaling:
         ]
 
     def _scale(self) -> None:
-        """Takes the rates of the optimizer for those without the factor, and puts in the scaled ones."""
+        """Multiplies the rates of the optimizer by the factor."""
         self._rates = self._read()
         self._write([rate * self.scale for rate in self._rates])
-        self._shown = self._read()  # a rate that is a tensor of 32 bits rounds
+        self._shown = self._read()  # a rate that is a float32 tensor rounds
 
 
 def _finite(value: Any) -> bool:
-    """Whether it is a number, NumPy's too, and a finite one."""
+    """True for a finite number, also of NumPy."""
     return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -1,8 +1,7 @@
 """SparseSGD: plain SGD on a linear model over sparse rows, one row per step, compiled.
 
-This is the problem that HogWild! was made for. A row takes a fraction of a microsecond; the bookkeeping alone
-of a PyTorch step takes hundreds. Under `hogwild` several processes train on rows of their own, on weights
-that they share.
+HogWild! was designed for this problem. A row takes a fraction of a microsecond; the overhead alone of a
+PyTorch step takes hundreds. Under `hogwild` several processes train shared weights, each on its own rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class Batch(NamedTuple):
-    """Checked rows end to end: their features, where each begins, the labels, and values if not all are 1."""
+    """Checked rows end to end: features, offsets of the rows, labels, and values if not all are 1."""
 
     words: Array
     offsets: Array
@@ -61,9 +60,9 @@ class SparseSGD(torch.optim.Optimizer):
     0.356
     """
 
-    own_gradients: ClassVar[bool] = True  # it computes its gradients itself, and no strategy sees them
+    own_gradients: ClassVar[bool] = True  # computes its gradients itself; no strategy sees them
 
-    # Defaults of the class: a copy of an optimizer has its settings only, and shares nothing.
+    # Class defaults: a copy of an optimizer has only its settings, and shares nothing.
     _batch: Batch | None = None
     _loss = math.nan
     _rank, _name, _counters = 0, "SparseSGD", UpdateCounters(_NOTHING, 0, _NOTHING)
@@ -85,7 +84,7 @@ class SparseSGD(torch.optim.Optimizer):
         if not number or not 0 <= rate < float("inf"):
             raise UsageError(f"SparseSGD: lr is {rate!r}; it must be a finite number, 0 or more")
         if loss not in LOSSES:
-            raise UsageError(f"SparseSGD: loss is {loss!r}; it may be {', '.join(LOSSES)}")
+            raise UsageError(f"SparseSGD: loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
         super().add_param_group(param_group)
         found = [each for group in self.param_groups for each in group["params"]]
         one = found[0] if len(found) == 1 else torch.zeros(0)
@@ -93,10 +92,10 @@ class SparseSGD(torch.optim.Optimizer):
             shapes = ", ".join(f"{tuple(each.shape)} on {each.device.type}" for each in found) or "none"
             raise UsageError(
                 "SparseSGD: it trains one tensor of shape (features, 1) on the CPU, such as the weight of "
-                f'nn.EmbeddingBag(features, 1, mode="sum", sparse=True), and was given {shapes}'
+                f'nn.EmbeddingBag(features, 1, mode="sum", sparse=True), but was given {shapes}'
             )
         if one.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"SparseSGD: weights are float32 or float64, and these are {one.dtype}")
+            raise UsageError(f"SparseSGD: weights must be float32 or float64, but are {one.dtype}")
 
     def learn(
         self, words: Tensor, offsets: Tensor | None, labels: Tensor, values: Tensor | None = None
@@ -162,23 +161,23 @@ class SparseSGD(torch.optim.Optimizer):
         given = {"words": words, "offsets": offsets, "labels": labels, "values": values}
         for name, each in given.items():
             if not isinstance(each, Tensor) and (each is not None or name in ("words", "labels")):
-                raise UsageError(f"SparseSGD: {name} are a tensor, and this is {type(each).__name__}")
+                raise UsageError(f"SparseSGD: {name} must be a tensor, but are {type(each).__name__}")
             if name in ("words", "offsets") and each is not None and each.dtype not in INDEXES:
-                raise UsageError(f"SparseSGD: {name} are int32 or int64, and these are {each.dtype}")
+                raise UsageError(f"SparseSGD: {name} must be int32 or int64, but are {each.dtype}")
         rows = labels.numel()
         if words.dim() != (2 if offsets is None else 1):
             raise UsageError(
-                f"SparseSGD: words have {words.dim()} dimensions: they are a matrix and offsets are None, or "
-                "they are all rows end to end and offsets tell where each begins"
+                f"SparseSGD: words have {words.dim()} dimensions: they must be a matrix without offsets, or "
+                "all rows end to end with offsets where each begins"
             )
         if offsets is not None and offsets.dim() != 1:
-            raise UsageError(f"SparseSGD: offsets have {offsets.dim()} dimensions; they are a vector")
+            raise UsageError(f"SparseSGD: offsets have {offsets.dim()} dimensions; they must be a vector")
         many = len(words) if offsets is None else len(offsets)
         if labels.dim() != 1 or many != rows or not rows:
-            raise UsageError(f"SparseSGD: there are {many} rows, and labels of shape {tuple(labels.shape)}")
+            raise UsageError(f"SparseSGD: there are {many} rows, but labels of shape {tuple(labels.shape)}")
         if values is not None and values.shape != words.shape:
             raise UsageError(
-                f"SparseSGD: values have the shape {tuple(values.shape)}, and words {tuple(words.shape)}"
+                f"SparseSGD: values have the shape {tuple(values.shape)}, but words {tuple(words.shape)}"
             )
         starts = (
             np.arange(rows, dtype=np.int64) * words.shape[1]
@@ -196,12 +195,12 @@ class SparseSGD(torch.optim.Optimizer):
         wrong, at = loops.check(*batch, len(weight), kind != "squared")
         if wrong == loops.OUT_OF_RANGE:
             raise UsageError(
-                f"SparseSGD: word {at} is {batch.words[at]}, and there are {len(weight)} features"
+                f"SparseSGD: word {at} is {batch.words[at]}, but there are {len(weight)} features"
             )
         if wrong == loops.BAD_OFFSET:
             raise UsageError(
-                f"SparseSGD: offset {at} is {starts[at]}: they begin with 0, do not fall, and do not go "
-                f"beyond the {len(batch.words)} words"
+                f"SparseSGD: offset {at} is {starts[at]}: offsets must begin with 0, not decrease, and not "
+                f"exceed the {len(batch.words)} words"
             )
         if wrong == loops.BAD_LABEL:
             what = "a finite number" if kind == "squared" else f"0 or 1 for the {kind} loss"

@@ -1,10 +1,10 @@
 """The loops of `SparseSGD`, compiled by numba: several rows per microsecond.
 
 Nothing here synchronizes processes: they read and write the same weights with plain loads and stores. With a
-mutex, one process at a time learns a row. Words have been checked; as unsigned numbers they spare numba the
-test for negative indexes.
+mutex, one process at a time learns a row. Words have been checked before; indexing with unsigned numbers
+saves numba the test for negative ones.
 
-All loops are in one file because they call each other: numba takes its cache for fresh as long as the file of
+All loops are in one file because they call each other: numba considers its cache valid as long as the file of
 the outermost loop has not changed.
 """
 
@@ -25,7 +25,7 @@ LOGISTIC, HINGE, SQUARED = range(3)
 DONE, NOT_FINITE, TIMED_OUT, FAILED = range(4)  # how a loop over rows ends
 FINE, OUT_OF_RANGE, BAD_OFFSET, BAD_LABEL, BAD_VALUE = range(5)  # the verdict on a batch
 
-AHEAD, MOST_AHEAD = 2, 64  # the row that is prefetched, counted from this one, and how many words of it
+AHEAD, MAX_WORDS_AHEAD = 2, 64  # how many rows ahead weights are prefetched, and for how many words
 
 _trylock: Any = types.ExternalFunction("pthread_mutex_trylock", types.intc(types.intp))
 _timedlock: Any = types.ExternalFunction("pthread_mutex_timedlock", types.intc(types.intp, types.intp))
@@ -41,7 +41,7 @@ SLICE = 500_000_000  # nanoseconds that a loop waits for the mutex before it ret
 def check(
     words: Array, offsets: Array, labels: Array, values: Array, features: int, classes: bool
 ) -> tuple[int, int]:
-    """The verdict on a batch, and where the fault is: the row, or the place among the words."""
+    """The verdict on a batch, and the position of the error: the row, or the word."""
     low, high = np.int64(0), np.int64(-1)
     for k in range(len(words)):
         low = min(low, np.int64(words[k]))
@@ -129,18 +129,18 @@ def _row(
         mask = words.dtype.type((1 << shift) - 1)
         for k in range(start, stop):
             if words[k] & mask == 0:
-                made[0] += 1  # first: a worker that dies in between must not have counted too little
+                made[0] += 1  # first: if the worker dies in between, its count must not be too low
                 counts[np.uint64(words[k] >> shift)] += 1
     return loss, True
 
 
 @part
 def _ahead(w: Array, words: Array, offsets: Array, row: int) -> None:
-    """Prefetches the weights of a later row, from memory or from the other worker's cache."""
+    """Prefetches the weights of a later row, from memory or from another worker's cache."""
     if row < len(offsets):
         start = offsets[row]
         stop = offsets[row + 1] if row + 1 < len(offsets) else len(words)
-        for k in range(start, min(stop, start + MOST_AHEAD)):
+        for k in range(start, min(stop, start + MAX_WORDS_AHEAD)):
             prefetch(w, np.int64(words[k]))
 
 
@@ -171,7 +171,7 @@ def _take(mutex: int, until: Array) -> Any:
         until[0] += later // 1_000_000_000
         until[1] = later % 1_000_000_000
         code = _timedlock(mutex, until.ctypes.data)
-    if code == _OWNER_DEAD:  # in the middle of a row, which is learned in part
+    if code == _OWNER_DEAD:  # it died inside a row, which is applied in part
         code = _consistent(mutex)
     return code
 
@@ -181,7 +181,7 @@ def learn_locked(
     w: Array, words: Array, offsets: Array, labels: Array, values: Array, rate: float, kind: int,
     counts: Array, shift: int, made: Array, first: int, line: Array, rank: int, until: Array,
 ) -> tuple[int, float, int]:  # fmt: skip
-    """The same from row `first` on, taking the mutex in this cache line for each row; it may time out.
+    """Like `learn` from row `first` on, with the mutex in this cache line for each row; may time out.
 
     The last word of the line is the rank of the holder plus 1: see `wire.mutex`.
     """

@@ -1,1 +1,1 @@
-"""The run folder: what a run leaves on disk."""
+"""The run folder: the files of a run."""

@@ -1,4 +1,4 @@
-"""BackgroundWriter: a thread that writes, so that nobody who logs waits for the disk."""
+"""BackgroundWriter: a thread that writes files, so that logging does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 
 TICK = 0.5  # seconds between two calls of `tick`
-MOST = 64 << 20  # bytes that wait to be written
-PATIENCE = 60.0  # seconds for the last writes
+MAX_WAITING = 64 << 20  # bytes that may wait to be written
+CLOSE_TIMEOUT = 60.0  # seconds to finish writing
 
 
 class BackgroundWriter:
-    """Calls functions in order in a thread of its own, and `tick` now and then.
+    """Calls functions in order in a thread of its own, and `tick` every half second when idle.
 
-    The thread starts with the first call: before that the process may fork.
+    The thread starts with the first call, because the process may fork before that.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
@@ -27,9 +27,9 @@ class BackgroundWriter:
         self._closed = False
 
     def submit(self, write: Callable[[bytes], None], content: bytes) -> bool:
-        """Has `write(content)` called soon. False if too much waits already: then it is not called."""
+        """Schedules `write(content)`. Returns False and drops it if too many bytes are waiting."""
         with self._lock:
-            if self._waiting + len(content) > MOST:
+            if self._waiting + len(content) > MAX_WAITING:
                 return False
             self._waiting += len(content)
         self._queue.put((write, content))
@@ -37,19 +37,19 @@ class BackgroundWriter:
         return True
 
     def wake(self) -> None:
-        """Has `tick` called soon."""
+        """Schedules a call of `tick`."""
         self._start()
         if not self._ticking:
             self._ticking = True
             self._queue.put((lambda _: self._tick_now(), b""))
 
     def close(self) -> bool:
-        """Ends the thread when all is written. False if that takes too long; the thread is left to itself."""
+        """Ends the thread when everything is written. Returns False after a timeout; the thread goes on."""
         self._closed = True
         if self._thread is None:
             return True
         self._queue.put(None)
-        self._thread.join(PATIENCE)
+        self._thread.join(CLOSE_TIMEOUT)
         return not self._thread.is_alive()
 
     def _start(self) -> None:

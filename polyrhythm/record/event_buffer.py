@@ -1,4 +1,4 @@
-"""EventBuffer: the events of a node until they are sent or written, encoded many at a time."""
+"""EventBuffer: keeps events of a node until they are sent or written, and encodes them in batches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 
 from polyrhythm.core.events import Event, EventPolicy, Gap
 
-EVERY = 100  # with `sample`, one of so many events of each frequent kind is recorded
-MOST = 100_000  # events that are kept while nobody takes them
-BATCH = 1000  # events that are encoded together at most
+EVERY = 100  # with `sample`, one in so many events of each frequent kind is recorded
+MAX_EVENTS = 100_000  # in the buffer; more are dropped and counted
+BATCH = 1000  # the most events that are encoded together
 
 _encoder = msgspec.json.Encoder(enc_hook=float)
 _Row = tuple[str, float, Event]
 
 
 class EventBuffer:
-    """Events that wait to be recorded. Any thread may add; adding never blocks for long and never raises."""
+    """A buffer of events. Any thread may add events; `add` never blocks for long and never raises."""
 
     def __init__(self, policy: EventPolicy = "all") -> None:
         self.policy = policy
@@ -31,11 +31,11 @@ class EventBuffer:
         return len(self._rows)
 
     def add(self, node: str, t: float, event: Event) -> None:
-        """Keeps an event of a node, if the policy wants it."""
+        """Adds an event of a node, if the policy records it."""
         if self.policy != "all" and not self._wanted(node, event):
             return
         with self._lock:
-            if len(self._rows) < MOST:
+            if len(self._rows) < MAX_EVENTS:
                 self._rows.append((node, t, event))
             else:
                 self._missing[node] += 1
@@ -70,7 +70,7 @@ class EventBuffer:
 def _encode(rows: list[_Row]) -> bytes:
     try:
         return _encoder.encode_lines(rows)
-    except Exception:  # a note with values that are not plain
+    except Exception:  # a note with values that JSON cannot hold
         return b"".join(map(_line, rows))
 
 

@@ -1,9 +1,8 @@
 """EventFile: the event log of a run on disk.
 
-`events.jsonl.gz` holds a header line and then one event a line, as JSON: `zcat` shows it, and
-`polyrhythm events` prints it with the names of the fields. All that is flushed can be read while the run goes
-on and after a crash. A file that has grown to `part` bytes is followed by `events.2.jsonl.gz` and so on; only
-the last `parts` files are kept.
+`events.jsonl.gz` has a header line and then one event per line, as JSON: `zcat` shows it, and `polyrhythm
+events` prints it with the names of the fields. It can be read during the run and after a crash. When a file
+reaches `part` bytes, `events.2.jsonl.gz` follows, and so on; only the last `parts` files are kept.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import msgspec
 from polyrhythm.core.events import EventHeader, EventPolicy, field_names
 
 PART = 64 << 20  # compressed bytes of one file
-PARTS = 16  # so 1 GiB in all
-LEVEL = 1  # of compression: a tenth of the time of the best, and four fifths of its effect
+PARTS = 16  # 1 GiB in total
+LEVEL = 1  # of compression: a tenth of the time of the best level, for four fifths of its effect
 _NAME = re.compile(r"events(?:\.(\d+))?\.jsonl\.gz")
 
 
 class EventFile:
-    """Writes an event log; raises OSError if that is not possible."""
+    """Writes an event log; raises OSError if it cannot."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class EventFile:
         self._zip: gzip.GzipFile | None = None
 
     def write(self, lines: bytes) -> None:
-        """Appends lines; they are with the operating system when this returns."""
+        """Appends lines and flushes them to the operating system."""
         if self._zip is None or self._raw is None:
             self._zip, self._raw = self._begin()
         self._zip.write(lines)
@@ -54,7 +53,7 @@ class EventFile:
             self.close()
 
     def close(self) -> None:
-        """Ends the present file; a later write begins another one."""
+        """Closes the current file; a later write begins another one."""
         compressed, raw = self._zip, self._raw
         self._zip = self._raw = None
         try:

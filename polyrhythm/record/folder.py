@@ -1,6 +1,6 @@
-"""The run folder: what remains of a run.
+"""RunFolder: writes the files of a run.
 
-`runs/NAME/` holds `config.json` (what was asked, seeds included), `metrics.jsonl` (what the script logged),
+`runs/NAME/` has `config.json` (the plan, with all seeds), `metrics.jsonl` (metrics logged by the script),
 `events.jsonl.gz` (who pushed what when, versions, staleness, the order of deliveries at each node, leases and
 changes of membership), `summary.json` and `consensus.safetensors` (the final parameters and buffers).
 
@@ -29,19 +29,19 @@ from polyrhythm.record.background import BackgroundWriter
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.record.event_file import EventFile
 
-MANY = 10 * BATCH  # events from which on whoever logs has to help
+MAX_BUFFERED = 10 * BATCH  # events; beyond this the thread that logs drains the buffer itself
 PARAMETERS = "consensus.safetensors"
 _json = msgspec.json.Encoder(enc_hook=float)
 
 
 def name_run(strategy: str) -> str:
-    """A name that sorts by time and says what ran."""
+    """A folder name that sorts by time and contains the strategy."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in strategy).strip("-")
     return f"{datetime.now():%Y-%m-%d-%H%M%S}-{plain}"
 
 
 class RunFolder:
-    """Writes the files of a run while it goes on. Only `consensus` raises, if no place takes the result."""
+    """Writes the files of a run. Only `consensus` raises, if the result cannot be written anywhere."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RunFolder:
     def event(self, node: str, t: float, event: Event) -> None:
         """Records an event."""
         self._buffer.add(node, t, event)
-        if len(self._buffer) >= MANY:
+        if len(self._buffer) >= MAX_BUFFERED:
             self._drain()
         elif len(self._buffer) >= BATCH:
             self._writer.wake()
@@ -84,12 +84,12 @@ class RunFolder:
             self._drain(lines)
 
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
-        """Records numbers that the script has logged."""
+        """Records metrics that the script has logged."""
         line = _json.encode({"t": t, "node": node, "step": metrics.step, **metrics.values}) + b"\n"
         self._writer.submit(lambda content: self._append(self._write_metrics, content), line)
 
     def config(self, config: dict[str, Any]) -> None:
-        """Writes what the run was asked to do."""
+        """Writes the plan of the run."""
         self._write("config.json", config)
 
     # --- the end ------------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ class RunFolder:
         A file of that name is always complete.
         """
         try:
-            return _whole(self.path / PARAMETERS, blob)
+            return _write_atomically(self.path / PARAMETERS, blob)
         except OSError as error:
             self._failed(error)
             tried = [f"{self.path} ({error.strerror or error})"]
-        for parent in _elsewhere():
+        for parent in _fallback_folders():
             try:
                 self.fallback = _make(parent, f"polyrhythm-{self.path.name}", parents=False)
-                path = _whole(self.fallback / PARAMETERS, blob)
+                path = _write_atomically(self.fallback / PARAMETERS, blob)
             except OSError as error:
                 tried.append(f"{parent} ({error.strerror or error})")
                 if self.fallback is not None:
@@ -119,8 +119,7 @@ class RunFolder:
         raise PolyrhythmError(f"the final parameters could not be written to {', nor to '.join(tried)}")
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Writes the summary, and returns it with the folder; and with the place of the final parameters, if
-        they are elsewhere."""
+        """Writes the summary; returns it with the folder, and the path of parameters saved elsewhere."""
         places = {"folder": str(self.path)}
         if self.fallback is not None:
             places["parameters"] = str(self.fallback / PARAMETERS)
@@ -128,16 +127,16 @@ class RunFolder:
         return summary | places
 
     def close(self) -> None:
-        """Writes what is left and closes all files."""
+        """Writes all remaining events and closes the files."""
         self._drain()
         if not self._writer.close():
-            self._say(f"the run folder {self.path} is not complete: writing takes too long")
+            self._say(f"the run folder {self.path} is not complete: writing is too slow")
             return
         with contextlib.suppress(OSError):
             self._events.close()
 
     def discard(self) -> None:
-        """Removes the folder of a run that never began."""
+        """Removes the folder of a run that did not start."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -150,7 +149,7 @@ class RunFolder:
             self._failed(FileNotFoundError(None, "it is gone"))
 
     def _drain(self, more: bytes = b"") -> None:
-        """Has the buffered events written, and then these, in this order."""
+        """Schedules writing of the buffered events, and then of these lines."""
         with self._draining:
             while lines := self._buffer.take():
                 self._submit(lines)
@@ -162,7 +161,7 @@ class RunFolder:
             return
         if not self._slow:
             self._slow = True
-            self._say(f"some events are not recorded: writing to {self.path} takes too long")
+            self._say(f"some events are not recorded: writing to {self.path} is too slow")
 
     def _append(self, write: Callable[[bytes], None], content: bytes) -> None:
         if self._broken:
@@ -181,7 +180,7 @@ class RunFolder:
         for folder in (self.path, self.fallback):
             try:
                 if folder is not None:
-                    _whole(folder / name, text)
+                    _write_atomically(folder / name, text)
                     return
             except OSError as error:
                 self._failed(error)
@@ -191,7 +190,7 @@ class RunFolder:
         if not self._broken:
             self._broken = True
             self._say(
-                f"cannot write to the run folder {self.path}: {error.strerror or error}; training goes on, "
+                f"cannot write to the run folder {self.path}: {error.strerror or error}; training continues, "
                 "and the final parameters will be saved elsewhere if necessary"
             )
 
@@ -205,7 +204,7 @@ class RunFolder:
 
 
 def _make(parent: Path, name: str, parents: bool = True) -> Path:
-    """Makes a folder of this name, or with a number after it if there is one already."""
+    """Makes a folder of this name, with a number appended if it exists already."""
     path, suffix = parent / name, 1
     while True:
         try:
@@ -216,8 +215,8 @@ def _make(parent: Path, name: str, parents: bool = True) -> Path:
             path = parent / f"{name}-{suffix}"
 
 
-def _whole(path: Path, content: bytes | memoryview) -> Path:
-    """Writes a file that is there only when it is complete."""
+def _write_atomically(path: Path, content: bytes | memoryview) -> Path:
+    """Writes a file under another name and renames it, so that it is always complete."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_bytes(content)
@@ -229,8 +228,8 @@ def _whole(path: Path, content: bytes | memoryview) -> Path:
     return path
 
 
-def _elsewhere() -> list[Path]:
-    """Where the result goes if the run folder cannot be written."""
+def _fallback_folders() -> list[Path]:
+    """Folders for the result if the run folder cannot be written."""
     places: list[Path] = []
     for place in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError, RuntimeError):

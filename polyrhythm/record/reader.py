@@ -1,4 +1,4 @@
-"""Reads run folders: typed events, or the same as dictionaries.
+"""Reads run folders: events, typed or as dictionaries, and metrics.
 
 >>> for record in read_events("runs/it", Applied):        # doctest: +SKIP
 ...     print(record.t, record.node, record.event.staleness)
@@ -22,13 +22,13 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def read_events(folder: str | Path, *kinds: type[Event]) -> Iterator[Record]:
-    """The events of a run in the order of the log; only of these kinds, if any are given.
+    """The events of a run in the order of the log; only of these kinds, if given.
 
-    Events of one node are in their order. Those of different nodes are not sorted by time.
+    Events of one node are in order. Those of different nodes are not sorted by time.
     """
     files = event_files(Path(folder))
     if not files:
-        raise UsageError(f"there is no event log in {folder}; was it a run with --events off?")
+        raise UsageError(f"there is no event log in {folder}; was the run made with --events off?")
     for path in files:
         lines = _lines(path)
         header = next(lines, b"")
@@ -37,7 +37,7 @@ def read_events(folder: str | Path, *kinds: type[Event]) -> Iterator[Record]:
             try:
                 record = _decoder.decode(line)
             except msgspec.MsgspecError as error:
-                raise PolyrhythmError(f"{path}, line {number} is no event: {error}") from None
+                raise PolyrhythmError(f"{path}, line {number} is not an event: {error}") from None
             if not kinds or isinstance(record.event, kinds):
                 yield record
 
@@ -57,13 +57,13 @@ def as_row(record: Record) -> dict[str, Any]:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """What the script has logged: `t`, `node`, `step` and the numbers."""
+    """The metrics that the script has logged, with `t`, `node` and `step`."""
     lines = (Path(folder) / "metrics.jsonl").read_bytes().splitlines()
     return [msgspec.json.decode(line) for line in lines]
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file; it may end anywhere if its writer was killed."""
+    """The complete lines of a file, which may end anywhere if its writer was killed."""
     try:
         with gzip.open(path) as file:
             for line in file:
@@ -79,8 +79,8 @@ def _check(path: Path, line: bytes) -> None:
     try:
         header = msgspec.json.decode(line, type=EventHeader)
     except msgspec.MsgspecError:
-        raise PolyrhythmError(f"{path} is no event log: its first line is {line[:40]!r}") from None
+        raise PolyrhythmError(f"{path} is not an event log: its first line is {line[:40]!r}") from None
     if header.version != VERSION:
         raise PolyrhythmError(
-            f"{path} has version {header.version} of the event format, and this polyrhythm reads {VERSION}"
+            f"{path} has version {header.version} of the event format, but this polyrhythm reads {VERSION}"
         )

@@ -1,1 +1,1 @@
-"""The session: what the three lines of a script do, alone and in a run."""
+"""The session: what `init()` and `prepare()` do, in a single process and in a run."""

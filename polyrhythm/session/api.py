@@ -1,8 +1,9 @@
 """init() and Session: the three lines that a user adds.
 
-Alone (`python train.py`) a session does nothing: `prepare` returns the objects that it was given. In a run,
-a server serves inside `prepare` and never returns from it. A worker gets its model on flat vectors, an
-optimizer whose `step()` is the strategy's, and its share of the loader.
+In a single process (`python train.py`) a session does nothing: `prepare` returns its arguments. In a run, a
+server serves inside `prepare` and never returns from it. On a worker, the model's parameters become views of
+flat vectors, `optimizer.step()` becomes the step of the strategy, and the loader gives out this worker's
+share of the batches.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from polyrhythm.session.context import session, world_context
 
 
 def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
-    """Joins the run that this process belongs to, or makes a session for one process alone.
+    """Joins the run that this process belongs to, or makes a session for a single process.
 
-    `strategy` decides how the workers keep time, such as "async", "local:8" or an instance of your own class.
-    The command line wins over it. The same holds for `batch_norm`, the policy for BatchNorm's statistics:
-    "local" (each worker keeps its own; the default), "rank0", "mean", "sync" or "recompute".
+    `strategy` decides how workers synchronize, such as "async", "local:8" or an instance of your own class.
+    `batch_norm` is the policy for BatchNorm's statistics: "local" (each worker keeps its own; the default),
+    "rank0", "mean", "sync" or "recompute". The command line overrides both.
     """
     if batch_norm is not None:
-        norms.named(batch_norm)
+        norms.check_name(batch_norm)
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     here = world_context.get()
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import DistributedSession  # it imports this module
+        from polyrhythm.session.distributed import DistributedSession  # imports this module
 
         mine = DistributedSession(here, chosen, batch_norm)
     session.set(mine)
@@ -46,7 +47,7 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
 
 
 class Session:
-    """The result of `init()`. This class is for a process alone: plain PyTorch."""
+    """The result of `init()`. This class is the session of a single process: plain PyTorch."""
 
     rank: int = 0
     workers: int = 1
@@ -67,18 +68,18 @@ class Session:
         yield from range(count)
 
     def log(self, **metrics: Any) -> None:
-        """Records numbers in the run folder and the summary; a process alone prints them."""
+        """Records metrics in the run folder and the summary; a single process prints them."""
         print("  ".join(f"{name} {plain(value)}" for name, value in metrics.items()), flush=True)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Surrounds all but the last `backward()` before a step: gradients are summed and not exchanged.
+        """A context for all but the last `backward()` before a step: gradients are summed, not exchanged.
 
-        The result is the same without it. It saves exchanges under strategies that exchange gradients.
+        The result is the same without it, but strategies that exchange gradients then exchange more often.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state besides its model and optimizer, such as the residual of a codec.
+        """The state of this worker's strategy, such as the residual of a codec; without model and optimizer.
 
         Each worker saves its own: `torch.save(session.state_dict(), f"{session.rank}.pt")`.
         """
@@ -88,17 +89,17 @@ class Session:
         """Continues from a saved state; call it after `prepare()`, with the same strategy and model."""
         if state:
             raise UsageError(
-                f"this state was saved under {state.get('strategy')}, and a process alone has no strategy: "
-                "load it in a run, or leave it"
+                f"this state was saved under {state.get('strategy')}, but a single process has no strategy: "
+                "load it in a run, or do not load it"
             )
 
     def consensus(self) -> nn.Module:
         """The model that all workers agree on: the server's parameters, or the average of the replicas.
 
-        It is a copy that training does not change. All workers call it at the same places of the script.
+        It is a copy that training does not change. All workers must call it at the same points of the script.
         """
         if self._model is None:
-            raise UsageError("session.consensus() comes after session.prepare(model, optimizer, loader)")
+            raise UsageError("call session.prepare(model, optimizer, loader) before session.consensus()")
         if self._copy is None:
             self._copy = copy.deepcopy(self._model)
         self._copy.load_state_dict(self._model.state_dict())
@@ -106,7 +107,7 @@ class Session:
 
 
 def plain(value: Any) -> Any:
-    """The value as a number or text that JSON can hold."""
+    """Converts a value to a number or text for JSON."""
     if isinstance(value, Tensor | np.generic):
         value = value.item()
     if isinstance(value, float):

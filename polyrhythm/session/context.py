@@ -1,4 +1,4 @@
-"""What a world gives to the session of a node."""
+"""WorldContext: the interface of a world to the session of a node."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ R = TypeVar("R")
 
 
 class ServerDone(BaseException):
-    """Ends the script on a server, which runs nothing of it after `prepare`."""
+    """Ends the script on a server, which runs no code after `prepare`."""
 
 
 class WorldContext(ABC):
-    """A node's place in a run, given by its world: its identity, its Node and the way to the coordinator."""
+    """A node's identity, its Node and its connection to the coordinator, provided by its world."""
 
     me: Peer
     node: Node
     plan: Plan
-    processes: bool = True  # DataLoader may start processes of its own
+    processes: bool = True  # DataLoaders may start worker processes
 
     @property
     @abstractmethod
     def strategy(self) -> ResolvedStrategy | None:
-        """The run's strategy, if it is settled already."""
+        """The strategy of the run, if it is known already."""
 
     @abstractmethod
     def request(self, request: Request[R]) -> R:
@@ -45,7 +45,7 @@ class WorldContext(ABC):
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         """Joins the run and proposes a strategy; returns once every node has joined.
 
-        The strategy and policy that all train with are those of the first node, unless they are settled.
+        Unless they are known already, the first node to join decides strategy and BatchNorm policy for all.
         """
 
     @abstractmethod
@@ -53,25 +53,26 @@ class WorldContext(ABC):
         """Sends the final parameters to the coordinator."""
 
     def compute_time(self) -> float:
-        """The simulated duration of the step whose backward pass is done; 0 on real processes."""
+        """The simulated duration of the step that has just run its backward pass; 0 on real processes."""
         return 0.0
 
-    def spend(self, seconds: float) -> None:
-        """Lets simulated time pass."""
+    def advance_time(self, seconds: float) -> None:
+        """Advances simulated time."""
 
-    def away(self) -> AbstractContextManager[None]:
-        """Surrounds code that may let other nodes of this process run; ends with `install_random_state`."""
+    def blocking(self) -> AbstractContextManager[None]:
+        """A context for code that may block. Other nodes of this process may run meanwhile, each with its own
+        random states; ends with `install_random_state`."""
         return nullcontext()
 
     def install_random_state(self) -> None:
         """Called before the script or its optimizer runs: others of this process may have drawn since."""
 
-    def passes(self, backward: Callable[[], None]) -> None:
-        """Runs a backward pass in which this node may wait for others."""
+    def run_backward(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass that may block on other nodes."""
         backward()
 
-    def within(self, wait: Callable[[], None]) -> None:
-        """Waits for others during a forward pass, or during a backward pass that `passes` runs."""
+    def wait_in_pass(self, wait: Callable[[], None]) -> None:
+        """Blocks on other nodes inside a forward pass, or inside a backward pass run by `run_backward`."""
         wait()
 
     @abstractmethod

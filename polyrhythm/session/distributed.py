@@ -36,13 +36,15 @@ from polyrhythm.session.api import Session, plain
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
-from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.settle import planned, settle
+from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 from polyrhythm.session.step import StepDriver
 
 
 class DistributedSession(Session):
-    """A session that is part of a run."""
+    """The session of a node in a run."""
 
     def __init__(
         self, here: WorldContext, strategy: Strategy | None = None, batch_norm: str | None = None
@@ -54,7 +56,7 @@ class DistributedSession(Session):
         self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
         norms.check(self.batch_norm, self.strategy)
         welcome = here.join(proposed, self.batch_norm)
-        if welcome.strategy.text != proposed.text:  # another node was the first
+        if welcome.strategy.text != proposed.text:  # another node joined first, and decided
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
         self._node.mesh = here.plan.mesh
@@ -62,15 +64,15 @@ class DistributedSession(Session):
         self.seed = welcome.seed
         self.rank = here.me.rank
         self.workers = welcome.workers
-        self._cohort = list(range(self.workers))  # the workers that share the data, where they step together
-        self._cohort_number = 0  # how many cohorts there were before this one
-        self._late = welcome.incarnation > 0  # it takes the place of one that died
+        self._cohort = list(range(self.workers))  # in lockstep: the workers that share the current epoch
+        self._cohort_number = 0  # how often the cohort has changed
+        self._late = welcome.incarnation > 0  # replaces a worker that died
         self._loaders: list[SharedLoader] = []
         self._replica: Replica | None = None
         self._worker: Worker | None = None
         self.driver: StepDriver | None = None
-        self._due = 0  # examples that only this worker gets, and has not got yet
-        # The same on every node, so that all build the same model.
+        self._due = 0  # examples for this worker alone that it has not used yet
+        # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
@@ -78,7 +80,7 @@ class DistributedSession(Session):
             raise UsageError("session.prepare() was called twice; a run trains one model")
         if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
-                "session.prepare() takes a model, its optimizer and the training loader, in this order"
+                "session.prepare() takes the model, its optimizer and the training loader, in this order"
             )
         node, traits = self._node, self.strategy.traits
         _check_optimizer(self.strategy, optimizer)
@@ -88,9 +90,9 @@ class DistributedSession(Session):
         replica.clock, replica.install_random_state = node.now, self._context.install_random_state
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
-        seed_all(mix("worker", self.seed, self.rank))  # from here on each draws its own
+        seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
         shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
-        with self._away():
+        with self._blocking():
             worker = self._worker = self.strategy.worker(node, replica, node.everyone)
             driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
             driver.attach(model, optimizer)
@@ -99,16 +101,17 @@ class DistributedSession(Session):
             if node.members.servers:
                 _refuse_loading(model, optimizer)
             _watch_backward()
-            if self._late:  # it runs through past epochs without a step, and schedulers would complain
+            if self._late:  # it skips past epochs without a step, and schedulers would warn
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             self._norms = choose(
-                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed, driver.sum_within,
-                self.strategy,
+                self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed,
+                driver.sum_in_pass, self.strategy,
             )  # fmt: skip
             worker.start()
-        if self._norms is not None and self._norms.waits:
-            # Its collectives are inside backward: whose gradients come when would change their order.
-            driver.wait_for_the_end()
+        if self._norms is not None and self._norms.waits_in_pass:
+            # Its collectives run inside backward. Exchanges of buckets in between would come in another order
+            # on each worker.
+            driver.disable_overlap()
         driver.meter.start()
         return (model, optimizer, *shared)
 
@@ -119,10 +122,10 @@ class DistributedSession(Session):
 
     def log(self, **metrics: Any) -> None:
         if self._late and self._replica is not None and not self._replica.steps:
-            return  # it runs through epochs that are over, and knows nothing of them
-        told = {name: plain(value) for name, value in metrics.items()}
+            return  # this epoch was over before the replacement started
+        values = {name: plain(value) for name, value in metrics.items()}
         step = self._replica.steps if self._replica else 0
-        self._context.request(LogMetrics(self._node.now(), step, told))
+        self._context.request(LogMetrics(self._node.now(), step, values))
 
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self.driver is None else self.driver.accumulating()
@@ -130,7 +133,7 @@ class DistributedSession(Session):
     def consensus(self) -> nn.Module:
         if self._replica is None or self._worker is None:
             return super().consensus()
-        with self._away():
+        with self._blocking():
             if self._norms is not None:
                 self._norms.agree()
             return self._shown(self._replica, self._worker.consensus())
@@ -144,24 +147,24 @@ class DistributedSession(Session):
     def state_dict(self) -> dict[str, Any]:
         if self._replica is None or self._worker is None:
             return {}
-        with self._away():
+        with self._blocking():
             state = self._worker.state_dict()
         return {"strategy": str(self.strategy), "layout": self._replica.layout.hash, "worker": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._replica is None or self._worker is None:
             raise UsageError(
-                "session.load_state_dict() comes after session.prepare(model, optimizer, loader)"
+                "call session.prepare(model, optimizer, loader) before session.load_state_dict()"
             )
         if state and state.get("strategy") != str(self.strategy):
             raise UsageError(
-                f"this state was saved under {state.get('strategy')}, and this run is {self.strategy}"
+                f"this state was saved under {state.get('strategy')}, but this run uses {self.strategy}"
             )
         if state and state["layout"] != self._replica.layout.hash:
-            raise UsageError("this state was saved with another model, or with other parameter groups")
-        # A replacement continues with what the others have: they have gone further than its predecessor.
+            raise UsageError("this state was saved with a different model or different parameter groups")
+        # A replacement continues from the state of the others, which is newer than the saved one.
         if state and not self._late:
-            with self._away():
+            with self._blocking():
                 self._worker.load_state_dict(state["worker"])
 
     def close(self) -> None:
@@ -188,29 +191,29 @@ class DistributedSession(Session):
                 self._context.bring(digest, blob)
 
     def _fetch(self, worker: FetchOptimizerState) -> None:
-        with self._away():
+        with self._blocking():
             worker.fetch_optimizer_state()
 
     @contextmanager
-    def _away(self) -> Iterator[None]:
-        with torch.no_grad(), self._context.away():
+    def _blocking(self) -> Iterator[None]:
+        with torch.no_grad(), self._context.blocking():
             yield
 
-    def passes(self, backward: Callable[[], None]) -> None:
-        """Runs a backward pass. One in which workers wait for each other needs care."""
-        if self._norms is not None and self._norms.waits:
-            self._context.passes(backward)
+    def run_backward(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass, which may block on other workers if the BatchNorm policy does."""
+        if self._norms is not None and self._norms.waits_in_pass:
+            self._context.run_backward(backward)
         else:
             backward()
 
-    # --- sharing out the data -----------------------------------------------------------------------
+    # --- sharing the data -----------------------------------------------------------------------
 
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
 
-    def _weighted_with(self) -> list[int]:
-        """The workers whose examples a gradient is weighed against; the strategy weighs the rest."""
+    def _averaged_with(self) -> list[int]:
+        """The ranks over which uneven batches are balanced by scaling; the strategy weights all others."""
         if self.strategy.parts[0].traits.weighted_by_examples:
             return [self.rank]
         return [peer.rank for peer in self._gradient_peers().members]
@@ -225,12 +228,12 @@ class DistributedSession(Session):
         def give_back(unseen: int) -> None:
             self._context.request(ReturnLease(number, unseen))
 
-        def deal(epoch: int) -> tuple[int, int, int] | None:
+        def join(epoch: int) -> CohortPlace | None:
             share = self._context.request(ShareEpoch(number, epoch)).share
             if share is None:
                 return None
             self._join_cohort(share.ranks, share.number)
-            return self._cohort.index(self.rank), len(self._cohort), share.epoch
+            return CohortPlace(self._cohort.index(self.rank), len(self._cohort), share.epoch)
 
         def due(examples: int) -> None:
             assert self._replica is not None
@@ -238,29 +241,26 @@ class DistributedSession(Session):
             self._context.request(ExamplesDue(self._replica.samples + self._due))
 
         traits = self.strategy.traits
-        return SharedLoader(
-            loader,
-            rank=self.rank,
-            workers=self.workers,
-            seed=self.seed,
-            leases=None if traits.lockstep else (take, give_back),
-            counted=self._counted,
-            deal=deal if traits.lockstep and traits.survives else None,
-            due=due,
-            processes=self._context.processes,
-            peers=self._weighted_with() if traits.weighted_by_examples else None,
-        )
+        sharing: Sharing
+        if not traits.lockstep:
+            sharing = LeasedSharing(self.workers, take, give_back)
+        elif traits.survives:
+            sharing = CohortSharing(self.workers, join, due)
+        else:
+            averaged_with = self._averaged_with() if traits.weighted_by_examples else None
+            sharing = LockstepSharing(self.rank, self.workers, averaged_with)
+        return SharedLoader(loader, sharing, self.seed, self._on_batch, self._context.processes)
 
     def _join_cohort(self, ranks: list[int], number: int) -> None:
-        """From here on these workers share the data; in lockstep they are the ones to keep in step with."""
+        """From here on these workers share the data and step together."""
         if number == self._cohort_number:
             return
         self._cohort, self._cohort_number = ranks, number
         if isinstance(self._worker, OnMembership):
-            with self._away():
+            with self._blocking():
                 self._worker.on_membership(ranks, number)
 
-    def _counted(self, samples: int, scale: float) -> None:
+    def _on_batch(self, samples: int, scale: float) -> None:
         assert self._replica is not None
         self._replica.gradients.scale(scale)
         self._replica.samples += samples
@@ -281,7 +281,7 @@ class DistributedSession(Session):
 
 
 def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
-    """The strategy that this node proposes when it joins: the run's, if that is settled."""
+    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
     settled = here.strategy
     if settled is not None:
         return load(settled.text, settled.classes), settled
@@ -290,25 +290,25 @@ def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, Res
 
 
 def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
-    """Some strategies are about what one optimizer does, and would be wrong with another."""
+    """Some strategies replace a part of one optimizer, and would be wrong with another."""
     wanted = strategy.traits.optimizer
     if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
         raise UsageError(
-            f"{strategy} needs torch.optim.{wanted}, and this script has {type(optimizer).__name__}"
+            f"{strategy} needs torch.optim.{wanted}, but this script uses {type(optimizer).__name__}"
         )
     if getattr(optimizer, "own_gradients", False) and not strategy.traits.steps_in_place:
         raise UsageError(
-            f"{strategy} works on gradients, and {type(optimizer).__name__} makes its own, row by row: use "
-            "hogwild, or torch.optim.SGD with backward()"
+            f"{strategy} exchanges gradients, but {type(optimizer).__name__} computes its own, row by row: "
+            "use hogwild, or torch.optim.SGD with backward()"
         )
 
 
 def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Where servers hold the parameters and the optimizer's state, what is loaded into a worker is lost."""
+    """Servers hold the parameters and the optimizer's state, so loading them on a worker has no effect."""
 
     def refuse(what: object, *_: object) -> None:
         if what is model or what is optimizer:
-            raise UsageError("load_state_dict() comes before session.prepare(): the servers start from it")
+            raise UsageError("call load_state_dict() before session.prepare(): the servers start from it")
 
     model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
     optimizer.register_load_state_dict_post_hook(refuse)
@@ -327,17 +327,16 @@ _backward = torch.autograd.backward
 
 
 def _watch_backward() -> None:
-    """Lets a session know when a backward pass has ended.
+    """Replaces `torch.autograd.backward`, so that the session knows when a backward pass ends.
 
-    `Tensor.backward` looks this function up at each call. A hook inside the engine would not do: a strategy
-    may block here, and the engine must not be held while others use it (in simulation, hundreds of workers
-    take turns on one thread).
+    `Tensor.backward` looks this function up at each call. A hook inside the autograd engine would not do: a
+    strategy may block here, and in simulation hundreds of workers share the engine of one thread.
     """
     if torch.autograd.backward is _backward:
-        torch.autograd.backward = _backward_and_tell
+        torch.autograd.backward = _backward_with_session
 
 
-def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
+def _backward_with_session(*args: Any, **kwargs: Any) -> None:
     mine = session.get()
     if not isinstance(mine, DistributedSession):
         return _backward(*args, **kwargs)
@@ -346,8 +345,8 @@ def _backward_and_tell(*args: Any, **kwargs: Any) -> None:
         return _backward(*args, **kwargs)
     driver.before_backward()
     try:
-        mine.passes(lambda: _backward(*args, **kwargs))
+        mine.run_backward(lambda: _backward(*args, **kwargs))
     except BaseException:
-        driver.failed_backward()
+        driver.backward_failed()
         raise
     driver.after_backward()

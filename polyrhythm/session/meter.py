@@ -1,4 +1,4 @@
-"""Meter: how a worker's time divides into computing and waiting."""
+"""Meter: the time a worker spends computing and waiting."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from polyrhythm.core.events import StepDone
 from polyrhythm.core.node import Node
 from polyrhythm.model.replica import Replica
 
-DIGITS = 6  # events tell microseconds
+DIGITS = 6  # events are recorded in microseconds
 
 
 class Meter:
-    """Counts seconds of computing and of waiting, step by step, and reports them to the run."""
+    """Measures compute and wait time of each step, and reports the totals to the run."""
 
     def __init__(self, node: Node, replica: Replica) -> None:
         self._node, self._replica = node, replica
         self._mark = node.now()  # the end of the last step
-        self._exchange = 0.0  # seconds of exchanges since then
+        self._exchange = 0.0  # seconds spent in exchanges since then
         self._samples = 0  # examples at the last step
         self._compute = self._wait = 0.0
 
     def start(self) -> None:
-        """Training begins now."""
+        """Called when training begins."""
         self._mark = self._node.now()
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Around an exchange with other nodes before the step."""
+        """A context for an exchange with other nodes before the step."""
         before = self._node.now()
         yield
         self._exchange += self._node.now() - before
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the strategy's step: all but the optimizer's own work is waiting."""
+        """A context for the strategy's step: all of it except the optimizer's work counts as waiting."""
         node, replica = self._node, self._replica
         before, applying = node.now(), replica.applying
         yield
@@ -50,7 +50,7 @@ class Meter:
         self.report()
 
     def report(self) -> None:
-        """Tells the run what this worker has done so far."""
+        """Reports the totals of this worker so far."""
         replica = self._replica
         self._node.totals(
             steps=replica.steps, samples=replica.samples, compute_s=self._compute, wait_s=self._wait

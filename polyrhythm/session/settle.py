@@ -1,7 +1,7 @@
-"""Settles which strategy a run trains with, in a process that knows the strategy's class.
+"""Decides and checks the strategy of a run, in the first process that knows its class.
 
-That is the launcher, if the strategy is built in; the process that forks the nodes, if it is in a module that
-the plan imports; or the first node, if the script defines or chooses it. All of them do it here.
+This is the launcher if the strategy is built in, the fork server if it is in a module named by `--import`,
+and the first node if the script defines or chooses it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ def planned(plan: Plan, script: Strategy | None = None) -> Strategy:
 
 
 def settle(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
-    """Checks that a strategy can do what was planned; raises UsageError if not."""
+    """Checks a strategy against the plan; raises UsageError if they do not fit."""
     traits = strategy.traits
     norms.check(plan.batch_norm or norms.DEFAULT, strategy)
     if plan.servers and not traits.uses_servers:
-        raise UsageError(f"{strategy} needs no servers; leave --servers out")
+        raise UsageError(f"{strategy} uses no servers; leave out --servers")
     choose.check_codec(plan.collective, strategy)
     strategy.check(replace(plan, servers=max(1, plan.servers) if traits.uses_servers else 0))
     if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
         raise UsageError(
-            f"{strategy} works on memory that all workers share, so they must be on one host: leave --here "
-            "and --listen out, or use a strategy that sends, such as async"
+            f"{strategy} needs memory that all workers share, so they must be on one host: leave out --here "
+            "and --listen, or use a strategy that sends messages, such as async"
         )
     if plan.restarts and not traits.survives:
-        raise UsageError(f"under {strategy} no worker can go on without another; leave --restarts out")
+        raise UsageError(f"under {strategy} no worker can continue without the others; leave out --restarts")
     return resolved(strategy, _notes(plan, strategy))
 
 
 def _notes(plan: Plan, strategy: Strategy) -> tuple[str, ...]:
     codecs = [] if strategy.traits.uses_servers else [part.codec for part in strategy.parts]
     return tuple(
-        f"{strategy}: round the ring {codec.name} is decoded, added to and coded again at each hop"
+        f"{strategy}: in the ring, {codec.name} is decoded, added and encoded again at each hop"
         for codec in codecs
         if plan.collective == "ring" and codec is not None and codec.reduction is Reduction.HOPS
     )

@@ -1,7 +1,7 @@
-"""StepDriver: what happens between the lines of the script's loop.
+"""StepDriver: calls the strategy's worker from the script's training loop.
 
-It hands buckets of the gradient to the strategy's worker while backward runs, lets it exchange the gradient
-when backward is complete, and lets it take the optimizer's step.
+It passes buckets of the gradient to the worker while backward runs, lets the worker exchange the gradient
+when backward is complete, and calls its step in place of the optimizer's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polyrhythm.session.meter import Meter
 
 
 class StepDriver:
-    """Drives a worker through the steps of one script."""
+    """Calls a worker at the right points of each training step."""
 
     def __init__(self, context: WorldContext, worker: Worker, replica: Replica, peers: Group) -> None:
         self._context, self._worker, self._replica = context, worker, replica
@@ -37,30 +37,30 @@ class StepDriver:
         self._before_forward = worker.before_forward if isinstance(worker, BeforeForward) else None
         several = peers.size > 1 and len(replica.gradients.buckets) > 1
         self._bucketed = self._on_bucket is not None
-        # Where time is simulated it has not passed yet: buckets are handed on later, at their times.
-        self._early = self._bucketed and several and context.processes
-        self._observing = self._bucketed and several  # the order in which gradients become ready
-        self._complete = False  # a gradient waits for its step,
-        self._exchanged = False  # and has been exchanged
+        # In simulation backward takes no virtual time: buckets are passed on afterwards, at their times.
+        self._overlaps = self._bucketed and several and context.processes
+        self._observing = self._bucketed and several  # records the order in which gradients become ready
+        self._complete = False  # backward is complete, and its step not yet taken
+        self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
-        self._depth = 0  # of backward passes inside one another
+        self._depth = 0  # of nested backward passes
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the worker's step in place of the optimizer's, and watches forward passes if it wants that."""
-        optimizer.step = types.MethodType(self._step_of(), optimizer)  # type: ignore[method-assign]
+        """Replaces `optimizer.step`, and registers a forward hook if the worker has `before_forward`."""
+        optimizer.step = types.MethodType(self._make_step(), optimizer)  # type: ignore[method-assign]
         if self._before_forward is not None:
 
             def begin(module: nn.Module, _: object) -> None:
-                # Not for a copy of the model, which has this hook too, nor for an evaluation.
+                # Not in a copy of the model, which has this hook too, and not in an evaluation.
                 if module is model and torch.is_grad_enabled():
-                    with torch.no_grad(), self._context.away():
+                    with torch.no_grad(), self._context.blocking():
                         self._begin_forward()
 
             model.register_forward_pre_hook(begin)
 
-    def wait_for_the_end(self) -> None:
-        """Hands on no bucket before backward has ended: others wait for this worker inside backward."""
-        self._early = False
+    def disable_overlap(self) -> None:
+        """Passes on buckets only after backward, because workers wait for each other inside backward."""
+        self._overlaps = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -80,63 +80,63 @@ class StepDriver:
     def before_backward(self) -> None:
         self._depth += 1
         gradients = self._replica.gradients
-        if self._depth > 1:  # checkpointing calls backward inside backward, and may complete a gradient twice
-            self._early = False
+        if self._depth > 1:  # checkpointing nests backward, and may complete a gradient twice
+            self._overlaps = False
             gradients.wait_for_the_end()
         else:
-            early = self._early and not self._observing and not self._accumulating
-            gradients.before_backward(self._begin if early else None)
+            overlap = self._overlaps and not self._observing and not self._accumulating
+            gradients.before_backward(self._begin if overlap else None)
 
     def after_backward(self) -> None:
-        """The gradient is complete, unless the backward pass was another model's."""
+        """The gradient is complete, unless the backward pass was of another model."""
         self._depth -= 1
         if self._replica.gradients.touched and not self._depth:
-            with torch.no_grad(), self._context.away():
+            with torch.no_grad(), self._context.blocking():
                 self._completed()
 
-    def failed_backward(self) -> None:
-        """The script may catch the error and go on: if all workers do, only this step's gradient is lost."""
+    def backward_failed(self) -> None:
+        """The script may catch the error and continue. If all workers do, only this gradient is lost."""
         self._depth -= 1
         if self._depth:
             return
-        with torch.no_grad(), self._context.away():
+        with torch.no_grad(), self._context.blocking():
             if self._replica.gradients.give_up(self._begin):
                 if self._on_gradient is not None:
                     self._on_gradient()
                 self._replica.gradients.recover()
 
-    def sum_within(self, tensor: Tensor) -> None:
+    def sum_in_pass(self, tensor: Tensor) -> None:
         """Sums a tensor over all workers in the middle of a forward or backward pass."""
         device = self._replica.parameters[0].device.type
 
         def wait() -> None:
-            # No autocast while others run: in simulation they are on the same thread.
-            apart = self._context.away()
-            with self.meter.exchange(), torch.autocast(device, enabled=False), torch.no_grad(), apart:
+            # No autocast while other nodes run: in simulation they run on this thread.
+            blocking = self._context.blocking()
+            with self.meter.exchange(), torch.autocast(device, enabled=False), torch.no_grad(), blocking:
                 self._node.everyone.all_reduce(tensor)
 
-        self._context.within(wait)
+        self._context.wait_in_pass(wait)
 
     def _completed(self) -> None:
         seconds = self._context.compute_time()
         self._replica.gradients.after_backward()
         self._complete, self._exchanged = True, False
         if self._accumulating:
-            self._context.spend(seconds)
+            self._context.advance_time(seconds)
         else:
             self._exchange(seconds)
 
     def _exchange(self, seconds: float = 0.0) -> None:
-        """Lets the worker exchange the gradient, before the script does anything to it."""
+        """Lets the worker exchange the gradient before the script uses it."""
         gradients = self._replica.gradients
         if self._bucketed:
-            # A third of a step is forward; the rest is divided by the elements of each bucket.
+            # A third of a step is forward; the rest is divided among buckets by their elements.
             spans = [seconds * (bucket.share * 2 / 3) for bucket in gradients.buckets[1:]]
             for span in [seconds - sum(spans), *spans][gradients.begun :]:
-                self._context.spend(span)
+                self._context.advance_time(span)
                 gradients.hand_on(self._begin)
         else:
-            self._context.spend(seconds)
+            self._context.advance_time(seconds)
         if self._on_gradient is not None:
             with self.meter.exchange():
                 self._on_gradient()
@@ -144,8 +144,8 @@ class StepDriver:
         self._exchanged = True
         if self._observing:
             self._observing = False
-            everyone = reversed(range(len(self._replica.layout.pieces)))
-            order = torch.tensor(list(dict.fromkeys([*gradients.touched, *everyone])))
+            rest = reversed(range(len(self._replica.layout.pieces)))
+            order = torch.tensor(list(dict.fromkeys([*gradients.touched, *rest])))
             self._peers.broadcast(order)
             gradients.arrange(order.tolist())
 
@@ -156,25 +156,25 @@ class StepDriver:
 
     # --- the step -----------------------------------------------------------------------------------
 
-    def _step_of(self) -> Callable[..., Any]:
+    def _make_step(self) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._step()
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             return loss
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that one made earlier does not complain
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or earlier schedulers would warn
         return step
 
     def _step(self) -> None:
         replica = self._replica
-        with torch.no_grad(), self._context.away():
+        with torch.no_grad(), self._context.blocking():
             if self._complete:
                 replica.gradients.gather()
-            else:  # gradients that did not come by `backward()`, or none at all
+            else:  # gradients that were set without `backward()`, or no gradients
                 self._begin_forward()
                 replica.gradients.before_anything()
                 self._completed()

@@ -1,39 +1,39 @@
 """The machines and links of a simulated run, and the `cluster.toml` that describes them.
 
-    [[hosts]]                  # a group of equal hosts; workers are dealt to the groups in order
+    [[hosts]]                  # a group of equal hosts; workers are assigned to the groups in order
     name = "workstation"
-    count = 3                  # one group may go without: it takes the workers that are left over
+    count = 3                  # one group may leave it out: it takes the remaining workers
     speed = 1.0                # relative: at 0.5 a step takes twice as long (default 1)
     step_time = "20 ms"        # or { uniform = ["10 ms", "30 ms"] }, { exponential = "20 ms" } (its mean),
                                # { lognormal = "20 ms", sigma = 0.3 } (its median) (default 10 ms)
-    bandwidth = "1 Gbit/s"     # of its link, each way; bit/s or B/s with k, M or G (default unlimited)
+    bandwidth = "1 Gbit/s"     # of its link, each direction; bit/s or B/s with k, M or G (default unlimited)
     latency = "0.1 ms"         # of its link, one way; ns, us, ms or s (default 0)
-    site = "berlin"            # where they are: all groups say it, or none; several may be at one site
+    site = "berlin"            # all groups have one, or none; several groups may be at one site
 
-    [[sites]]                  # the link of a site to the others; one that is not listed has a free one
+    [[sites]]                  # the link of a site to the others; a site not listed has a free link
     name = "berlin"            # a site that hosts are at
-    bandwidth = "10 Mbit/s"    # each way (default unlimited)
+    bandwidth = "10 Mbit/s"    # in each direction (default unlimited)
     latency = "20 ms"          # one way (default 0)
 
-    [servers]                  # the host of each server: the same keys, but no name and no count (a server
-                               # without a site is at none: what it says to workers passes their site's link)
-    step_time = "1 ms"         # what a server takes per push (default 0)
-                               # (beside workers they have no link of their own: no bandwidth, no latency)
+    [servers]                  # the host of each server: the same keys, but no name and no count. A server
+                               # without a site is outside all sites: messages cross the worker's site link
+    step_time = "1 ms"         # time of a server per push (default 0)
+                               # (colocated servers use the worker's link: no bandwidth, no latency)
 
-    [[stragglers]]             # an episode in which some workers are slower
+    [[stragglers]]             # a period in which some workers are slower
     workers = [3]              # their ranks; or host = "workstation"
     from = "10 s"              # (default 0)
     to = "20 s"                # (default: to the end)
     slowdown = 5.0             # their steps take five times as long
 
-    [[failures]]               # a crash of some workers, for strategies in which the others can go on
+    [[failures]]               # a crash of some workers, for strategies in which the others can continue
     workers = [1]              # their ranks
     at = "0.5 s"               # when they crash
-    back = "1 s"               # when they begin anew (default: never)
+    back = "1 s"               # when they are replaced (default: never)
 
 Nothing is required: an empty file describes equal hosts on a free network.
 
-Real runs use such a file for one thing: which worker is at which site (`--strategy "allreduce / diloco:50"`).
+Real runs use only the sites of the workers (`--strategy "allreduce / diloco:50"`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from pathlib import Path
 from typing import Any
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.worlds.cost_model import Costs, Host, Site, StepTime, Straggler
+from polyrhythm.worlds.cost_model import CostModel, Host, Site, StepTime, Straggler
 from polyrhythm.worlds.tables import BYTES_PER_SECOND, SECONDS, Table, hint
 
 
 @dataclass(frozen=True)
 class Crash:
-    """Some workers stop dead; at `back`, if ever, they begin anew."""
+    """A crash of some workers; `back` is the time at which they are replaced, if ever."""
 
     workers: tuple[int, ...]
     at: float
@@ -64,7 +64,7 @@ SERVER = Host(step_time=StepTime("constant", (0.0,)))
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines and links on which a simulated run takes place."""
+    """The machines and links of a simulated run."""
 
     hosts: tuple[Host, ...] = (Host(),)
     servers: Host = SERVER
@@ -75,12 +75,12 @@ class Cluster:
 
     @staticmethod
     def uniform() -> Cluster:
-        """Any number of equal hosts, steps of 10 ms and a free network: what is simulated by default."""
+        """The default: any number of equal hosts, steps of 10 ms and a free network."""
         return Cluster()
 
     @staticmethod
     def load(path: Path | str) -> Cluster:
-        """Reads a `cluster.toml`; whatever is wrong with it is a `UsageError` of one line."""
+        """Reads a `cluster.toml`; raises `UsageError` with one line if anything is wrong with it."""
         try:
             content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -93,27 +93,25 @@ class Cluster:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
         return _cluster(Table(str(path), content))
 
-    def place(self, workers: int, servers: int, seed: int, colocated: bool = False) -> Costs:
-        """Deals the workers to the hosts; server r has one of its own, or shares worker r's. The seed
-        decides every draw.
-        """
+    def cost_model(self, workers: int, servers: int, seed: int, colocated: bool = False) -> CostModel:
+        """The cost model of a run. Server r has its own host, or shares that of worker r."""
         if colocated and (self.servers.bandwidth != inf or self.servers.latency or self.servers.site):
             raise UsageError(
                 f"{self.source}: servers: colocated servers use the links of the workers' hosts; leave out "
                 "their bandwidth and latency" + (" and site" if self.servers.site else "")
             )
-        dealt = self._deal(workers)
-        return Costs(dealt, [self.servers] * servers, self.stragglers, seed, colocated, self.sites)
+        hosts = self._assign_hosts(workers)
+        return CostModel(hosts, [self.servers] * servers, self.stragglers, seed, colocated, self.sites)
 
-    def places(self, workers: int) -> dict[str, list[int]]:
-        """The ranks of so many workers by their sites; empty if there are no sites."""
-        dealt = self._deal(workers) if self.sites else []
+    def ranks_by_site(self, workers: int) -> dict[str, list[int]]:
+        """The ranks at each site; empty if there are no sites."""
+        assigned = self._assign_hosts(workers) if self.sites else []
         return {
-            site.name: [rank for rank, host in enumerate(dealt) if host.site == site.name]
+            site.name: [rank for rank, host in enumerate(assigned) if host.site == site.name]
             for site in self.sites
         }
 
-    def _deal(self, workers: int) -> list[Host]:
+    def _assign_hosts(self, workers: int) -> list[Host]:
         """The host of each worker."""
         counts = [host.count for host in self.hosts]
         fixed = sum(count for count in counts if count is not None)
@@ -122,11 +120,11 @@ class Cluster:
                 f"{self.source}: {workers} workers, but only {fixed} hosts; use --workers {fixed} or fewer, "
                 "raise a count, or leave out the count of one group"
             )
-        dealt: list[Host] = []
+        assigned: list[Host] = []
         for host in self.hosts:
             wanted = max(0, workers - fixed) if host.count is None else host.count
-            dealt += [host] * min(wanted, workers - len(dealt))
-        return dealt
+            assigned += [host] * min(wanted, workers - len(assigned))
+        return assigned
 
 
 def _cluster(table: Table) -> Cluster:
@@ -137,40 +135,40 @@ def _cluster(table: Table) -> Cluster:
     stragglers = tuple(_straggler(item, names, size) for item in table.tables("stragglers"))
     failures = tuple(_failure(item, size) for item in table.tables("failures"))
     sites = _sites(table, hosts, servers)
-    table.end()
+    table.reject_unknown_keys()
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"{table.where}: hosts: two groups have the name {name!r}; give each its own")
     if sum(host.count is None for host in hosts) > 1:
         raise UsageError(
-            f"{table.where}: hosts: more than one group has no count; one at most can take what is left over"
+            f"{table.where}: hosts: more than one group has no count; only one can take the remaining workers"
         )
     return Cluster(hosts, servers, stragglers, table.where, failures, sites)
 
 
 def _sites(table: Table, hosts: Sequence[Host], servers: Host) -> tuple[Site, ...]:
-    """The sites that hosts are at, in their order, with the links that they have."""
+    """The sites of the hosts, in their order, with their links."""
     names = list(dict.fromkeys(host.site for host in hosts if host.site))
     found = {name: Site(name) for name in names}
     for number, host in enumerate(hosts):
         if names and not host.site:
             raise UsageError(
-                f"{table.where}: hosts[{number}]: site is missing; other groups have one, so give each one"
+                f"{table.where}: hosts[{number}]: site is missing; if one group has a site, all need one"
             )
     seen = []
     for item in table.tables("sites"):
         name = item.text("name") or ""
         if name not in found:
-            raise item.wrong("name", f"no group of hosts is at such a site; {hint(name, names, 'sites')}")
+            raise item.error("name", f"no group of hosts is at such a site; {hint(name, names, 'sites')}")
         if name in seen:
-            raise item.wrong("name", "this site is listed twice")
+            raise item.error("name", "this site is listed twice")
         seen.append(name)
         found[name] = Site(
             name,
             item.quantity("bandwidth", BYTES_PER_SECOND, inf, above_zero=True),
             item.quantity("latency", SECONDS, 0.0),
         )
-        item.end()
+        item.reject_unknown_keys()
     if servers.site and servers.site not in found:
         raise UsageError(
             f"{table.where}: servers: site = {servers.site!r}: no group of hosts is there; "
@@ -183,7 +181,7 @@ def _host(table: Table) -> Host:
     name = table.text("name") or ""
     count = table.take("count")
     if count is not None and (type(count) is not int or count < 1):
-        raise table.wrong("count", "must be a whole number, 1 or more")
+        raise table.error("count", "must be a whole number, 1 or more")
     return _node(table, Host(), name, count)
 
 
@@ -197,7 +195,7 @@ def _node(table: Table, default: Host, name: str = "", count: int | None = None)
         latency=table.quantity("latency", SECONDS, 0.0),
         site=table.text("site") or "",
     )
-    table.end()
+    table.reject_unknown_keys()
     return host
 
 
@@ -211,7 +209,7 @@ def _step_time(table: Table, default: StepTime) -> StepTime:
         case {"uniform": [low, high], **rest} if not rest:
             bounds = table.parse("step_time", low, SECONDS), table.parse("step_time", high, SECONDS)
             if bounds[0] > bounds[1]:
-                raise table.wrong("step_time", "the lower bound comes first")
+                raise table.error("step_time", "the lower bound comes first")
             return StepTime("uniform", bounds)
         case {"exponential": mean, **rest} if not rest:
             return StepTime("exponential", (table.parse("step_time", mean, SECONDS),))
@@ -220,7 +218,7 @@ def _step_time(table: Table, default: StepTime) -> StepTime:
         ):
             median = table.parse("step_time", middle, SECONDS, above_zero=True)
             return StepTime("lognormal", (median, float(sigma)))
-    raise table.wrong(
+    raise table.error(
         "step_time",
         'use "20 ms", { uniform = ["10 ms", "30 ms"] }, { exponential = "20 ms" } or '
         '{ lognormal = "20 ms", sigma = 0.3 } with a sigma of 0 to 10',
@@ -231,36 +229,36 @@ def _straggler(table: Table, names: list[str], size: int | None) -> Straggler:
     workers, host = table.take("workers"), table.text("host")
     start, end = table.quantity("from", SECONDS, 0.0), table.quantity("to", SECONDS, inf)
     slowdown = table.number("slowdown", 0.0)
-    table.end()  # first, for a misspelt key is the better explanation of a missing one
+    table.reject_unknown_keys()  # first, because a missing key may be a misspelt one
     if slowdown == 0:
         raise UsageError(f"{table.where}: slowdown is missing; write, say, slowdown = 5.0")
     if (workers is None) == (host is None):
-        raise UsageError(f'{table.where}: say who, either by workers = [3] or by host = "name"')
+        raise UsageError(f'{table.where}: name the workers, either by workers = [3] or by host = "name"')
     if host is not None and host not in names:
-        raise table.wrong("host", f"there is no such group of hosts; {hint(host, names, 'names')}")
+        raise table.error("host", f"there is no such group of hosts; {hint(host, names, 'names')}")
     ranks = _ranks(table, [] if workers is None else workers, size)
     if not start < end:
-        raise table.wrong("to", "must be later than from")
+        raise table.error("to", "must be later than from")
     return Straggler(ranks, host, start, end, slowdown)
 
 
 def _failure(table: Table, size: int | None) -> Crash:
     workers, at = table.take("workers"), table.quantity("at", SECONDS, 0.0, above_zero=True)
     back = table.quantity("back", SECONDS, inf)
-    table.end()
+    table.reject_unknown_keys()
     if workers is None or workers == []:
         raise UsageError(f"{table.where}: workers is missing; write, say, workers = [1]")
     if at == 0:
         raise UsageError(f'{table.where}: at is missing; write, say, at = "0.5 s"')
     ranks = _ranks(table, workers, size)
     if not at < back:
-        raise table.wrong("back", "must be later than at")
+        raise table.error("back", "must be later than at")
     return Crash(ranks, at, None if back == inf else back)
 
 
 def _ranks(table: Table, ranks: Any, size: int | None) -> tuple[int, ...]:
     if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        raise table.wrong("workers", "must be a list of ranks, such as [0, 3]")
+        raise table.error("workers", "must be a list of ranks, such as [0, 3]")
     if size is not None and any(rank >= size for rank in ranks):
-        raise table.wrong("workers", f"there are only {size} hosts, so ranks are 0 to {size - 1}")
+        raise table.error("workers", f"there are only {size} hosts, so ranks are 0 to {size - 1}")
     return tuple(ranks)

@@ -1,8 +1,7 @@
-"""The cost model of the simulator: what a step, an update and a message cost on hosts with such links.
+"""The cost model of the simulator: the duration of steps, updates and messages.
 
-Every worker has a host of its own, every host a link of its own to a network that is never the bottleneck.
-Hosts may be at sites: then what passes between two sites also passes the link of each, which all hosts of the
-site share.
+Every worker has its own host, and every host its own link to a network that is never the bottleneck. Hosts
+may be at sites: messages between two sites also pass the links of both sites, which all their hosts share.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from math import inf, log
 
 @dataclass(frozen=True)
 class StepTime:
-    """A distribution of times: its kind and, in seconds, its parameters (but sigma has no unit)."""
+    """A distribution of durations: its kind and its parameters in seconds (sigma has no unit)."""
 
     kind: str
     parameters: tuple[float, ...]
 
     def sampler(self, stream: random.Random, speed: float) -> Callable[[], float]:
-        """Draws from the distribution, divided by the speed. Scaling its parameters once does that."""
+        """A function that draws from the distribution, divided by the speed."""
         first, *rest = self.parameters
         first /= speed
         match self.kind:
@@ -38,7 +37,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Host:
-    """A group of equal hosts. Seconds, and bytes per second."""
+    """A group of equal hosts, in seconds and bytes per second."""
 
     name: str = ""
     count: int | None = None
@@ -51,7 +50,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Site:
-    """The link of a site. Seconds, and bytes per second."""
+    """The link of a site, in seconds and bytes per second."""
 
     name: str
     bandwidth: float = inf
@@ -60,7 +59,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Straggler:
-    """An episode in which some workers, given by rank or by host, are slower."""
+    """A period in which some workers, given by rank or by host, are slower."""
 
     workers: tuple[int, ...]
     host: str | None
@@ -69,9 +68,10 @@ class Straggler:
     slowdown: float
 
 
-class Costs:
-    """What things cost each node of one run. It remembers until when each link is busy, so it is asked
-    in the order of virtual time.
+class CostModel:
+    """The costs of each node of one run.
+
+    It keeps the time until which each link is busy, so it must be called in the order of virtual time.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Costs:
         colocated: bool = False,
         sites: Sequence[Site] = (),
     ) -> None:
-        # Strings seed `Random` by their SHA-512, so every process draws the same; `hash` would not do.
+        # `Random` seeds strings by SHA-512, so every process draws the same numbers, unlike with `hash`.
         self._steps = [
             host.step_time.sampler(random.Random(f"{seed}/step/{rank}"), host.speed)
             for rank, host in enumerate(workers)
@@ -100,8 +100,7 @@ class Costs:
             ]
             for rank, host in enumerate(workers)
         ]
-        # One list of links for both roles: the first server comes after the last worker, or shares the
-        # first worker's.
+        # One list of links for both roles: servers come after the workers, or share the workers' links.
         nodes = workers if colocated else workers + servers
         self._offset = {"worker": 0, "server": 0 if colocated else len(workers)}
         self._bandwidth = [node.bandwidth for node in nodes]
@@ -109,12 +108,12 @@ class Costs:
         self.free = all(node.bandwidth == inf and not node.latency for node in nodes)
         self._up_free = [0.0] * len(nodes)
         self._down_free = [0.0] * len(nodes)
-        # A server at no site is as if at one more, with a free link.
+        # Servers without a site are at one more site, with a free link.
         self.sites = _SiteLinks(sites, [node.site for node in nodes]) if sites else None
         self.free = self.free and not sites
 
     def step_time(self, worker: int, now: float) -> float:
-        """How long the step takes that this worker begins now. Each call draws anew."""
+        """The duration of the step that this worker begins now. Each call draws another."""
         time = self._steps[worker]()
         for start, end, slowdown in self._episodes[worker]:
             if start <= now < end:
@@ -122,20 +121,20 @@ class Costs:
         return time
 
     def apply_time(self, server: int) -> float:
-        """How long this server takes for its next update."""
+        """The duration of this server's next update."""
         return self._applies[server]()
 
-    def together(self, source: tuple[str, int], target: tuple[str, int]) -> bool:
-        """Whether both are on one host, so that nothing between them touches the network."""
+    def same_host(self, source: tuple[str, int], target: tuple[str, int]) -> bool:
+        """True if both are on one host, so that their messages do not use the network."""
         return source[1] == target[1] and self._offset[source[0]] == self._offset[target[0]]
 
-    def depart(
+    def start_transfer(
         self, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float
     ) -> tuple[float, float]:
-        """When the first byte of a message reaches its target, and how long the uplink takes for all of it.
+        """When the first byte of a message arrives, and how long the uplink is busy with the message.
 
-        A message waits until the uplink of its source is free and holds it at that link's own bandwidth; it
-        is late by the sum of both latencies.
+        A message waits until the uplink of its source is free, and then occupies it at that link's own
+        bandwidth. Both latencies are added.
         """
         a = self._offset[source[0]] + source[1]
         b = self._offset[target[0]] + target[1]
@@ -144,18 +143,18 @@ class Costs:
         self._up_free[a] = start + span
         return start + self._latency[a] + self._latency[b], span
 
-    def crossing(self, source: tuple[str, int], target: tuple[str, int]) -> tuple[int, int] | None:
-        """The sites that a message passes from and to, if they are two."""
+    def sites_crossed(self, source: tuple[str, int], target: tuple[str, int]) -> tuple[int, int] | None:
+        """The sites of source and target if they differ, otherwise None."""
         if self.sites is None:
             return None
         a, b = (self.sites.of[self._offset[role] + rank] for role, rank in (source, target))
         return None if a == b else (a, b)
 
-    def land(self, target: tuple[str, int], nbytes: int, head: float, span: float) -> float:
-        """When the last byte of a message is in, asked at the time `head` when its first one comes.
+    def end_transfer(self, target: tuple[str, int], nbytes: int, head: float, span: float) -> float:
+        """The time at which the last byte of a message arrives. Call it at the time `head` of the first one.
 
-        Bytes come no faster than they were sent and than the downlink takes them, and a downlink takes one
-        message after the other in the order in which they reach it. Up and down do not disturb each other.
+        Bytes arrive no faster than they were sent and than the downlink carries them. A downlink carries one
+        message after the other, in the order of arrival. Uplink and downlink are independent.
         """
         b = self._offset[target[0]] + target[1]
         bandwidth = self._bandwidth[b]
@@ -165,38 +164,38 @@ class Costs:
         return max(free, head + span)
 
     def all_reduce(self, ranks: Sequence[int], nbytes: int) -> float:
-        """How long these workers take to sum `nbytes` each by direct exchange.
+        """The duration of an all-reduce of `nbytes` between these workers, by direct exchange.
 
-        There are two hops, to whoever reduces a slice and back, and on each every link carries all slices
-        but one: 2(n-1)/n of the vector in all.
+        There are two hops, to the worker that reduces a slice and back. On each hop every link carries all
+        slices except one: 2(n-1)/n of the vector in total.
         """
         n = len(ranks)
         narrowest = min(self._bandwidth[rank] for rank in ranks)
         hosts = 2 * (n - 1) / n * nbytes / narrowest
         if self.sites is None:
             return 2 * self._slowest_pair(ranks) + hosts
-        # Twice, each of the k workers at a site has a slice to send to each of those elsewhere, and to get.
+        # On each hop, each of the k workers at a site exchanges a slice with each worker at another site.
         passing = [2 * k * (n - k) * nbytes / n for k in self.sites.counts(ranks)]
-        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.carry(passing, passing))
+        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.transfer_time(passing, passing))
 
     def all_gather(self, ranks: Sequence[int], sizes: Sequence[int]) -> float:
-        """How long these workers take until each has what every other sends, of so many bytes.
+        """The duration of an all-gather in which the workers send so many bytes each.
 
-        There is one hop, on which each link carries its own to all others, and all others' to it.
+        There is one hop, on which each link carries its own bytes to all others, and those of all others.
         """
         out = max((len(ranks) - 1) * size / self._bandwidth[r] for r, size in zip(ranks, sizes, strict=True))
-        come = max(
+        incoming = max(
             (sum(sizes) - size) / self._bandwidth[rank] for rank, size in zip(ranks, sizes, strict=True)
         )
         if self.sites is None:
-            return self._slowest_pair(ranks) + max(out, come)
+            return self._slowest_pair(ranks) + max(out, incoming)
         here, own = self.sites.counts(ranks), self.sites.counts(ranks, sizes)
         leaving = [size * (len(ranks) - k) for k, size in zip(here, own, strict=True)]
         coming = [k * (sum(sizes) - size) for k, size in zip(here, own, strict=True)]
-        return self._slowest_pair(ranks) + max(out, come, self.sites.carry(leaving, coming))
+        return self._slowest_pair(ranks) + max(out, incoming, self.sites.transfer_time(leaving, coming))
 
     def broadcast(self, ranks: Sequence[int], root: int, nbytes: int) -> float:
-        """How long it takes until all have asked the root, and it has sent `nbytes` to each of them."""
+        """The duration of a broadcast: all workers request `nbytes` from the root."""
         narrowest = min(self._bandwidth[rank] for rank in ranks)
         sending = (len(ranks) - 1) * nbytes / self._bandwidth[root]
         hosts = max(sending, nbytes / narrowest)
@@ -205,7 +204,7 @@ class Costs:
         here, home = self.sites.counts(ranks), self.sites.of[root]
         leaving = [(len(ranks) - k) * nbytes * (site == home) for site, k in enumerate(here)]
         coming = [k * nbytes * (site != home) for site, k in enumerate(here)]
-        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.carry(leaving, coming))
+        return 2 * self._slowest_pair(ranks) + max(hosts, self.sites.transfer_time(leaving, coming))
 
     def _slowest_pair(self, ranks: Sequence[int]) -> float:
         if self.sites is None:
@@ -224,11 +223,11 @@ class _SiteLinks:
         self._bandwidth = [site.bandwidth for site in links]
         self._free = {"up": [0.0] * len(links), "down": [0.0] * len(links)}
 
-    def through(self, site: int, way: str, nbytes: int, head: float, span: float) -> tuple[float, float]:
-        """When the first byte of a message that reaches a site's link at `head` is through, and how long it
-        takes from then until the last one is. Asked at that time.
+    def forward(self, site: int, way: str, nbytes: int, head: float, span: float) -> tuple[float, float]:
+        """The times at which a message that reaches a site's link at `head` leaves it: of its first byte, and
+        from then to its last. Call it at the time `head`.
 
-        As on a host's downlink: one message after the other, and bytes no faster than they come.
+        As on a host's downlink, one message follows the other, and bytes leave no faster than they arrive.
         """
         free, bandwidth = self._free[way], self._bandwidth[site]
         if bandwidth == inf or not nbytes:
@@ -238,21 +237,21 @@ class _SiteLinks:
         return start, max(free[site], head + span) - start
 
     def counts(self, ranks: Sequence[int], each: Sequence[int] | None = None) -> list[int]:
-        """How many of these workers are at each site; or what they have there of `each`."""
+        """How many of these workers are at each site; or the sum of their `each` at each site."""
         found = [0] * len(self.latency)
         for rank, one in zip(ranks, each or [1] * len(ranks), strict=True):
             found[self.of[rank]] += one
         return found
 
-    def carry(self, leaving: Sequence[float], coming: Sequence[float]) -> float:
-        """How long the links take for so many bytes of each site, both ways at once."""
+    def transfer_time(self, leaving: Sequence[float], coming: Sequence[float]) -> float:
+        """The time that the links need for so many bytes of each site, in both directions at once."""
         return max(
             max(out, come) / bandwidth
             for out, come, bandwidth in zip(leaving, coming, self._bandwidth, strict=True)
         )
 
     def slowest_pair(self, workers: Sequence[tuple[int, float]]) -> float:
-        """The latency between the two of these, given with those of their own links, that is the largest."""
+        """The largest latency between two workers, given with the latencies of their own links."""
         own: dict[int, list[float]] = {}
         for rank, latency in workers:
             own.setdefault(self.of[rank], []).append(latency)

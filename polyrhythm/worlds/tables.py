@@ -1,4 +1,4 @@
-"""Tables of a TOML file that are read key by key, and quantities with a unit such as "20 ms"."""
+"""Reads TOML tables key by key, with errors that name the place, and quantities such as "20 ms"."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s
 
 
 class Table:
-    """A TOML table that is read key by key, and knows where it stands for the sake of its errors."""
+    """A TOML table that is read key by key; `where` is its place in the file, for errors."""
 
     def __init__(self, where: str, content: Any) -> None:
         if not isinstance(content, dict):
@@ -29,12 +29,12 @@ class Table:
         self.known.append(key)
         return self.content.get(key, default)
 
-    def wrong(self, key: str, problem: str) -> UsageError:
+    def error(self, key: str, problem: str) -> UsageError:
         value = f" = {self.content[key]!r}" if key in self.content else ""
         return UsageError(f"{self.where}: {key}{value}: {problem}")
 
-    def end(self) -> None:
-        """Every key must have been taken."""
+    def reject_unknown_keys(self) -> None:
+        """Raises UsageError if a key was not read."""
         for key in self.content:
             if key not in self.known:
                 raise UsageError(f"{self.where}: unknown key {key!r}; {hint(key, self.known, 'keys')}")
@@ -50,7 +50,7 @@ class Table:
     def text(self, key: str) -> str | None:
         value = self.take(key)
         if value is not None and not isinstance(value, str):
-            raise self.wrong(key, 'must be a text in quotes, such as "workstation"')
+            raise self.error(key, 'must be a text in quotes, such as "workstation"')
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -59,7 +59,7 @@ class Table:
         if value is None:
             return default
         if type(value) not in (int, float) or not 0 < value <= 1e100:
-            raise self.wrong(key, "must be a number above 0")
+            raise self.error(key, "must be a number above 0")
         return float(value)
 
     def quantity(self, key: str, units: dict[str, float], default: float, above_zero: bool = False) -> float:
@@ -70,17 +70,17 @@ class Table:
         try:
             result = quantity(value, units)
         except ValueError as error:
-            raise self.wrong(key, str(error)) from None
+            raise self.error(key, str(error)) from None
         if result < 0 or (above_zero and result == 0):
-            raise self.wrong(key, "must be above 0" if above_zero else "must be 0 or more")
+            raise self.error(key, "must be above 0" if above_zero else "must be 0 or more")
         return result
 
 
 def quantity(value: object, units: dict[str, float]) -> float:
-    """The value of a text such as "20 ms" in the unit whose factor is 1."""
+    """The value of a text such as "20 ms", in the unit whose factor is 1."""
     match = QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"must be a text of a number and a unit; use {_words(list(units), 'or')}")
+        raise ValueError(f"must be a text with a number and a unit; use {_words(list(units), 'or')}")
     number, unit = match.groups()
     if unit not in units:
         raise ValueError(f"{'unknown' if unit else 'no'} unit; use {_words(list(units), 'or')}")
@@ -95,7 +95,7 @@ def _words(items: list[str], last: str) -> str:
 
 
 def hint(word: str, known: list[str], what: str) -> str:
-    """What to say to somebody who wrote a word that is none of those known."""
+    """A hint for an error about an unknown word."""
     if close := get_close_matches(word, known, n=1):
         return f"did you mean {close[0]}?"
     return f"the {what} here are {_words(known, 'and')}" if known else f"there are no {what} here"

@@ -53,7 +53,7 @@ def test_bench_servers_prints_a_table_with_knee_and_formula(
     assert main(TINY) == 0
     text = capfd.readouterr().out
     assert text.startswith("1.0 MB of parameters over shared memory; 2 cores for all processes.")
-    assert "takes in 30.0 MB/s." in text
+    assert "receives 30.0 MB/s." in text
     assert "sleeps 50 ms" in text
     assert re.search(r"^workers +1 server +2 servers +knee +P\*$", text, re.MULTILINE)
     row = r"^ +4  40\.0/s  40\.0 MB/s   50%  80\.0/s  80\.0 MB/s   50%     2   3$"
@@ -94,10 +94,10 @@ def test_server_sweep_parses_sizes_lists_and_times() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("--size", "x", "--size x: must be a text of a number and a unit; use B, kB, "),
+        ("--size", "x", "--size x: must be a text with a number and a unit; use B, kB, "),
         ("--size", "4", "--size 4: no unit; use B, kB, "),
         ("--size", "0MB", "--size 0MB: must be above 0"),
-        ("--workers", "0", "--workers 0: must be whole numbers above 0 with commas between, such as 1,2,4"),
+        ("--workers", "0", "--workers 0: must be whole numbers above 0 separated by commas, such as 1,2,4"),
         ("--workers", "1,,2", "--workers 1,,2: must be whole"),
         ("--workers", "2000", "processes are more than 1024"),
         ("--servers", "two", "--servers two: must be whole"),

@@ -40,8 +40,12 @@ COMMANDS = {
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
     "servers in words": (["--servers", "two"], 2, "servers is 'two'; it must be a whole number or the word"),
-    "servers beside nobody": (["-s", "local", "--servers", "colocated"], 2, "local needs no servers; leave"),
-    "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce needs no servers; leave"),
+    "servers beside nobody": (
+        ["-s", "local", "--servers", "colocated"],
+        2,
+        "local uses no servers; leave out",
+    ),
+    "servers for nobody": (["-s", "allreduce", "--servers", "1"], 2, "allreduce uses no servers; leave out"),
     "a large seed": (["--seed", "99999999999999999999"], 2, r"seed is 9+; it must be between 0 and"),
     "no threads": (["--threads", "-3"], 2, "threads is -3; there must be 1 or more, or 0"),
     "a path": (["--name", "../../there"], 2, "cannot be the name of a run; it must be a plain folder name"),
@@ -57,8 +61,8 @@ SCRIPT_MISTAKES = {
     "stream": (2, "IterableDataset|Stream"),
     "different_models": (1, "worker [01] and worker [01] have different models"),
     "prepare_twice": (2, r"session.prepare\(\) was called twice"),
-    "consensus_first": (2, r"session.consensus\(\) comes after session.prepare"),
-    "load_late": (2, r"load_state_dict\(\) comes before session.prepare\(\)"),
+    "consensus_first": (2, r"before session.consensus\(\)"),
+    "load_late": (2, r"call load_state_dict\(\) before session.prepare\(\)"),
     "bad_strategy": (2, "unknown strategy 'asink'; did you mean 'async'"),
 }
 

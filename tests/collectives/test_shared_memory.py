@@ -206,5 +206,5 @@ def test_a_dtype_that_is_refused_stays_refused() -> None:
     team = Team(1)
     values = torch.zeros(3, dtype=torch.complex64)
     for _ in range(2):
-        with pytest.raises(PolyrhythmError, match="cannot take"):
+        with pytest.raises(PolyrhythmError, match="cannot reduce"):
             team.members[0].begin([team.lend(0, values)], "sum")

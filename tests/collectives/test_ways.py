@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import polyrhythm as pr
-from polyrhythm.collectives.choose import RING_CHUNK, WAYS, choose
+from polyrhythm.collectives.choose import ALGORITHMS, RING_CHUNK, choose
 from polyrhythm.collectives.shared_memory import BOARD
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event
@@ -54,7 +54,7 @@ def test_auto_chooses_the_collective_by_hosts_and_size() -> None:
         assert choose("auto", [""] * n, n * RING_CHUNK - 1) == "direct"
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("auto", "shared")])
+@pytest.mark.parametrize("way", [way for way in ALGORITHMS if way not in ("auto", "shared")])
 def test_an_explicit_collective_overrides_the_automatic_choice(way: str) -> None:
     assert choose(way, ["a", "a", "b"], 1) == way
 
@@ -344,7 +344,7 @@ def test_every_collective_takes_scalars_and_large_half_precision_means(tmp_path:
         assert torch.equal(torch.load(tmp_path / "result.pt"), values)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(ALGORITHMS))
 def test_one_worker_can_use_every_collective(way: str, tmp_path: Path) -> None:
     script = Script(optimizer=MOMENTUM)
     summary = pr.run(script, workers=1, strategy="allreduce", collective=way, runs=tmp_path, threads=1)

@@ -138,7 +138,7 @@ def test_codecs_reencoded_at_each_ring_hop_print_a_notice(codec: str) -> None:
     for strategy, told in ((f"allreduce+{codec}", True), ("allreduce", False), (f"async+{codec}", False)):
         stream = io.StringIO()
         pr.simulate(Plane(2), workers=3, strategy=strategy, collective="ring", console=Console(stream))
-        line = f"{strategy}: round the ring {parse_codec(codec).name} is decoded, added to and coded again"
+        line = f"{strategy}: in the ring, {parse_codec(codec).name} is decoded, added and encoded again"
         assert (line in stream.getvalue()) == told
 
 

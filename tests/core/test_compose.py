@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyrhythm.collectives.choose import WAYS, check_codec
+from polyrhythm.collectives.choose import ALGORITHMS, check_codec
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
@@ -30,7 +30,7 @@ def test_refusal_of_a_pair_is_the_error_of_parsing_it(strategy: str, codec: str)
         assert str(parse(text)) == text
 
 
-@pytest.mark.parametrize("collective", WAYS)
+@pytest.mark.parametrize("collective", ALGORITHMS)
 def test_refusal_with_a_collective_is_the_error_of_the_run(collective: str) -> None:
     """The same for every pair that can be parsed; at least one is refused if sums are taken on the way."""
     refused = set()

@@ -80,7 +80,7 @@ def gzipped(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (damaged(lambda b: idx(0, 28, 28, values=b"")), "0 x 28 x 28 values"),
         (damaged(lambda b: idx(2**32 - 1, 28, 28, values=b"")), "more than the file can hold"),
         (damaged(lambda b: b[:-1]), "more than the file can hold"),
-        (damaged(lambda b: b + b"\0"), "goes on after the 2352 values"),
+        (damaged(lambda b: b + b"\0"), "has more data after the 2352 values"),
         (damaged(lambda b: idx(2, 28, 28, values=bytes(2 * 784))), "has 2 images"),
         (gzipped(lambda b: b[:-9]), "cannot be read"),
         (gzipped(lambda b: b[:-8] + bytes(4) + b[-4:]), "cannot be read: CRC check failed"),

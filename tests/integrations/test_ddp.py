@@ -146,21 +146,21 @@ def test_ddp_hook_sends_excluded_layers_uncompressed(ranks: Found) -> None:
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (0, "topk:dense=head: DDP does not tell which layer is 'head'; give the model too"),
+        (0, "topk:dense=head: DDP does not know which layer is 'head'; pass the model too"),
         (1, "topk:dense=head: the model has no layer 'head'"),
         (2, "topq: unknown codec 'topq'; did you mean 'topk'?"),
         (3, "dgc keeps the momentum itself"),
-        (4, "this state is of powersgd, and the hook is of topk"),
+        (4, "this state was saved with powersgd, but the hook uses topk"),
         (
             5,
-            "dgc does not work with every optimizer, and DDP does not tell which this is; give it: hook(",
+            "dgc does not work with every optimizer, and DDP does not know the optimizer; pass it: hook(",
         ),
-        (6, "topk: layer '0' has sparse gradients, which a codec cannot take"),
-        (7, "topk: a layer has sparse gradients, which a codec cannot take"),
-        (8, "of another model: parameter 0 is"),
-        (9, "of another model: it has 4 parameters, and here there are 2"),
-        (10, "of another model: parameter 0.weight is (5, 4), and there it was (4, 4)"),
-        (11, "saved by a hook with a model, and this one is without"),
+        (6, "topk: layer '0' has sparse gradients, which codecs do not support"),
+        (7, "topk: a layer has sparse gradients, which codecs do not support"),
+        (8, "of another model: parameter 0 has shape"),
+        (9, "of another model: it has 4 parameters, but this model has 2"),
+        (10, "of another model: parameter 0.weight has shape (5, 4), but in the state it is (4, 4)"),
+        (11, "saved by a hook with a model, but this one is without"),
     ],
 )
 def test_ddp_hook_explains_usage_errors(ranks: Found, number: int, says: str) -> None:

@@ -1,4 +1,4 @@
-"""`polyrhythm explain ring`: the drawing is what the real ring did, and that is what the rule says."""
+"""`polyrhythm explain ring`: the drawing is what the real ring did, as the formula predicts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_explain_ring_prints_every_step_of_the_trace(capsys):
             expected = f"worker {move.rank} sends chunk {move.chunk} to {move.to}".split() + shown
             assert cells(next(lines)) == expected
         before = step.holds
-    assert "steps: 6 = 2(n-1)" in text and "6; as the rule says: 2(n-1)/n x length = 6" in text
+    assert "steps: 6 = 2(n-1)" in text and "6; as in theory: 2(n-1)/n x length = 6" in text
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

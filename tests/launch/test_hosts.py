@@ -432,7 +432,7 @@ def kill(hosts: Hosts, worker: int) -> None:
 def test_a_killed_remote_worker_ends_lockstep(hosts: Hosts) -> None:
     begun, joined = begin(hosts, "allreduce")
     kill(hosts, 2)
-    error = "worker 2 was killed by SIGKILL on 127.0.0.1; under allreduce no worker can go on without it"
+    error = "worker 2 was killed by SIGKILL on 127.0.0.1; under allreduce no worker can continue without it"
     for host in (begun, joined):
         outcome = host.end(SOON)
         assert outcome["code"] == 1 and outcome["error"].startswith(error)
@@ -471,7 +471,7 @@ def test_a_killed_remote_launcher_counts_as_the_loss_of_its_workers(hosts: Hosts
     outcome = begun.end()
     lost = "is gone with the launcher on 127.0.0.1 (workers 1 and 2)"
     if strategy == "allreduce":
-        assert outcome["error"].startswith(f"worker 1 {lost}; under allreduce no worker can go on")
+        assert outcome["error"].startswith(f"worker 1 {lost}; under allreduce no worker can continue")
     else:
         assert outcome["summary"]["lost"] == {"worker 1": lost, "worker 2": lost}
         assert outcome["summary"]["batches_undone"] == 0
@@ -523,7 +523,7 @@ def test_ctrl_c_on_a_joined_host_takes_its_workers_out_of_the_run(hosts: Hosts, 
     outcome = begun.end()
     lost = "was interrupted on 127.0.0.1 (workers 1 and 2)"
     if strategy == "allreduce":
-        assert outcome["error"].startswith(f"worker 1 {lost}; under allreduce no worker can go on")
+        assert outcome["error"].startswith(f"worker 1 {lost}; under allreduce no worker can continue")
     else:
         assert outcome["summary"]["lost"] == {"worker 1": lost, "worker 2": lost}
 
@@ -594,5 +594,5 @@ def test_the_join_command_printed_by_run_works(tmp_path: Path) -> None:
     output, _ = begun.communicate(timeout=START)
     assert begun.returncode == 0
     assert json.loads(output)["samples"] == 2 * EXAMPLES
-    assert joined.stdout.startswith("trained; the result is where the run began, at 127.0.0.1:")
+    assert joined.stdout.startswith("trained; the result is on the machine of the run, 127.0.0.1:")
     assert "[worker 1] worker 1 is done" in joined.stderr

@@ -15,7 +15,7 @@ import torch
 
 import polyrhythm as pr
 from polyrhythm.launch.console import Console
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 from tests.support.combine import each_value, few
 from tests.support.planes import layers, slopes
 from tests.support.programs import FEATURES, Script, distance, events, mlp, trained

@@ -146,7 +146,7 @@ def test_shared_memory_of_dead_workers_is_reused_by_replacements(tmp_path: Path)
 
 def test_lockstep_has_no_restarts(tmp_path: Path) -> None:
     with pytest.raises(
-        pr.UsageError, match="under sync no worker can go on without another; leave --restarts"
+        pr.UsageError, match="under sync no worker can continue without the others; leave out --restarts"
     ):
         run_with_kills(tmp_path, {1: 1}, restarts=3, strategy="sync")
 

@@ -238,10 +238,10 @@ def test_linear_scaling_refuses_invalid_arguments(arguments: dict[str, Any], mes
 def test_states_that_do_not_fit_are_refused() -> None:
     each = optimizer()
     state = pr.LinearScaling(each, 2, after=lr.StepLR(each, 2)).state_dict()
-    with pytest.raises(UsageError, match="one with a scheduler in `after`, and this is without"):
+    with pytest.raises(UsageError, match="saved with a scheduler in `after`, but this one is without"):
         pr.LinearScaling(optimizer(), 2).load_state_dict(state)
     single = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(UsageError, match="2 parameter groups, and the optimizer has 1"):
+    with pytest.raises(UsageError, match="2 parameter groups, but the optimizer has 1"):
         pr.LinearScaling(single, 2, after=lr.StepLR(single, 2)).load_state_dict(state)
 
 
@@ -262,7 +262,7 @@ def test_linear_scaling_by_workers_must_be_made_after_prepare(prepared: bool) ->
             pr.init()
         pr.LinearScaling(each, steps=3)
 
-    with pytest.raises(UsageError, match=r"make it after pr\.init\(\) and session\.prepare\(\)"):
+    with pytest.raises(UsageError, match=r"create it after pr\.init\(\) and session\.prepare\(\)"):
         pr.simulate(main, workers=2, strategy="allreduce")
 
 

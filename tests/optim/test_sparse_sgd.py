@@ -222,29 +222,32 @@ X, OFFSETS, Y = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), torch.tensor([
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        ((torch.tensor([0, 4, 1, 1]), OFFSETS, Y), "word 1 is 4, and there are 4 features"),
-        ((torch.tensor([0, 1, -1, 1]), OFFSETS, Y), "word 2 is -1, and there are 4 features"),
-        ((X.int() - 1, OFFSETS, Y), "word 0 is -1, and there are 4 features"),
-        ((X.float(), OFFSETS, Y), r"words are int32 or int64, and these are torch\.float32"),
-        ((X, torch.tensor([0.0, 2.7]), Y), r"offsets are int32 or int64, and these are torch\.float32"),
-        ((X, OFFSETS.view(1, 2), Y), "offsets have 2 dimensions; they are a vector"),
-        ((X.numpy(), OFFSETS, Y), "words are a tensor, and this is ndarray"),
-        ((X, [0, 2], Y), "offsets are a tensor, and this is list"),
-        ((X, OFFSETS, [0, 1]), "labels are a tensor, and this is list"),
-        ((X, OFFSETS, None), "labels are a tensor, and this is NoneType"),
-        ((X, OFFSETS, Y, 1.0), "values are a tensor, and this is float"),
-        ((X, None, Y), "words have 1 dimensions: they are a matrix and offsets are None, or"),
+        ((torch.tensor([0, 4, 1, 1]), OFFSETS, Y), "word 1 is 4, but there are 4 features"),
+        ((torch.tensor([0, 1, -1, 1]), OFFSETS, Y), "word 2 is -1, but there are 4 features"),
+        ((X.int() - 1, OFFSETS, Y), "word 0 is -1, but there are 4 features"),
+        ((X.float(), OFFSETS, Y), r"words must be int32 or int64, but are torch\.float32"),
+        ((X, torch.tensor([0.0, 2.7]), Y), r"offsets must be int32 or int64, but are torch\.float32"),
+        ((X, OFFSETS.view(1, 2), Y), "offsets have 2 dimensions; they must be a vector"),
+        ((X.numpy(), OFFSETS, Y), "words must be a tensor, but are ndarray"),
+        ((X, [0, 2], Y), "offsets must be a tensor, but are list"),
+        ((X, OFFSETS, [0, 1]), "labels must be a tensor, but are list"),
+        ((X, OFFSETS, None), "labels must be a tensor, but are NoneType"),
+        ((X, OFFSETS, Y, 1.0), "values must be a tensor, but are float"),
+        ((X, None, Y), "words have 1 dimensions: they must be a matrix without offsets, or"),
         ((X.view(2, 2), OFFSETS, Y), "words have 2 dimensions"),
-        ((X.view(2, 2), None, torch.ones(3)), r"there are 2 rows, and labels of shape \(3,\)"),
-        ((X.view(2, 2), None, torch.ones(2, 1)), r"there are 2 rows, and labels of shape \(2, 1\)"),
-        ((X[:0].view(0, 2), None, Y[:0]), r"there are 0 rows, and labels of shape \(0,\)"),
-        ((X, torch.tensor([1, 2]), Y), "offset 0 is 1: they begin with 0, do not fall, and do not go"),
+        ((X.view(2, 2), None, torch.ones(3)), r"there are 2 rows, but labels of shape \(3,\)"),
+        ((X.view(2, 2), None, torch.ones(2, 1)), r"there are 2 rows, but labels of shape \(2, 1\)"),
+        ((X[:0].view(0, 2), None, Y[:0]), r"there are 0 rows, but labels of shape \(0,\)"),
+        (
+            (X, torch.tensor([1, 2]), Y),
+            "offset 0 is 1: offsets must begin with 0, not decrease, and not exceed",
+        ),
         ((X, torch.tensor([0, 5]), Y), "offset 1 is 5"),
         ((X, torch.tensor([0, 3, 2]), torch.ones(3)), "offset 2 is 2"),
         ((X, OFFSETS, torch.tensor([0.0, torch.nan])), "label 1 is nan; it must be 0 or 1 for the logistic"),
         ((X, OFFSETS, torch.tensor([-1.0, 1.0])), "label 0 is -1; it must be 0 or 1 for the logistic loss"),
         ((X, OFFSETS, Y, torch.tensor([1, 1, 1, torch.inf])), "value 3 is inf; it must be a finite number"),
-        ((X, OFFSETS, Y, torch.ones(3)), r"values have the shape \(3,\), and words \(4,\)"),
+        ((X, OFFSETS, Y, torch.ones(3)), r"values have the shape \(3,\), but words \(4,\)"),
     ],
 )
 def test_bad_batches_change_nothing(args: Any, what: str) -> None:
@@ -272,10 +275,10 @@ def test_labels_of_the_squared_loss_are_any_finite_numbers() -> None:
         ([{"params": []}], {}, "given none"),
         ([torch.zeros(3, 1), torch.zeros(1, 1)], {}, r"given \(3, 1\) on cpu, \(1, 1\) on cpu"),
         ([torch.zeros(3, 1, device="meta")], {}, r"given \(3, 1\) on meta"),
-        ([torch.zeros(3, 1).half()], {}, r"weights are float32 or float64, and these are torch\.float16"),
+        ([torch.zeros(3, 1).half()], {}, r"weights must be float32 or float64, but are torch\.float16"),
         ([torch.zeros(3, 1)], {"lr": -1}, "lr is -1; it must be a finite number, 0 or more"),
         ([torch.zeros(3, 1)], {"lr": float("nan")}, "lr is nan"),
-        ([torch.zeros(3, 1)], {"loss": "log"}, "loss is 'log'; it may be logistic, hinge, squared"),
+        ([torch.zeros(3, 1)], {"loss": "log"}, "loss is 'log'; it must be one of logistic, hinge, squared"),
     ],
 )
 def test_sparse_sgd_refuses_unsupported_parameters_and_settings(
@@ -528,7 +531,7 @@ def test_interrupted_sparse_sgd_run_resumes_exactly(tmp_path: Path) -> None:
 @both_worlds
 @pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
 def test_gradient_strategies_refuse_sparse_sgd(world: str, strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{strategy} works on gradients, and SparseSGD makes its own"):
+    with pytest.raises(UsageError, match=f"{strategy} exchanges gradients, but SparseSGD computes its own"):
         run_hogwild(Learns(), world, 2, tmp_path, strategy)
 
 

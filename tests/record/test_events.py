@@ -97,7 +97,11 @@ def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"hello\n", "is no event log"), (b"", "is no event log"), (None, "there is no event log in")],
+    [
+        (b"hello\n", "is not an event log"),
+        (b"", "is not an event log"),
+        (None, "there is not an event log in"),
+    ],
 )
 def test_what_is_no_log_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
@@ -110,7 +114,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     written(tmp_path, [("worker 0", 1.5, STEP)])
     path = tmp_path / "it" / "events.jsonl.gz"
     path.write_bytes(path.read_bytes() + gzip.compress(b'["worker 0",1,["jump",3]]\n'))
-    with pytest.raises(pr.PolyrhythmError, match=r"events.jsonl.gz, line 3 is no event: .*jump"):
+    with pytest.raises(pr.PolyrhythmError, match=r"events.jsonl.gz, line 3 is not an event: .*jump"):
         list(read_events(tmp_path / "it"))
 
 
@@ -161,7 +165,7 @@ def test_the_user_is_told_once_that_old_events_are_deleted(
 
 
 def test_a_full_buffer_drops_events_and_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_buffer, "MOST", 5)
+    monkeypatch.setattr(event_buffer, "MAX_EVENTS", 5)
     buffer = EventBuffer()
     for number in range(8):
         buffer.add("worker 0", float(number), STEP)
@@ -173,7 +177,7 @@ def test_a_full_buffer_drops_events_and_says_how_many(monkeypatch: pytest.Monkey
 def test_a_disk_that_is_too_slow_drops_events_and_the_user_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MOST", 1000)
+    monkeypatch.setattr(background, "MAX_WAITING", 1000)
     said: list[str] = []
     run = RunFolder(tmp_path, "it", say=said.append)
     gate = threading.Event()
@@ -280,6 +284,6 @@ def test_events_command_prints_json_objects_of_the_kinds_asked_for(
         "t": 2.5, "node": "server 0", "event": "apply", "staleness": 3,
     }  # fmt: skip
     assert command(["events", str(tmp_path / "it"), "jump"]) == 2
-    assert "there is no event 'jump'; there are apply, " in capsys.readouterr().err
+    assert "there is no event 'jump'; the kinds are apply, " in capsys.readouterr().err
     assert command(["events", str(tmp_path)]) == 2
-    assert "there is no event log in" in capsys.readouterr().err
+    assert "there is not an event log in" in capsys.readouterr().err

@@ -153,7 +153,7 @@ def test_a_deleted_folder_is_reported_while_the_run_goes_on(tmp_path: Path) -> N
     while not said and time.monotonic() < until:
         time.sleep(0.05)
     run.close()
-    assert len(said) == 1 and "it is gone; training goes on" in said[0]
+    assert len(said) == 1 and "it is gone; training continues" in said[0]
 
 
 @as_root
@@ -169,7 +169,7 @@ def test_a_disk_that_fills_up_ends_only_the_log(runs: Path) -> None:
             StepDone(number, number * 7919 % 64, number / 7, number / 3),
         )
     run.close()
-    assert len(said) == 1 and "No space left on device; training goes on" in said[0]
+    assert len(said) == 1 and "No space left on device; training continues" in said[0]
     run.summary({"steps": 60_000})
     assert len(said) == 1
     steps = [record.event.step for record in read_events(run.path)]  # type: ignore[union-attr]
@@ -179,7 +179,7 @@ def test_a_disk_that_fills_up_ends_only_the_log(runs: Path) -> None:
 def test_a_result_that_no_place_takes_fails_the_run_and_names_all_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_elsewhere", lambda: [tmp_path / "missing"])
+    monkeypatch.setattr(folders, "_fallback_folders", lambda: [tmp_path / "missing"])
     with pytest.raises(pr.PolyrhythmError) as failure:
         pr.run(Disturbed(tmp_path / "it", "deleted"), strategy="async", runs=tmp_path, name="it", threads=1)
     message = str(failure.value)

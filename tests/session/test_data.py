@@ -18,7 +18,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from polyrhythm.coordination.leases import LONGEST, Leases
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
-from polyrhythm.session.data import SharedLoader, mix
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.seeds import mix
+from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 
 
 class Numbers(Dataset[int]):
@@ -37,12 +39,17 @@ class Numbers(Dataset[int]):
 class Shared(SharedLoader):
     """A worker's loader, and what it counted: (samples, factor) of each batch."""
 
-    def __init__(self, loader: DataLoader[Any], rank: int = 0, workers: int = 1, **more: Any) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        rank: int = 0,
+        workers: int = 1,
+        seed: int = 0,
+        sharing: Sharing | None = None,
+    ) -> None:
         self.counts: list[tuple[int, float]] = []
-        given = {"seed": 0, "leases": None, **more}
-        super().__init__(
-            loader, rank=rank, workers=workers, counted=lambda *count: self.counts.append(count), **given
-        )
+        sharing = LockstepSharing(rank, workers) if sharing is None else sharing
+        super().__init__(loader, sharing, seed, on_batch=lambda *count: self.counts.append(count))
 
     def batches(self) -> list[list[int]]:
         return [batch.tolist() for batch in self]
@@ -114,7 +121,10 @@ def test_factor_weighted_mean_over_workers_is_the_mean_of_the_round(
         return DataLoader(Numbers(size), batch_size=batch)
 
     def share(rank: int) -> Shared:
-        return Shared(make(), rank, workers + died, deal=lambda epoch: (rank, workers, epoch))
+        def join(epoch: int) -> CohortPlace:
+            return CohortPlace(rank, workers, epoch)
+
+        return Shared(make(), sharing=CohortSharing(workers + died, join, lambda examples: None))
 
     shared = [share(rank) for rank in range(workers)]
     epochs = [each.batches() for each in shared]
@@ -165,7 +175,7 @@ def test_one_worker_has_the_order_that_the_seed_draws() -> None:
 
 @pytest.mark.parametrize("generator", [False, True])
 def test_shuffled_epochs_differ_and_repeat_with_the_same_seed(generator: bool) -> None:
-    """Each epoch is shuffled anew; the same seed gives the same epochs, another seed gives others."""
+    """Each epoch has its own shuffle; the same seed repeats all epochs, another seed changes them."""
 
     def make(seed: int) -> Shared:
         own = torch.Generator() if generator else None
@@ -218,7 +228,7 @@ def test_range_batches_reach_the_dataset_as_ranges(workers: int) -> None:
     seen = [
         each
         for rank in range(workers)
-        for each in Shared(loader, rank, workers, leases=(partial(take, rank), lambda unseen: None))
+        for each in Shared(loader, sharing=LeasedSharing(workers, partial(take, rank), lambda unseen: None))
     ]
     assert seen == batches
 
@@ -256,7 +266,7 @@ def test_iterable_datasets_and_unbatched_loaders_are_refused() -> None:
         def __iter__(self) -> Any:
             return iter(range(3))
 
-    with pytest.raises(UsageError, match="IterableDataset cannot be shared out"):
+    with pytest.raises(UsageError, match="IterableDataset cannot be shared"):
         Shared(DataLoader(Stream(), batch_size=2))
     with pytest.raises(UsageError, match="batch_size=None"):
         Shared(DataLoader(Numbers(3), batch_size=None))
@@ -370,7 +380,7 @@ def leased(leases: Leases, rank: int, workers: int, make: Any, seed: int = 0) ->
     def give_back(unseen: int) -> None:
         leases.give_back(rank, 0, unseen)
 
-    return Shared(make(), rank, workers, seed=seed, leases=(take, give_back))
+    return Shared(make(), seed=seed, sharing=LeasedSharing(workers, take, give_back))
 
 
 @settings(deadline=None)

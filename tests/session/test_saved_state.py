@@ -83,14 +83,14 @@ def test_resuming_with_another_number_of_workers_is_refused(tmp_path: Path) -> N
 
 
 def test_saved_state_of_another_strategy_or_model_is_refused(tmp_path: Path) -> None:
-    """State of another strategy, or of another model, is refused, and so is any for a process alone."""
+    """State of another strategy, or of another model, is refused, and so is any for a single process."""
     pr.simulate(lambda: script(tmp_path, 0, 1), workers=2, strategy="allreduce+topk:0.1", runs=None)
-    with pytest.raises(UsageError, match=r"was saved under allreduce\+topk:0\.1, and this run is local"):
+    with pytest.raises(UsageError, match=r"was saved under allreduce\+topk:0\.1, but this run uses local"):
         pr.simulate(lambda: script(tmp_path, 1, 2), workers=2, strategy="local", runs=None)
     saved = torch.load(tmp_path / "0.pt", weights_only=True)["session"]
-    with pytest.raises(UsageError, match="a process alone has no strategy"):
+    with pytest.raises(UsageError, match="a single process has no strategy"):
         pr.init().load_state_dict(saved)
     saved["layout"] = "another"
     torch.save({**torch.load(tmp_path / "0.pt", weights_only=True), "session": saved}, tmp_path / "0.pt")
-    with pytest.raises(UsageError, match="was saved with another model"):
+    with pytest.raises(UsageError, match="was saved with a different model"):
         pr.simulate(lambda: script(tmp_path, 1, 2), workers=2, strategy="allreduce+topk:0.1", runs=None)

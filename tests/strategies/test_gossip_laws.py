@@ -17,7 +17,7 @@ import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.registry import parse_codec
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 from polyrhythm.strategies.decentralized.choco import energy_kept
 from polyrhythm.strategies.decentralized.mixing import contraction, matrix
 from polyrhythm.strategies.decentralized.topology import graph, parse_topology

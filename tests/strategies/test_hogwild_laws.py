@@ -23,7 +23,7 @@ import polyrhythm as pr
 from benchmarks.sparse import Logistic
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 from polyrhythm.strategies.hogwild.checks import check_devices
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
@@ -620,7 +620,7 @@ def test_hogwild_refuses_a_codec() -> None:
 @pytest.mark.parametrize("how", [{"here": 1}, {"listen": "tcp:127.0.0.1:0"}], ids=str)
 def test_hogwild_refuses_options_for_several_hosts(how: dict[str, Any], tmp_path: Path) -> None:
     """Before anything starts."""
-    with pytest.raises(UsageError, match="share, so they must be on one host: leave --here and --listen out"):
+    with pytest.raises(UsageError, match="share, so they must be on one host: leave out --here and --listen"):
         pr.run(partial(descend, 1), workers=2, strategy="hogwild", runs=tmp_path, key=tmp_path / "key", **how)
     assert not list(tmp_path.iterdir())
 
@@ -631,9 +631,7 @@ def test_hogwild_chosen_in_the_script_refuses_several_hosts(tmp_path: Path) -> N
         model = Bowl()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with pytest.raises(
-        UsageError, match="works on memory that all workers share, so they must be on one host"
-    ):
+    with pytest.raises(UsageError, match="needs memory that all workers share, so they must be on one host"):
         pr.run(main, workers=2, runs=tmp_path, listen="tcp:127.0.0.1:0")
 
 
@@ -654,11 +652,11 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
 
 def test_hogwild_refuses_parameters_that_are_not_on_the_cpu() -> None:
     groups = [{"params": [torch.zeros(1), torch.zeros(1, device="meta")]}]
-    with pytest.raises(UsageError, match="hogwild works on memory that processes share, and the model is on"):
+    with pytest.raises(UsageError, match="hogwild needs memory that processes share, and the model is on"):
         check_devices(pr.parse("hogwild"), groups)
 
 
 def test_no_worker_left_is_a_clear_failure(tmp_path: Path) -> None:
     failures = '[[failures]]\nworkers = [0, 1]\nat = "15 ms"\n'
-    with pytest.raises(PolyrhythmError, match="no worker is left to bring the parameters home"):
+    with pytest.raises(PolyrhythmError, match="no worker is left to send the final parameters"):
         run_hogwild(Bags(), "simulated", 2, tmp_path, cluster=f"{SPEEDS['constant']}\n{failures}")

@@ -325,7 +325,7 @@ def test_auto_period_ignores_pauses_between_steps(simulate: Any, first: int) -> 
 
     def pause(rank: int, step: int, optimizer: torch.optim.Optimizer) -> None:
         if rank == 0 and step % 10 == first % 10:
-            session.get()._context.spend(0.5)
+            session.get()._context.advance_time(0.5)
 
     trace = Trace(200, begin=torch.ones(21, dtype=torch.float64), before=pause)
     assert [each[0] for each in chosen(simulate(trace, "local:auto", 2, cluster=SLOW))] == [25]

@@ -15,7 +15,7 @@ import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.plan import Plan
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 from polyrhythm.strategies.decentralized.adpsgd import AdPsgdWorker, requests
 from polyrhythm.strategies.decentralized.push import ONE, PushWorker
 from polyrhythm.strategies.decentralized.topology import parse_topology, partners, regraph

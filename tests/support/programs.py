@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.record.reader import read_rows
-from polyrhythm.session.data import mix
+from polyrhythm.session.seeds import mix
 
 FEATURES, CLASSES = 5, 3
 

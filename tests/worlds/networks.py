@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
-from polyrhythm.worlds.cost_model import Costs
+from polyrhythm.worlds.cost_model import CostModel
 from polyrhythm.worlds.simulated.fibers import Loop
 from polyrhythm.worlds.simulated.network import Network
 
 Place = tuple[str, int]  # role and rank
 
 
-def arrivals(costs: Costs, *messages: tuple[Place, Place, int, float]) -> list[float]:
+def arrivals(costs: CostModel, *messages: tuple[Place, Place, int, float]) -> list[float]:
     """When the last byte of each message arrives; of each its source, target, bytes and when it is sent.
 
     Messages that are sent at the same time are sent in the given order.

@@ -15,7 +15,7 @@ from networks import arrivals
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.worlds.cluster import Cluster
-from polyrhythm.worlds.cost_model import Costs, Host, Site
+from polyrhythm.worlds.cost_model import CostModel, Host, Site
 from polyrhythm.worlds.tables import BYTES_PER_SECOND, SECONDS, quantity
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,8 +29,8 @@ def cluster(tmp_path: Path, text: str) -> Cluster:
     return Cluster.load(path)
 
 
-def costs(tmp_path: Path, text: str, workers: int = 3, servers: int = 2, seed: int = 0) -> Costs:
-    return cluster(tmp_path, text).place(workers, servers, seed)
+def costs(tmp_path: Path, text: str, workers: int = 3, servers: int = 2, seed: int = 0) -> CostModel:
+    return cluster(tmp_path, text).cost_model(workers, servers, seed)
 
 
 # Steps
@@ -73,14 +73,14 @@ def test_each_worker_has_a_stream_of_its_own(tmp_path: Path) -> None:
 def test_step_times_are_the_same_in_every_process_and_need_no_torch() -> None:
     code = (
         "import sys; from polyrhythm.worlds.cluster import Cluster; "
-        "costs = Cluster.load(sys.argv[1]).place(12, 1, 7); "
+        "costs = Cluster.load(sys.argv[1]).cost_model(12, 1, 7); "
         "print([costs.step_time(worker, 0.0) for worker in range(12)], 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(EXAMPLES / "wan.toml")]
     environments = ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
     root = EXAMPLES.parent
     outputs = [subprocess.check_output(command, env=env, cwd=root, text=True) for env in environments]
-    here = Cluster.load(EXAMPLES / "wan.toml").place(12, 1, 7)
+    here = Cluster.load(EXAMPLES / "wan.toml").cost_model(12, 1, 7)
     assert outputs == [f"{[here.step_time(worker, 0.0) for worker in range(12)]} False\n"] * 2
 
 
@@ -163,7 +163,7 @@ def test_a_link_without_a_limit_is_never_busy(tmp_path: Path) -> None:
 
 
 def test_the_default_network_is_free() -> None:
-    these = Cluster.uniform().place(3, 1, 0)
+    these = Cluster.uniform().cost_model(3, 1, 0)
     assert arrivals(these, *((W0, S0, 10**12, t) for t in (1.0, 1.0, 2.0))) == [1, 1, 2]
     assert these.all_reduce([0, 1, 2], 10**12) == 0
     assert these.step_time(2, 0.0) == 0.01
@@ -178,7 +178,7 @@ def test_no_link_carries_more_than_its_bandwidth(
     messages: list[tuple[tuple[str, int], tuple[str, int], int]],
 ) -> None:
     """Whatever crosses a link takes as long as all bytes together at 125 MB/s, up and down."""
-    these = Cluster.load(EXAMPLES / "cluster.toml").place(3, 2, 0)
+    these = Cluster.load(EXAMPLES / "cluster.toml").cost_model(3, 2, 0)
     times = arrivals(these, *((*message, 0.0) for message in messages))
     for end in (0, 1):
         for node in {message[end] for message in messages}:
@@ -242,7 +242,7 @@ def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
             "hosts[0]: latency = '5 parsecs': unknown unit; use ns, us, ms or s",
         ),
         ("[[hosts]]\nlatency = '5'", "latency = '5': no unit; use ns, us, ms or s"),
-        ("[[hosts]]\nlatency = 5", "latency = 5: must be a text of a number and a unit"),
+        ("[[hosts]]\nlatency = 5", "latency = 5: must be a text with a number and a unit"),
         ("[[hosts]]\nlatency = '-1 ms'", "latency = '-1 ms': must be 0 or more"),
         ("[[hosts]]\nlatency = '1e999 s'", "latency = '1e999 s': too large"),
         ("[[hosts]]\nlatency = 'nan s'", "latency = 'nan s': must be a text"),
@@ -275,7 +275,7 @@ def line(caught: pytest.ExceptionInfo[UsageError]) -> str:
         ("[[hosts]]\nstep_time = { exponential = '3 h' }", "unknown unit; use ns, us, ms or s"),
         ("[[hosts]]\nstep_time = '-3 ms'", "step_time = '-3 ms': must be 0 or more"),
         ("[[stragglers]]\nworkers = [0]", "stragglers[0]: slowdown is missing"),
-        ("[[stragglers]]\nslowdown = 2", "stragglers[0]: say who"),
+        ("[[stragglers]]\nslowdown = 2", "stragglers[0]: name the workers"),
         ("[[stragglers]]\nslowdown = -2", "slowdown = -2: must be a number above 0"),
         ("[[stragglers]]\nworkers = 3\nslowdown = 2", "workers = 3: must be a list of ranks"),
         ("[[stragglers]]\nworkers = [-1]\nslowdown = 2", "workers = [-1]: must be a list of ranks"),
@@ -316,14 +316,14 @@ def test_too_few_hosts_says_how_many_there_are(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match="6 workers, but only 4 hosts; use --workers 4 or fewer, raise a count"
     ) as caught:
-        cluster(tmp_path, "[[hosts]]\ncount = 3\n[[hosts]]\ncount = 1").place(6, 1, 0)
+        cluster(tmp_path, "[[hosts]]\ncount = 3\n[[hosts]]\ncount = 1").cost_model(6, 1, 0)
     assert "c.toml" in line(caught)
 
 
 def test_the_examples_have_room_for_any_number() -> None:
     for path in sorted(EXAMPLES.glob("*.toml")):
         for workers in (1, 4, 64):
-            costs = Cluster.load(path).place(workers, 1, 0)
+            costs = Cluster.load(path).cost_model(workers, 1, 0)
             assert all(costs.step_time(rank, 0.0) > 0 for rank in range(workers)), path
 
 
@@ -349,11 +349,11 @@ latency = "20 ms"
 
 def test_workers_are_assigned_to_sites_in_group_order(tmp_path: Path) -> None:
     """In the order of their groups, those without a worker included; without sites, nobody is anywhere."""
-    assert cluster(tmp_path, TWO).places(5) == {"a": [0, 1], "b": [2, 3, 4]}
-    assert cluster(tmp_path, TWO).places(2) == {"a": [0, 1], "b": []}
+    assert cluster(tmp_path, TWO).ranks_by_site(5) == {"a": [0, 1], "b": [2, 3, 4]}
+    assert cluster(tmp_path, TWO).ranks_by_site(2) == {"a": [0, 1], "b": []}
     three = '[[hosts]]\ncount = 1\nsite = "x"\n[[hosts]]\ncount = 2\nsite = "y"\n[[hosts]]\nsite = "x"'
-    assert cluster(tmp_path, three).places(5) == {"x": [0, 3, 4], "y": [1, 2]}
-    assert cluster(tmp_path, "[[hosts]]\ncount = 3").places(3) == {}
+    assert cluster(tmp_path, three).ranks_by_site(5) == {"x": [0, 3, 4], "y": [1, 2]}
+    assert cluster(tmp_path, "[[hosts]]\ncount = 3").ranks_by_site(3) == {}
 
 
 FAR = TWO + '[[sites]]\nname = "a"\nbandwidth = "2 MB/s"\nlatency = "300 ms"\n'
@@ -412,8 +412,8 @@ def test_without_limits_sites_cost_nothing(places: list[int]) -> None:
     """Links that are free change no time: the cost is that of the hosts alone, to the last bit."""
     hosts = [Host(site=str(place), count=1, bandwidth=1e6, latency=0.01) for place in places]
     names = dict.fromkeys(host.site for host in hosts)
-    plain = Cluster(hosts=tuple(hosts)).place(len(hosts), 0, 0)
-    sites = Cluster(hosts=tuple(hosts), sites=tuple(map(Site, names))).place(len(hosts), 0, 0)
+    plain = Cluster(hosts=tuple(hosts)).cost_model(len(hosts), 0, 0)
+    sites = Cluster(hosts=tuple(hosts), sites=tuple(map(Site, names))).cost_model(len(hosts), 0, 0)
     ranks = range(len(hosts))
     assert plain.all_reduce(ranks, MB) == sites.all_reduce(ranks, MB)
     assert plain.all_gather(ranks, [MB] * len(hosts)) == sites.all_gather(ranks, [MB] * len(hosts))
@@ -423,7 +423,7 @@ def test_without_limits_sites_cost_nothing(places: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[hosts]]\ncount = 1\nsite = "a"\n[[hosts]]', "hosts[1]: site is missing; other groups have one"),
+        ('[[hosts]]\ncount = 1\nsite = "a"\n[[hosts]]', "hosts[1]: site is missing; if one group has a site"),
         ("[[hosts]]\nsite = 3", "site = 3: must be a text"),
         ('[[sites]]\nname = "a"', "sites[0]: name = 'a': no group of hosts is at such a site"),
         (
@@ -444,6 +444,6 @@ def test_a_mistake_about_sites_is_one_line(tmp_path: Path, text: str, message: s
 
 def test_a_colocated_server_is_where_its_worker_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leave out their bandwidth and latency and site"):
-        cluster(tmp_path, TWO + '[servers]\nsite = "b"').place(4, 4, 0, colocated=True)
-    these = cluster(tmp_path, TWO).place(4, 4, 0, colocated=True)
+        cluster(tmp_path, TWO + '[servers]\nsite = "b"').cost_model(4, 4, 0, colocated=True)
+    these = cluster(tmp_path, TWO).cost_model(4, 4, 0, colocated=True)
     assert arrivals(these, (W2, ("server", 3), MB, 0.0)) == pytest.approx([0.002 + 0.01])

@@ -15,7 +15,7 @@ from networks import arrivals
 
 import polyrhythm as pr
 from polyrhythm.worlds.cluster import Cluster
-from polyrhythm.worlds.cost_model import Costs
+from polyrhythm.worlds.cost_model import CostModel
 from tests.support.programs import Script, Steps, events
 from tests.support.runs import run_in
 
@@ -58,18 +58,18 @@ def weights(workers: int) -> tuple[int, int]:
 def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """The bytes that each link carries up and down, by its index."""
     count: Counter[tuple[str, int]] = Counter()
-    depart, land = Costs.depart, Costs.land
+    depart, land = CostModel.start_transfer, CostModel.end_transfer
 
-    def up(self: Costs, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> Any:
+    def up(self: CostModel, source: tuple[str, int], target: tuple[str, int], nbytes: int, now: float) -> Any:
         count["up", self._offset[source[0]] + source[1]] += nbytes
         return depart(self, source, target, nbytes, now)
 
-    def down(self: Costs, target: tuple[str, int], nbytes: int, head: float, span: float) -> Any:
+    def down(self: CostModel, target: tuple[str, int], nbytes: int, head: float, span: float) -> Any:
         count["down", self._offset[target[0]] + target[1]] += nbytes
         return land(self, target, nbytes, head, span)
 
-    monkeypatch.setattr(Costs, "depart", up)
-    monkeypatch.setattr(Costs, "land", down)
+    monkeypatch.setattr(CostModel, "start_transfer", up)
+    monkeypatch.setattr(CostModel, "end_transfer", down)
     return count
 
 
@@ -131,18 +131,18 @@ def test_colocated_servers_balance_the_bytes_on_all_links(
 # What a host shares
 
 
-def place(tmp_path: Path, text: str, workers: int = 2) -> Costs:
+def place(tmp_path: Path, text: str, workers: int = 2) -> CostModel:
     path = tmp_path / "c.toml"
     path.write_text(text)
-    return Cluster.load(path).place(workers, workers, 0, colocated=True)
+    return Cluster.load(path).cost_model(workers, workers, 0, colocated=True)
 
 
 def test_worker_and_colocated_server_share_one_host_link(tmp_path: Path) -> None:
     """Worker and server queue on the same uplink and downlink; hosts differ, and so do their links."""
     slow = '[[hosts]]\ncount = 1\nbandwidth = "1 B/s"\nlatency = "3 s"\n[[hosts]]\nlatency = "5 s"\n'
     costs = place(tmp_path, slow)
-    assert costs.together(("worker", 0), ("server", 0))
-    assert not costs.together(("worker", 0), ("server", 1))
+    assert costs.same_host(("worker", 0), ("server", 0))
+    assert not costs.same_host(("worker", 0), ("server", 1))
     (w0, s0), (w1, s1) = ((("worker", rank), ("server", rank)) for rank in range(2))
     up, down = ((w0, s1), (s0, w1)), ((w1, s0), (s1, w0))
     for ways in (up, down):  # 8 s of latency, and 10 s for each of the two
@@ -204,7 +204,7 @@ def lockstep() -> None:
 @pytest.mark.parametrize("program", [Steps(1), lockstep])
 def test_a_strategy_without_servers_refuses(program: Any) -> None:
     strategy = None if program is lockstep else "allreduce"
-    with pytest.raises(pr.UsageError, match="allreduce needs no servers; leave --servers out"):
+    with pytest.raises(pr.UsageError, match="allreduce uses no servers; leave out --servers"):
         pr.simulate(program, workers=2, strategy=strategy, servers="colocated")
 
 

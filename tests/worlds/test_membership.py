@@ -148,13 +148,13 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
 @pytest.mark.parametrize("back", ["", "200 ms"])
 def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str) -> None:
-    message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can go on without it (async can)"
+    message = f"worker 1 crashed at 0.095 s; under {strategy} no worker can continue without it"
     with pytest.raises(pr.PolyrhythmError, match=re.escape(message)):
         simulate_failures(tmp_path, crash([1], "95 ms", back), strategy)
 
 
 def test_a_simulated_run_fails_if_all_workers_crash(tmp_path: Path) -> None:
-    with pytest.raises(pr.PolyrhythmError, match="no worker is left to bring the parameters home"):
+    with pytest.raises(pr.PolyrhythmError, match="no worker is left to send the final parameters"):
         simulate_failures(tmp_path, crash([0, 1, 2], "95 ms"))
 
 
@@ -168,7 +168,7 @@ def test_a_simulated_run_fails_if_all_workers_crash(tmp_path: Path) -> None:
         ("workers = [1]", 'failures[0]: at is missing; write, say, at = "0.5 s"'),
         ('workers = 1\nat = "1 s"', "workers = 1: must be a list of ranks, such as [0, 3]"),
         ('workers = [1]\nat = "0 s"', "at = '0 s': must be above 0"),
-        ("workers = [1]\nat = 1", "at = 1: must be a text of a number and a unit"),
+        ("workers = [1]\nat = 1", "at = 1: must be a text with a number and a unit"),
         ('workers = [1]\nat = "1 s"\nback = "1 s"', "back = '1 s': must be later than at"),
         ('workers = [1]\nat = "1 s"\nbakc = "2 s"', "unknown key 'bakc'; did you mean back?"),
         ('workers = [2]\nat = "1 s"\n[[hosts]]\ncount = 2', "only 2 hosts, so ranks are 0 to 1"),

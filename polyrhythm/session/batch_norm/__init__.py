@@ -1,7 +1,7 @@
-"""What becomes of BatchNorm's statistics when several workers train: one policy, whatever the strategy.
+"""Policies for BatchNorm's statistics when several workers train.
 
-The names and what they need are here, without torch: the command line and the coordinator check them before
-anything starts. What they do is in `policies` and `sync`; `choice` makes one.
+This module has the names and requirements, without torch: the command line and the coordinator check them
+before anything starts. The policies are in `policies` and `sync`; `choose` makes one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 DEFAULT = "local"
 
 POLICIES = {
-    "local": "each worker keeps its own; the final model has those of the worker that brings it",
-    "rank0": "consensus and final model have worker 0's; if it dies, those of the next one that has trained",
+    "local": "each worker keeps its own; the final model has those of the worker that sends it",
+    "rank0": "consensus and final model have those of worker 0, or of the lowest rank that is alive",
     "mean": "consensus and final model have those of all workers, merged by the law of total variance",
-    "sync": "batch statistics are those of all workers' batches together, in every training forward",
-    "recompute": "computed anew for consensus and final model, from training batches",
+    "sync": "every training forward pass uses the statistics of all workers' batches together",
+    "recompute": "recomputed from training batches for consensus and final model",
 }
 
 
-def named(text: str) -> str:
-    """The policy of this name; UsageError says what would be one.
+def check_name(text: str) -> str:
+    """Returns the name of a policy if it exists; otherwise raises UsageError with the nearest one.
 
-    >>> named("mean")
+    >>> check_name("mean")
     'mean'
     """
     if text in POLICIES:
@@ -39,13 +39,13 @@ def named(text: str) -> str:
 
 
 def check(policy: str, strategy: Strategy) -> None:
-    """Raises UsageError if a policy has workers wait for each other under a strategy where they do not."""
-    # Workers that hold the parameters among themselves can ask each other for the rest too.
+    """Raises UsageError if a policy makes workers wait for each other under a strategy where they do not."""
+    # Workers that hold the parameters among themselves can also request each other's statistics.
     traits = strategy.traits
     if policy in ("rank0", "mean") and not (traits.lockstep or traits.parameters_held_by_peers):
         raise UsageError(
             f"batch_norm={policy} needs a strategy in which all workers step together, such as allreduce, "
-            "local:8 or sync, or one in which they ask each other, such as gossip or adpsgd; under "
+            "local:8 or sync, or one in which they exchange with each other, such as gossip or adpsgd; under "
             f"{strategy} each goes at its own pace: use batch_norm=recompute or local"
         )
     if policy == "sync" and not strategy.traits.lockstep:
@@ -53,10 +53,10 @@ def check(policy: str, strategy: Strategy) -> None:
             "batch_norm=sync needs a strategy in which all workers step together, such as allreduce, local:8 "
             f"or sync; under {strategy} each goes at its own pace: use batch_norm=recompute or local"
         )
-    # In the middle of a pass nobody can go on without another: what each has got by then is of different
-    # unions. Nor would they be one machine: each normalises what comes of parameters of its own.
+    # If a worker dies inside a pass, the others have computed with different unions of batches. And under
+    # strategies that survive this, each worker normalizes the activations of its own parameters anyway.
     if policy == "sync" and strategy.traits.survives:
         raise UsageError(
-            f"batch_norm=sync has all workers wait for all in every layer, and under {strategy} they go on "
-            "without one that dies: use batch_norm=mean, rank0, recompute or local"
+            f"batch_norm=sync makes all workers wait for each other in every layer, but under {strategy} "
+            "they continue without one that dies: use batch_norm=mean, rank0, recompute or local"
         )

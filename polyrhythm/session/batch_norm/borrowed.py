@@ -1,7 +1,7 @@
-"""A borrowed batch counts for nothing: it does not move BatchNorm's running statistics either.
+"""Keeps borrowed batches out of BatchNorm's running statistics.
 
-Who got nothing of the last round takes the step with the others on examples that are not its own (see
-`data.sharing`). Their gradient is scaled to nothing, and their forward pass has copies of the statistics.
+A worker without examples in the last round of an epoch takes the step on borrowed ones (see
+`session.sharing`). Their gradient is scaled by 0, and their forward pass updates copies of the statistics.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.policies import NAMES, tracking
 
 
-def leave_no_trace(replica: Replica) -> None:
-    """From now on batches that do not count leave the statistics of this replica's model as they are."""
+def protect_statistics(replica: Replica) -> None:
+    """From now on borrowed batches do not change the statistics of this replica's model."""
     for module in tracking(replica.model).values():
-        _Stage(module, replica)
+        _StatisticsSwap(module, replica)
 
 
-class _Stage:
-    """Lets copies stand in for one module's statistics while a batch that does not count passes through it.
+class _StatisticsSwap:
+    """Replaces one module's statistics by copies while a borrowed batch passes through it.
 
-    They are not put back in place, for autograd keeps what the forward pass has used.
+    Restoring the values in place would not do: autograd may have saved the tensors of the forward pass.
     """
 
     def __init__(self, module: _BatchNorm, replica: Replica) -> None:

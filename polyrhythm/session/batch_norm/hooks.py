@@ -1,4 +1,4 @@
-"""Hooks that stay with the model they were made for."""
+"""Hooks that are not copied with the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Hook:
-    """A hook that copies of the model, pickled too, do not have."""
+    """A hook that does nothing in a copy of the model, whether copied or pickled."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -21,4 +21,4 @@ class Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What a copy has in place of the hook."""
+    """Replaces the hook in a copy."""

@@ -1,10 +1,9 @@
 """The policies: which BatchNorm statistics `consensus()` and the final model show.
 
-Training does not use the running statistics, so they are merged where they are seen and not in every step:
-all workers call `agree`, at `consensus()` and when the script is done; `show` writes the result into the copy
-of the model that is shown. Only BatchNorm's buffers change, never others. Where workers continue when one
-dies, nothing waits for all of them (see `statistics_exchange`), and the worker that brings the result home
-merges once more when all are done.
+Training does not use the running statistics, so they are merged only when they are needed: all workers call
+`agree` in `consensus()` and at the end of the script, and `show` writes the result into the copy of the model
+that is returned. Only BatchNorm's buffers change. Where workers continue when one dies, nothing waits for all
+of them (see `statistics_exchange`), and the worker that sends the result merges once more at the end.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
-from polyrhythm.session.batch_norm.calls import Call
+from polyrhythm.session.batch_norm.calls import CallRecorder
 from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.pooling import pool, pooled
 from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics
-from polyrhythm.session.data import SharedLoader, mix, seed_all
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.seeds import mix, seed_all
 
-BATCHES = 100  # that `recompute` uses at most
+BATCHES = 100  # the most that `recompute` uses
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's statistics
 
-State = dict[str, tuple[Tensor, ...]]  # by the name of the module: mean, variance, batches tracked
+Statistics = dict[str, tuple[Tensor, ...]]  # by module name: mean, variance, batches tracked
 
 
 def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -51,23 +51,23 @@ def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
 
 
 class Policy:
-    """What a policy may do. `local` does nothing, and has no policy."""
+    """A BatchNorm policy. `local` needs none."""
 
-    waits: ClassVar[bool] = False  # workers wait for each other in the middle of a pass
+    waits_in_pass: ClassVar[bool] = False  # workers wait for each other inside forward and backward
 
     def __init__(self, model: nn.Module, node: Node) -> None:
         self.model, self.node = model, node
-        self.agreed: State = {}
+        self.agreed: Statistics = {}
 
     def agree(self) -> None:
-        """Called by all workers at the same place of the script."""
+        """Called by all workers at the same point of the script."""
 
     def finish(self) -> None:
-        """Called by all workers when the script is done."""
+        """Called by all workers at the end of the script."""
         self.agree()
 
     def collect(self) -> None:
-        """Called by the worker that brings the result home, when all are done."""
+        """Called by the worker that sends the result, when all are done."""
 
     def show(self, model: nn.Module) -> None:
         """Writes the statistics into this copy of the model."""
@@ -78,17 +78,17 @@ class Policy:
 
 
 class Merged(Policy):
-    """Merges the statistics of several workers. `exchange`: of those that are there, as workers may die."""
+    """Merges the statistics of all workers; with `exchange`, of those that are alive."""
 
     def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
         super().__init__(model, node)
         self.exchange: StatisticsExchange | None = None
         self._samples = samples
-        self._came_with()
-        model.register_load_state_dict_post_hook(Hook(self._came_with))  # type: ignore[no-untyped-call]
+        self._note_tracked()
+        model.register_load_state_dict_post_hook(Hook(self._note_tracked))  # type: ignore[no-untyped-call]
 
     def use_exchange(self, lockstep: bool) -> None:
-        """From here on no worker waits for a dead one.
+        """Exchanges statistics by requests, so that no worker waits for a dead one.
 
         A replacement starts with the statistics of the lowest rank that has trained.
         """
@@ -115,7 +115,7 @@ class Merged(Policy):
         raise NotImplementedError
 
     def _own(self) -> WorkerStatistics:
-        """All statistics; then the batches tracked here, and those from before the run."""
+        """All statistics, then the batches tracked here, then those tracked before the run."""
         values = [value for module in tracking(self.model).values() for value in statistics(module)]
         flat = (value.flatten().cpu().clone() for value in values)
         return WorkerStatistics((*flat, self._tracked() - self._here, self._before), self._samples())
@@ -127,7 +127,7 @@ class Merged(Policy):
             for name, at in zip(tracking(self.model), range(0, len(values), len(NAMES)), strict=True)
         }
 
-    def _came_with(self, *_: Any) -> None:
+    def _note_tracked(self, *_: Any) -> None:
         self._before = self._here = self._tracked()
 
     def _tracked(self) -> Tensor:
@@ -135,7 +135,7 @@ class Merged(Policy):
 
 
 class Rank0(Merged):
-    """The statistics of worker 0, by a broadcast. Where workers may die: of the lowest rank that is there."""
+    """The statistics of worker 0, by a broadcast. Where workers may die: of the lowest rank that is alive."""
 
     def agree(self) -> None:
         if self.exchange is not None:
@@ -150,15 +150,15 @@ class Rank0(Merged):
 
 
 def _lowest(given: dict[Peer, WorkerStatistics]) -> WorkerStatistics:
-    """The statistics of the lowest rank that has trained: a new replacement has none of its own."""
+    """The statistics of the lowest rank that has trained: a new replacement has not."""
     return next((each for each in given.values() if each.samples), next(iter(given.values())))
 
 
 class Mean(Merged):
     """The statistics of all workers, weighted by the examples of each; equally before the first example.
 
-    The batches tracked are summed, because the merged statistics are of all of them. Those that the model
-    came with belong to no worker, and count once. Those of a worker that died are lost.
+    The numbers of batches tracked are summed, because the merged statistics are of all of them. Batches that
+    the model had tracked before the run count once. Those of a worker that died are lost.
     """
 
     def agree(self) -> None:
@@ -166,7 +166,7 @@ class Mean(Merged):
             return self.merge(self.exchange.all())
         node, modules = self.node, tracking(self.model)
         own = [statistics(module) for module in modules.values()]
-        if len(node.members.workers) == 1:  # keeps every bit
+        if len(node.members.workers) == 1:  # bit for bit unchanged
             self.agreed = dict(zip(modules, own, strict=True))
             return
         counts = self._tracked()
@@ -182,7 +182,7 @@ class Mean(Merged):
         self.agreed = dict(zip(modules, merged, strict=True))
 
     def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
-        if len(given) == 1:  # keeps every bit
+        if len(given) == 1:  # bit for bit unchanged
             return self._take(next(iter(given.values())).tensors[:-2])
         weights = torch.tensor([each.samples for each in given.values()], dtype=torch.float64)
         before = next(iter(given.values())).tensors[-1]
@@ -196,55 +196,55 @@ class Mean(Merged):
 
 
 class Recompute(Policy):
-    """Recomputes the statistics from training batches, with the parameters that are shown.
+    """Recomputes the statistics from training batches, with the parameters of the model that is returned.
 
     The model is called in training mode, as the script calls it (see `calls`). Every example counts equally:
-    the statistics are those of all batches together. The batches are the same on all workers that are equally
-    far in the data. Training is not affected.
+    the statistics are those of all batches together. Workers that are in the same epoch use the same batches.
+    Training is not affected.
     """
 
     def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
         super().__init__(model, node)
         self._loader, self._seed = loader, seed
-        self._call = Call(model)
-        loader.watch = self._call.given
+        self._calls = CallRecorder(model)
+        loader.watch = self._calls.on_batch
         self._frozen: set[str] = set()
-        self._look()
+        self._find_frozen()
 
-    def _look(self) -> None:
+    def _find_frozen(self) -> None:
         """Finds the frozen modules: those in eval mode while the model trains."""
         if self.model.training:
             self._frozen = {name for name, each in tracking(self.model).items() if not each.training}
 
     def show(self, model: nn.Module) -> None:
-        self._look()
+        self._find_frozen()
         training, buffers = model.training, [(place, place.clone()) for place in model.buffers()]
         model.train()
         frozen = [module for name, module in tracking(model).items() if name in self._frozen]
         for module in frozen:
             module.eval()
-        pools = {module: _Pool() for module in tracking(model).values() if module.training}
+        pools = {module: _Moments() for module in tracking(model).values() if module.training}
         with contextlib.ExitStack() as until, _own_random_numbers(model, mix("norms", self._seed)):
             for module, each in pools.items():
                 until.enter_context(module.register_forward_pre_hook(each.add, with_kwargs=True))
-            for batch in self._loader.some(BATCHES):
-                if not self._call.again(model, batch):
+            for batch in self._loader.sample(BATCHES):
+                if not self._calls.replay(model, batch):
                     warnings.warn(
                         "batch_norm=recompute does not know yet how the model is called, because this worker "
-                        "has taken no step: its BatchNorm statistics are shown as they are",
+                        "has taken no step: its BatchNorm statistics are left unchanged",
                         stacklevel=2,
                     )
                     pools.clear()
                     break
-        for place, value in buffers:  # not only BatchNorm's may have changed
+        for place, value in buffers:  # the calls may have changed other buffers too
             place.copy_(value)
         for module, each in pools.items():
             each.write(*statistics(module))
         model.train(training)
 
 
-class _Pool:
-    """The inputs of one BatchNorm module so far: numbers per channel, mean and variance."""
+class _Moments:
+    """Count per channel, mean and variance of all inputs of one BatchNorm module so far."""
 
     def __init__(self) -> None:
         self.count = self.calls = 0
@@ -263,7 +263,7 @@ class _Pool:
         self.count, self.calls = self.count + count, self.calls + 1
 
     def write(self, mean: Tensor, variance: Tensor, tracked: Tensor) -> None:
-        """Writes the unbiased variance, as BatchNorm does. A module that was not called keeps its own."""
+        """Writes the statistics, with the unbiased variance as BatchNorm does, if the module was called."""
         if self.calls:
             mean.copy_(self.mean)
             variance.copy_(self.variance * (self.count / max(self.count - 1, 1)))
@@ -272,7 +272,7 @@ class _Pool:
 
 @contextlib.contextmanager
 def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
-    """Dropout and augmentation draw the same numbers every time, and training continues with its own."""
+    """Dropout and augmentation draw the same numbers every time, and training keeps its random state."""
     others = np.random.get_state(), random.getstate()
     devices = {each.device.index for each in model.parameters() if each.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():

@@ -1,12 +1,12 @@
-"""The BatchNorm statistics of all workers that are there, where workers continue when one dies.
+"""Exchanges BatchNorm statistics between workers that continue when one dies.
 
 A collective of all workers would wait for a dead one. So each worker publishes its statistics, and answers
 requests for them while its script computes (see `core.published`).
 
-Workers in lockstep publish a round at each `agree` of the script and fetch the same round of the others, so
-all see the same statistics. A replacement has missed rounds, and outside lockstep there are none: these
-workers fetch what another has at the moment, and give what they have at the moment. BatchNorm may be writing
-then, so such statistics may be of two consecutive batches.
+Workers in lockstep publish one round at each `agree` and fetch the same round of the others, so all see the
+same statistics. A replacement has missed rounds, and without lockstep there are none: these workers fetch the
+current statistics of the others, and reply with their own current ones. BatchNorm may be writing at that
+moment, so these statistics may mix two consecutive batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyrhythm.core.node import Node, others
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.published import Key, Published, key_of
 
-NOW = Key(0, 0)  # requests what there is at the moment; rounds count from 1
+NOW = Key(0, 0)  # requests the current statistics; rounds count from 1
 
 
 class WorkerStatistics(NamedTuple):
@@ -42,18 +42,18 @@ class StatisticsExchange:
         node.subscribe(self._on_message, "norms")
 
     def all(self) -> dict[Peer, WorkerStatistics]:
-        """The statistics of each worker, by rank. Workers in lockstep call it at the same place."""
+        """The statistics of each worker, by rank. Workers in lockstep call it at the same point."""
         if not self._in_rounds:
             return self.now()
         own, before = self._own(), self._round
         self._round = Key(0, before.round + 1)
-        # No worker is two rounds ahead of another: for the second it needs what that one publishes.
+        # No worker is two rounds ahead of another: it needs the other's first round to finish its own.
         self._published.forget(before)
         self._published.publish(self._round, others(self.node), own.tensors, samples=own.samples)
         return self._fetch(own, self._round)
 
     def now(self) -> dict[Peer, WorkerStatistics]:
-        """The statistics of each worker as they are at the moment, by rank."""
+        """The current statistics of each worker, by rank."""
         return self._fetch(self._own(), NOW)
 
     def _fetch(self, own: WorkerStatistics, key: Key) -> dict[Peer, WorkerStatistics]:

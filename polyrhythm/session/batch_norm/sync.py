@@ -1,15 +1,15 @@
-"""BatchNorm over the union of all workers' batches, so that N workers normalise as one machine would.
+"""BatchNorm over the union of all workers' batches, so that N workers normalize like a single process.
 
-With worker i's n_i numbers per channel out of n = sum n_i, and its gradient scaled by s_i when it leaves
-`backward()` (see `data.sharing`: s_i is 1 in a full round, 0 for what is borrowed, and then n_i is 0 too):
+Worker i has n_i of n = sum n_i numbers per channel, and its gradient is scaled by s_i after `backward()`
+(see `session.sharing`: s_i is 1 in a complete round; for a borrowed batch s_i and n_i are 0):
 
     forward:   mean, variance of the union         y = (x - mean) / sqrt(variance + eps) * weight + bias
     backward:  S1 = sum_i s_i sum dy               S2 = sum_i s_i sum dy * xhat          (over all workers)
                dx = (dy - (S1 + xhat * S2) / (s_i n)) * weight / sqrt(variance + eps)
 
-What other workers' losses have to do with this worker's x is in S1 and S2; dx is divided by s_i, for all that
-leaves `backward()` is going to be multiplied by it. The gradients of weight and bias are this worker's part:
-the strategy averages them like any other.
+S1 and S2 carry the dependence of the other workers' losses on this worker's x. dx is divided by s_i because
+every gradient is multiplied by s_i after `backward()`. The gradients of weight and bias are this worker's
+part only: the strategy averages them like any other.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.batch_norm.policies import Rank0
-from polyrhythm.session.batch_norm.pooling import Total, pool
+from polyrhythm.session.batch_norm.pooling import SumOverWorkers, pool
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The workers as a module sees them: how many, which one this is, and how they add up."""
+class SyncGroup:
+    """The workers that normalize together."""
 
     rank: int
     workers: int
     replica: Replica
-    total: Total  # waits for all, also in the middle of a pass
+    all_reduce: SumOverWorkers  # also inside a forward or backward pass
 
 
 class Sync(Rank0):
-    """All have the same statistics, after every forward; so there is nothing to merge."""
+    """All workers have the same statistics after every forward pass, so there is nothing to merge."""
 
-    waits: ClassVar[bool] = True
+    waits_in_pass: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, node: Node, replica: Replica, total: Total) -> None:
+    def __init__(self, model: nn.Module, node: Node, replica: Replica, all_reduce: SumOverWorkers) -> None:
         super().__init__(model, node, lambda: replica.samples)
-        crew = Crew(node.rank, len(node.members.workers), replica, total)
+        group = SyncGroup(node.rank, len(node.members.workers), replica, all_reduce)
         for name, module in model.named_modules():
             if not isinstance(module, _BatchNorm):
                 continue
             if type(module).forward is not _BatchNorm.forward:
                 raise UsageError(
-                    f"batch_norm=sync cannot see into {type(module).__name__} ({name}), which has its own "
+                    f"batch_norm=sync does not support {type(module).__name__} ({name}), which has its own "
                     "forward; use BatchNorm1d, 2d or 3d, or another batch_norm"
                 )
-            if crew.workers > 1:  # alone it is what it is, bit for bit
-                module.forward = Forward(module, crew)  # type: ignore[method-assign]
+            if group.workers > 1:  # a single worker keeps the original, bit for bit
+                module.forward = SyncForward(module, group)  # type: ignore[method-assign]
 
     def start(self) -> None:
-        """All begin with worker 0's, as with its parameters."""
+        """All workers start with the statistics of worker 0, as with its parameters."""
         super().agree()
         self.show(self.model)
         self.agreed = {}
@@ -68,43 +68,43 @@ class Sync(Rank0):
         pass
 
 
-class Forward:
-    """Stands in for the `forward` of one BatchNorm module. Copies of the module, pickled too, are plain."""
+class SyncForward:
+    """Replaces `forward` of one BatchNorm module. Copies of the module, pickled or not, have the original."""
 
-    def __init__(self, module: _BatchNorm, crew: Crew) -> None:
-        self._module, self._crew = module, crew
+    def __init__(self, module: _BatchNorm, group: SyncGroup) -> None:
+        self._module, self._group = module, group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")
 
     def __call__(self, input: Tensor) -> Tensor:
-        module, crew = self._module, self._crew
+        module, group = self._module, self._group
         if not module.training:
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
-        count = input.numel() // input.shape[1] if crew.replica.gradients.counts else 0
+        count = input.numel() // input.shape[1] if group.replica.gradients.counts else 0
         with torch.no_grad():
             wide = input.to(_wide(input))
             variance, mean = torch.var_mean(wide, _dims(input), correction=0)
-            mean, variance, total = pool(crew.total, crew.rank, crew.workers, mean, variance, count)
+            mean, variance, total = pool(group.all_reduce, group.rank, group.workers, mean, variance, count)
             if total < 2:
                 raise ValueError(f"BatchNorm cannot train on one number per channel: {tuple(input.shape)}")
             _track(module, mean, variance * (total / (total - 1)))
             rstd = torch.rsqrt(variance + module.eps)
         result: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, module.weight, module.bias, mean.to(wide), rstd.to(wide), total, crew
+            input, module.weight, module.bias, mean.to(wide), rstd.to(wide), total, group
         )
         return result
 
 
 def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """The running statistics, as BatchNorm itself keeps them."""
+    """Updates the running statistics as BatchNorm does."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
     factor = module.momentum
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if factor is None:  # a plain average of all so far
+        if factor is None:  # a cumulative average
             factor = 1.0 / float(module.num_batches_tracked)
     for running, value in ((module.running_mean, mean), (module.running_var, variance)):
         running.mul_(1 - (factor or 0.0)).add_(value.to(running), alpha=factor or 0.0)
@@ -114,10 +114,10 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
-        count: float, crew: Crew,
+        count: float, group: SyncGroup,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.count, ctx.crew, ctx.bias = count, crew, None if bias is None else bias.dtype
+        ctx.count, ctx.group, ctx.bias = count, group, None if bias is None else bias.dtype
         y = (x - _like(mean, x)) * _like(rstd, x)
         if weight is not None:
             y = y * _like(weight, x)
@@ -134,10 +134,10 @@ class _Normalize(torch.autograd.Function):
         own = torch.stack([dy.sum(_dims(x)), (dy * xhat).sum(_dims(x))])
         dx = None
         if ctx.needs_input_grad[0]:
-            scale: float = ctx.crew.replica.gradients.scaling
+            scale: float = ctx.group.replica.gradients.scaling
             sums = (own.double() * scale if scale else torch.zeros_like(own, dtype=torch.float64)).cpu()
-            ctx.crew.total(sums.view(-1))
-            dx = torch.zeros_like(x)  # of what is borrowed, which counts nothing
+            ctx.group.all_reduce(sums.view(-1))
+            dx = torch.zeros_like(x)  # of a borrowed batch
             if scale:
                 first, second = (sums / (scale * ctx.count)).to(own)
                 slope = rstd if weight is None else rstd * weight
@@ -148,15 +148,15 @@ class _Normalize(torch.autograd.Function):
 
 
 def _dims(x: Tensor) -> tuple[int, ...]:
-    """All but the channels."""
+    """All dimensions except the channels."""
     return (0, *range(2, x.dim()))
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """One value per channel, laid along the channels of x."""
+    """Reshapes one value per channel to broadcast over x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What to compute in: never less than float32."""
+    """The dtype to compute in: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.collectives import coded_ring as hops
 from polyrhythm.collectives import direct, hierarchical, ring
-from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
+from polyrhythm.collectives.arithmetic import elements_sent, elements_sent_to, flat_views, reduce
 from polyrhythm.collectives.choose import choose
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
 from polyrhythm.core.group import Coding, Group, Task, first_number
@@ -68,7 +68,7 @@ class ProcessGroup(Group):
         self._leaders = [self._workers[names.index(name)] for name in dict.fromkeys(names)]
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
-        vectors, number = checked(tensors, op), self._next()
+        vectors, number = flat_views(tensors, op), self._next()
         algorithm = self._choose(vectors)
         if algorithm == "alone":
             return _Done()
@@ -77,15 +77,17 @@ class ProcessGroup(Group):
         assert self._shared_memory is not None
         index, count, remote = self.rank, len(self._workers), self._at_other_sites(self._workers)
         self._node.transport.traffic.count(
-            sum(sent(each.numel(), count, index) * each.element_size() for each in vectors),
-            sum(sent_to(each.numel(), count, index, remote) * each.element_size() for each in vectors)
+            sum(elements_sent(each.numel(), count, index) * each.element_size() for each in vectors),
+            sum(
+                elements_sent_to(each.numel(), count, index, remote) * each.element_size() for each in vectors
+            )
             if remote
             else 0,
         )
         return self._shared_memory.begin(vectors, op)
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        vectors = checked(tensors, op)
+        vectors = flat_views(tensors, op)
         algorithm = self._choose(vectors)
         if algorithm in ("shared", "alone"):
             return self.begin_all_reduce(*vectors, op=op).join()

@@ -27,7 +27,7 @@ class SimulatedContext(WorldContext):
         self.node: SimulatedNode = node
         self.me, self.plan = node.me, node.world.plan
         self._backward: BackwardThread | None = None  # runs the present backward pass, if it may wait
-        self._away = _Away(node)
+        self._blocking = _Blocking(node)
 
     @property
     def strategy(self) -> ResolvedStrategy | None:
@@ -49,7 +49,7 @@ class SimulatedContext(WorldContext):
         self.node.world.coordinator.handle(self.me, request, respond, self.node.incarnation)
         blocked = True
         if not answers:
-            with self.away():
+            with self.blocking():
                 while not answers:
                     fiber.block("all nodes to get as far as", repr(kind_of(request)))
         return answers[0]
@@ -66,13 +66,13 @@ class SimulatedContext(WorldContext):
     def compute_time(self) -> float:
         return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
 
-    def spend(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.node.take_time(seconds)
 
-    def away(self) -> AbstractContextManager[None]:
-        return self._away
+    def blocking(self) -> AbstractContextManager[None]:
+        return self._blocking
 
-    def passes(self, backward: Callable[[], None]) -> None:
+    def run_backward(self, backward: Callable[[], None]) -> None:
         if self._backward is not None:  # a nested pass, as with checkpointing
             backward()
             return
@@ -82,7 +82,7 @@ class SimulatedContext(WorldContext):
         finally:
             self._backward = None
 
-    def within(self, wait: Callable[[], None]) -> None:
+    def wait_in_pass(self, wait: Callable[[], None]) -> None:
         if self._backward is not None and self._backward.here:
             self._backward.wait(wait)
         elif torch._C._current_graph_task_id() != -1:
@@ -101,7 +101,7 @@ class SimulatedContext(WorldContext):
         pass
 
 
-class _Away(AbstractContextManager[None]):
+class _Blocking(AbstractContextManager[None]):
     """Surrounds code in which other nodes may run; can be nested and reused."""
 
     def __init__(self, node: SimulatedNode) -> None:

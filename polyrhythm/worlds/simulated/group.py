@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from polyrhythm.collectives import coded_ring as hops
 from polyrhythm.collectives import ring
-from polyrhythm.collectives.arithmetic import checked, reduce, sent, sent_to
+from polyrhythm.collectives.arithmetic import elements_sent, elements_sent_to, flat_views, reduce
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
 from polyrhythm.core.group import Coding, Group, Task, first_number
 from polyrhythm.core.peer import Peer
@@ -36,7 +36,7 @@ class SimulatedGroup(Group):
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         if not self.node.world.ring:
-            return self._enter("all_reduce", checked(tensors, op), op)
+            return self._enter("all_reduce", flat_views(tensors, op), op)
         number = self._first + self.next()
         return self.node.spawn(ring.all_reduce, self.node, self.members, tensors, op, number)
 
@@ -199,8 +199,8 @@ class OpenCollectives:
         """Counts the bytes that each worker would have sent."""
         count, size = vectors[0].numel(), vectors[0].element_size()
         for index, rank in enumerate(ranks):
-            between = sent_to(count, len(ranks), index, self._elsewhere(rank, ranks))
-            self._sent(rank, sent(count, len(ranks), index) * size, between * size)
+            between = elements_sent_to(count, len(ranks), index, self._elsewhere(rank, ranks))
+            self._sent(rank, elements_sent(count, len(ranks), index) * size, between * size)
 
     def _sent(self, rank: int, nbytes: int, between: int) -> None:
         node = self._world.nodes[Peer("worker", rank)]

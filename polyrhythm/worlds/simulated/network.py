@@ -9,7 +9,7 @@ from polyrhythm.core.message import Message
 from polyrhythm.worlds.simulated.fibers import Loop
 
 if TYPE_CHECKING:
-    from polyrhythm.worlds.cost_model import Costs
+    from polyrhythm.worlds.cost_model import CostModel
 
 # A message on the way to its host: the host, its bytes, the seconds from the first byte to the last, and the
 # function to call with it on arrival.
@@ -19,7 +19,7 @@ _Landing = tuple[tuple[str, int], int, float, Callable[..., Any], Message]
 class Network:
     """Delivers messages. A link carries them in the order in which they reach it."""
 
-    def __init__(self, loop: Loop, costs: Costs) -> None:
+    def __init__(self, loop: Loop, costs: CostModel) -> None:
         self.loop, self.costs = loop, costs
 
     def carry(
@@ -32,12 +32,12 @@ class Network:
     ) -> None:
         """Sends a message; `arrive(what)` is called when its last byte has arrived."""
         loop, costs = self.loop, self.costs
-        if costs.free or costs.together(source, target):
+        if costs.free or costs.same_host(source, target):
             loop.at(loop.now, arrive, what)
             return
-        head, span = costs.depart(source, target, nbytes, loop.now)
+        head, span = costs.start_transfer(source, target, nbytes, loop.now)
         landing = (target, nbytes, span, arrive, what)
-        crossing = costs.crossing(source, target)
+        crossing = costs.sites_crossed(source, target)
         if crossing is None:
             loop.at(head, self._land, landing)
         else:
@@ -47,12 +47,12 @@ class Network:
 
     def _land(self, message: _Landing) -> None:
         target, nbytes, span, arrive, what = message
-        self.loop.at(self.costs.land(target, nbytes, self.loop.now, span), arrive, what)
+        self.loop.at(self.costs.end_transfer(target, nbytes, self.loop.now, span), arrive, what)
 
     def _cross(self, message: tuple[tuple[int, ...], tuple[str, ...], _Landing]) -> None:
         """Carries a message over the first of these sites' links, and then over the rest to its host."""
         (site, *sites), (way, *ways), (target, nbytes, span, *rest) = message
         assert self.costs.sites is not None
-        head, span = self.costs.sites.through(site, way, nbytes, self.loop.now, span)
+        head, span = self.costs.sites.forward(site, way, nbytes, self.loop.now, span)
         landing = (target, nbytes, span, *rest)
         self.loop.at(head, self._cross if sites else self._land, (sites, ways, landing) if sites else landing)

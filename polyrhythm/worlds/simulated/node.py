@@ -119,7 +119,7 @@ class SimulatedNode(Node):
             nbytes += tensor.nbytes
         self.bytes_sent += nbytes
         world = self.world
-        if world.costs.sites is not None and world.costs.crossing(self.me, to.me) is not None:
+        if world.costs.sites is not None and world.costs.sites_crossed(self.me, to.me) is not None:
             self.bytes_between += nbytes
         world.network.carry(self.me, to.me, nbytes, arrive, message)
 

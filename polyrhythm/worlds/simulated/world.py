@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.resolve import ResolvedStrategy
     from polyrhythm.record.folder import RunFolder
     from polyrhythm.worlds.cluster import Cluster, Crash
-    from polyrhythm.worlds.cost_model import Costs
+    from polyrhythm.worlds.cost_model import CostModel
 
 
 class Simulated:
@@ -117,8 +117,8 @@ class Simulated:
 
     # --- nodes --------------------------------------------------------------------------------------
 
-    def _place(self, servers: int) -> Costs:
-        return self.cluster.place(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
+    def _place(self, servers: int) -> CostModel:
+        return self.cluster.cost_model(self.plan.workers, servers, self.plan.seed, self.plan.colocated)
 
     def _crash(self, which: tuple[Peer, Crash]) -> None:
         """Stops a worker as if its process were killed, unless it has left already."""

@@ -1,4 +1,4 @@
-"""Gate: holds the replies to a request until all nodes have made it."""
+"""ReplyBarrier: delays the replies to a request until all nodes have sent it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from polyrhythm.core.peer import Peer
 R = TypeVar("R")
 
 
-class Gate(Generic[R]):
-    """Nodes that wait for a reply which all get together."""
+class ReplyBarrier(Generic[R]):
+    """Nodes that wait for a reply, which all get together."""
 
     def __init__(self) -> None:
         self._waiting: dict[Peer, Callable[[R], None]] = {}
@@ -23,7 +23,7 @@ class Gate(Generic[R]):
         return peer in self._waiting
 
     def add(self, peer: Peer, respond: Callable[[R], None]) -> None:
-        """A node waits from now on."""
+        """Adds a node that waits for its reply."""
         self._waiting[peer] = respond
 
     def forget(self, peer: Peer) -> None:
@@ -34,8 +34,8 @@ class Gate(Generic[R]):
         """Replies to one node; the others still wait."""
         self._waiting.pop(peer)(reply)
 
-    def open(self, reply: Callable[[Peer], R]) -> None:
-        """Replies to all that wait."""
+    def release_all(self, reply: Callable[[Peer], R]) -> None:
+        """Replies to all waiting nodes."""
         waiting, self._waiting = self._waiting, {}
         for peer, respond in waiting.items():
             respond(reply(peer))
