@@ -240,7 +240,7 @@ class HookState:
         for (compressor, flat, future), (_, mean), rest in zip(waiting, buckets, dense, strict=True):
             self._set(future, compressor, mean, rest, flat)
 
-    # --- what is kept -------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------
 
     def _compressor(self, parameters: Sequence[Tensor], flat: Tensor) -> Compressor:
         """The compressor of a bucket of these parameters, with the state that they have so far."""

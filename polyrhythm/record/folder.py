@@ -68,7 +68,7 @@ class RunFolder:
             self._append(self._events.write, b"")
         self._append(self._write_metrics, b"")
 
-    # --- while the run goes on ----------------------------------------------------------------------
+    # --- during the run -----------------------------------------------------------------------------
 
     def event(self, node: str, t: float, event: Event) -> None:
         """Records an event."""

@@ -118,7 +118,7 @@ def test_a_worker_out_of_restarts_is_not_replaced(tmp_path: Path) -> None:
     assert summary["lost"] == {"worker 1": "was killed by SIGKILL 3 times"}
     check_trained(tmp_path)
     (tmp_path / "alone").mkdir()
-    with pytest.raises(pr.PolyrhythmError, match="was killed by SIGKILL and no worker is left to bring"):
+    with pytest.raises(pr.PolyrhythmError, match="was killed by SIGKILL, and no worker is left to send"):
         run_with_kills(
             tmp_path / "alone", {0: 3}, restarts=1, workers=1
         )  # the third: one is replaced, one rescues

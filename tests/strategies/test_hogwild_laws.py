@@ -652,7 +652,7 @@ def test_no_memory_is_shared_across_simulated_links(link: str, chosen: str, tmp_
 
 def test_hogwild_refuses_parameters_that_are_not_on_the_cpu() -> None:
     groups = [{"params": [torch.zeros(1), torch.zeros(1, device="meta")]}]
-    with pytest.raises(UsageError, match="hogwild needs memory that processes share, and the model is on"):
+    with pytest.raises(UsageError, match="hogwild works on memory that processes share, and the model is on"):
         check_devices(pr.parse("hogwild"), groups)
 
 

@@ -10,7 +10,7 @@ import pytest
 # Files that take long come first: one that began last would leave the other processes idle. The rows of
 # conformance come last, because they are many small groups.
 FIRST = (
-    "test_signals.py", "test_hosts.py", "test_batch_norm.py", "test_cli.py", "test_ways.py",
+    "test_signals.py", "test_hosts.py", "test_batch_norm.py", "test_cli.py", "test_algorithms.py",
     "test_two_level_laws.py",
     "test_failures.py", "test_golden.py", "test_gossip.py", "test_ddp.py", "test_broadcast_laws.py",
 )  # fmt: skip

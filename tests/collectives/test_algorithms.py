@@ -1,4 +1,4 @@
-"""The ways to all-reduce: chosen by a table or forced, the same result by each; nobody waits for the dead."""
+"""All-reduce algorithms: chosen by a table or forced, with equal results; none waits for a dead worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REAL = [
     ("hierarchical", "unix:"),
 ]
 TCP = [("auto", "tcp:127.0.0.1:0"), ("direct", "tcp:127.0.0.1:0"), ("ring", "tcp:127.0.0.1:0")]
-real_ways = pytest.mark.parametrize(("way", "listen"), [*REAL, *TCP])
+real_algorithms = pytest.mark.parametrize(("algorithm", "listen"), [*REAL, *TCP])
 
 
 # --- choosing ---------------------------------------------------------------------------------------
@@ -47,16 +47,18 @@ def test_auto_chooses_the_collective_by_hosts_and_size() -> None:
         choose("auto", ["a", "a", "b"], 1) == choose("auto", ["a", "b", "b", "c"], 1 << 30) == "hierarchical"
     )
     for hosts in (["a", "b"], ["", ""], ["", "", "", ""]):
-        ways = [choose("auto", hosts, nbytes) for nbytes in (0, 1, 1 << 10, 1 << 20, 1 << 30)]
-        assert set(ways) == ({"direct", "ring"} if len(hosts) > 2 else {"direct"})
+        algorithms = [choose("auto", hosts, nbytes) for nbytes in (0, 1, 1 << 10, 1 << 20, 1 << 30)]
+        assert set(algorithms) == ({"direct", "ring"} if len(hosts) > 2 else {"direct"})
     for n in (3, 4, 64):  # a step of the ring is worth its message
         assert choose("auto", [""] * n, n * RING_CHUNK) == "ring"
         assert choose("auto", [""] * n, n * RING_CHUNK - 1) == "direct"
 
 
-@pytest.mark.parametrize("way", [way for way in ALGORITHMS if way not in ("auto", "shared")])
-def test_an_explicit_collective_overrides_the_automatic_choice(way: str) -> None:
-    assert choose(way, ["a", "a", "b"], 1) == way
+@pytest.mark.parametrize(
+    "algorithm", [algorithm for algorithm in ALGORITHMS if algorithm not in ("auto", "shared")]
+)
+def test_an_explicit_collective_overrides_the_automatic_choice(algorithm: str) -> None:
+    assert choose(algorithm, ["a", "a", "b"], 1) == algorithm
 
 
 @pytest.mark.parametrize(("how", "options", "message"), [
@@ -73,17 +75,17 @@ def test_unavailable_collectives_are_refused(how: Any, options: dict[str, Any], 
 # --- results ----------------------------------------------------------------------------------------
 
 
-@real_ways
+@real_algorithms
 def test_every_collective_trains_the_same_model_as_the_simulator(
-    tmp_path: Path, way: str, listen: str
+    tmp_path: Path, algorithm: str, listen: str
 ) -> None:
     """Bit for bit where sums are taken in rank order; up to rounding around a ring."""
     script = Script(optimizer=MOMENTUM, size=50, shuffle=True)
     options: dict[str, Any] = {"workers": 3, "strategy": "allreduce", "runs": tmp_path, "threads": 1}
     reference = pr.simulate(script, **options)
-    result = pr.run(script, collective=way, listen=listen, **options)
+    result = pr.run(script, collective=algorithm, listen=listen, **options)
     assert distance(trained(reference), trained(result)) < 1e-12
-    if way in ("auto", "shared", "direct"):
+    if algorithm in ("auto", "shared", "direct"):
         assert result["digest"] == reference["digest"] and result["bytes_sent"] == reference["bytes_sent"]
 
 
@@ -114,7 +116,7 @@ def joined(
     arenas: dict[str, Arenas],
     barrier: Any,
     folder: Path,
-    way: str,
+    algorithm: str,
     coordinator: str = "",
 ) -> ProcessNode:
     """One worker of several hosts: those of a host have its arenas, the others only TCP."""
@@ -125,7 +127,7 @@ def joined(
     transport = Transport(me, b"k" * 32, options)
     if coordinator:
         transport.introduce(COORDINATOR, coordinator)
-    node = Unlogged(me, transport, 0, time.monotonic(), arenas[mine], local, way)
+    node = Unlogged(me, transport, 0, time.monotonic(), arenas[mine], local, algorithm)
     (folder / f"address-{rank}").write_text(transport.address)
     barrier.wait(20)
     addresses = [(folder / f"address-{each}").read_text() for each in range(len(hosts))]
@@ -137,10 +139,10 @@ def joined(
 
 
 def member(
-    rank: int, hosts: Sequence[str], arenas: dict[str, Arenas], barrier: Any, folder: Path, way: str
+    rank: int, hosts: Sequence[str], arenas: dict[str, Arenas], barrier: Any, folder: Path, algorithm: str
 ) -> None:
     """Takes part in reductions of all kinds, and keeps what came out."""
-    node = joined(rank, hosts, arenas, barrier, folder, way)
+    node = joined(rank, hosts, arenas, barrier, folder, algorithm)
     results = []
     for op, count in REDUCTIONS:
         for dtype in (torch.float64, torch.float32):
@@ -231,27 +233,27 @@ class Dies:
             raise
 
 
-@few("way, listen", [*TCP, *REAL], quick=1)
-def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, way: str, listen: str) -> None:
+@few("algorithm, listen", [*TCP, *REAL], quick=1)
+def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, algorithm: str, listen: str) -> None:
     """It lives and says nothing: all others give up in time, and say for whom they waited."""
     with pytest.raises(PolyrhythmError, match=r"waited .* s "):
         pr.run(
-            Dies(tmp_path, signal.SIGSTOP), workers=3, strategy="allreduce", collective=way, listen=listen,
-            timeout=2.0, runs=None, threads=1,
+            Dies(tmp_path, signal.SIGSTOP), workers=3, strategy="allreduce", collective=algorithm,
+            listen=listen, timeout=2.0, runs=None, threads=1,
         )  # fmt: skip
     told = [path.read_text() for path in sorted(tmp_path.glob("told-*"))]
     assert told and all(float(text.split()[0]) < 15 for text in told)
     assert any("worker 1" in text for text in told)
 
 
-@few("way, listen", [*REAL, *TCP], quick=4)
-def test_a_killed_peer_ends_the_run_at_once(tmp_path: Path, way: str, listen: str) -> None:
+@few("algorithm, listen", [*REAL, *TCP], quick=4)
+def test_a_killed_peer_ends_the_run_at_once(tmp_path: Path, algorithm: str, listen: str) -> None:
     """The timeout of half an hour plays no part."""
     began = time.monotonic()
     with pytest.raises(PolyrhythmError, match="worker 1"):
         pr.run(
-            Dies(tmp_path, signal.SIGKILL), workers=3, strategy="allreduce", collective=way, listen=listen,
-            runs=None, threads=1,
+            Dies(tmp_path, signal.SIGKILL), workers=3, strategy="allreduce", collective=algorithm,
+            listen=listen, runs=None, threads=1,
         )  # fmt: skip
     assert time.monotonic() - began < 60
 
@@ -262,11 +264,11 @@ def survivor(
     arenas: dict[str, Arenas],
     barrier: Any,
     folder: Path,
-    way: str,
+    algorithm: str,
     news: str,
 ) -> None:
     """A worker without a launcher, which would end it: the last one dies, the others keep what they hear."""
-    node = joined(rank, hosts, arenas, barrier, folder, way, news)
+    node = joined(rank, hosts, arenas, barrier, folder, algorithm, news)
     vector = node.memory.empty(1 << 16, torch.float32).fill_(1.0)
     node.everyone.all_reduce(vector)
     if rank == len(hosts) - 1:
@@ -283,12 +285,12 @@ def survivor(
 
 
 @pytest.mark.parametrize(
-    ("way", "hosts"),
+    ("algorithm", "hosts"),
     [("shared", "aaaa"), ("direct", "aaaa"), ("ring", "aaaa"), ("ring", "abcd"), ("direct", "abcd")]
     + [("hierarchical", hosts) for hosts in ("aabb", "abbb", "aabc")],
 )
 def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
-    tmp_path: Path, way: str, hosts: str
+    tmp_path: Path, algorithm: str, hosts: str
 ) -> None:
     """All others get an error that names the dead, soon, also those that wait for somebody else."""
     fork = multiprocessing.get_context("fork")
@@ -300,7 +302,7 @@ def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
     processes = [
         fork.Process(
             target=survivor,
-            args=(rank, list(hosts), arenas, barrier, tmp_path, way, coordinator.address),
+            args=(rank, list(hosts), arenas, barrier, tmp_path, algorithm, coordinator.address),
         )
         for rank in range(len(hosts))
     ]
@@ -327,27 +329,29 @@ def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
     (torch.zeros(3, dtype=torch.int64), "mean", "the mean of torch.int64"),
     (torch.zeros(3), "median", "op is 'median'; it can be sum, mean, max, min"),
 ])  # fmt: skip
-@pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
+@pytest.mark.parametrize("algorithm", ["simulated", "shared", "direct", "ring"])
 def test_every_collective_refuses_the_same_invalid_input(
-    tensor: torch.Tensor, op: str, message: str, way: str
+    tensor: torch.Tensor, op: str, message: str, algorithm: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        once(Once([tensor, tensor], op), way)
+        once(Once([tensor, tensor], op), algorithm)
 
 
-@pytest.mark.parametrize("way", ["simulated", "shared", "direct", "ring"])
-def test_every_collective_takes_scalars_and_large_half_precision_means(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("algorithm", ["simulated", "shared", "direct", "ring"])
+def test_every_collective_takes_scalars_and_large_half_precision_means(
+    tmp_path: Path, algorithm: str
+) -> None:
     """A tensor of no dimension, and the mean of short floats whose sum would overflow."""
     for values in (torch.tensor(2.0), torch.full((5,), 40000.0, dtype=torch.float16)):
         script = Once([values, values], "mean", tmp_path / "result.pt")
-        once(script, way)
+        once(script, algorithm)
         assert torch.equal(torch.load(tmp_path / "result.pt"), values)
 
 
-@pytest.mark.parametrize("way", list(ALGORITHMS))
-def test_one_worker_can_use_every_collective(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_one_worker_can_use_every_collective(algorithm: str, tmp_path: Path) -> None:
     script = Script(optimizer=MOMENTUM)
-    summary = pr.run(script, workers=1, strategy="allreduce", collective=way, runs=tmp_path, threads=1)
+    summary = pr.run(script, workers=1, strategy="allreduce", collective=algorithm, runs=tmp_path, threads=1)
     assert same(trained(summary), alone(script))
 
 
@@ -368,12 +372,12 @@ class Once:
             torch.save(mine, self.into)
 
 
-def once(script: Once, way: str) -> None:
+def once(script: Once, algorithm: str) -> None:
     options: dict[str, Any] = {"workers": 2, "strategy": "allreduce", "runs": None, "threads": 1}
-    if way == "simulated":
+    if algorithm == "simulated":
         pr.simulate(script, **options)
     else:
-        pr.run(script, collective=way, **options)
+        pr.run(script, collective=algorithm, **options)
 
 
 def test_the_board_is_allocated_at_the_start_of_each_arena() -> None:
