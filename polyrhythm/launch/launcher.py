@@ -83,7 +83,7 @@ class Launcher:
                 self._settled,
             )
             self._nodes.watch(self._wake, lambda: os.read(self._wake, 4096))
-            self._transport = _listen(plan, secret, self._console)
+            self._transport = _listen(config, self._console)
             self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._nudge)
             self._service = CoordinatorService(
                 self.coordinator, self._transport, self._lock, self._hosts.receive, self._nudge
@@ -278,10 +278,19 @@ class Launcher:
         os.close(self._woken)
 
 
-def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
-    """The coordinator's transport."""
+def _listen(config: NodeConfig, console: Console) -> Transport:
+    """The coordinator's transport. It reads the result in a worker's memory, if that is on this host."""
+    plan = config.plan
     try:
-        transport = Transport(COORDINATOR, key, listen=plan.listen, wait=plan.timeout, on_error=console.line)
+        transport = Transport(
+            COORDINATOR,
+            config.key,
+            listen=plan.listen,
+            arenas=config.arenas,
+            host=config.host,
+            wait=plan.timeout,
+            on_error=console.line,
+        )
     except OSError as error:
         where, why = plan.listen.partition(":")[2], str(error.strerror).partition(" (")[0]
         raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None

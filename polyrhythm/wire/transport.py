@@ -144,8 +144,11 @@ class Transport:
 
     def reply(
         self, to: Incoming, buffers: Sequence[Buffer] = (), fields: dict[str, Any] | None = None
-    ) -> None:
-        """Answers an ask, whose own buffers must not be used afterwards."""
+    ) -> bool:
+        """Answers an ask, whose own buffers must not be used afterwards.
+
+        True if the buffers lie in the asker's memory now: what is left to send is repeated if it gets lost.
+        """
         parts, views = parts_of(buffers), [buffer.view for buffer in buffers]
         if to._into and self._arenas and shape(parts) == shape(to._into):
             for place, view, buffer in zip(to._into, views, buffers, strict=True):
@@ -155,6 +158,7 @@ class Transport:
             parts, views = to._into, []
         with self._counting(to.sender, buffers):
             self._reply(to, to.kind, fields or {}, parts, views)
+        return not views
 
     def expect(self, sender: Peer, kind: str, buffers: Sequence[Buffer]) -> Callable[[], None]:
         """Lets the bytes of the next ask of this kind be received straight into `buffers`, if they fit.

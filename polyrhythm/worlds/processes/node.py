@@ -227,7 +227,7 @@ class ProcessNode(Node):
     # --- messages -----------------------------------------------------------------------------------
 
     def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
-        self.transport.send(to, kind, [self._buffer(tensor) for tensor in tensors], fields)
+        self.transport.send(to, kind, [self.buffer(tensor) for tensor in tensors], fields)
 
     def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
@@ -238,8 +238,8 @@ class ProcessNode(Node):
             host = place if straight else torch.empty(place.shape, dtype=place.dtype)
             if host is not place:
                 staged.append((place, host))
-            places.append(self._buffer(host))
-        buffers = [self._buffer(tensor) for tensor in tensors]
+            places.append(self.buffer(host))
+        buffers = [self.buffer(tensor) for tensor in tensors]
         try:
             return _ProcessReply(self.transport.request(to, kind, buffers, places, fields), staged)
         except PeerLost as error:
@@ -305,18 +305,19 @@ class ProcessNode(Node):
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
             return super().expect(sender, kind, into)
-        return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
+        return self.transport.expect(sender, kind, [self.buffer(tensor) for tensor in into])
 
-    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
         assert isinstance(message, _Arrived)
         own = message.tensors and len(tensors) == len(message.tensors)
         if own and all(mine is given for mine, given in zip(tensors, message.tensors, strict=True)):
             buffers = message.origin.buffers  # answered in place
         else:
-            buffers = [self._buffer(tensor) for tensor in tensors]
-        self.transport.reply(message.origin, buffers, fields)
+            buffers = [self.buffer(tensor) for tensor in tensors]
+        return self.transport.reply(message.origin, buffers, fields)
 
-    def _buffer(self, tensor: Tensor) -> Buffer:
+    def buffer(self, tensor: Tensor) -> Buffer:
+        """A tensor as the wire sees it; by reference if it lies in this node's arena."""
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.random.mtrand import set_bit_generator
+from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import JoinRun, Request, Welcome, kind_of
@@ -64,8 +65,9 @@ class SimulatedContext(WorldContext):
         self.node.meet()
         return welcome
 
-    def bring(self, digest: str, blob: bytes) -> None:
-        self.node.world.coordinator.result(self.me, digest, blob)
+    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+        parts = [part.numpy().data for part in file]
+        self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 
     def compute_time(self) -> float:
         return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)

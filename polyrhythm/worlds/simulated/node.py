@@ -171,12 +171,12 @@ class SimulatedNode(Node):
         finally:
             self.excluding = before
 
-    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
         assert isinstance(message, Asked) and message.reply is not None, "this was answered already"
         reply, message.reply = message.reply, None
         self._asked.pop(reply, None)
         if reply.node.crashed:
-            return
+            return False
         nbytes = 0
         # Nobody may look at `into` before the answer arrives, so it can be filled now, without a snapshot.
         for place, tensor in zip(reply.into, tensors, strict=False):
@@ -188,6 +188,7 @@ class SimulatedNode(Node):
         given = () if reply.into else tuple(tensor.clone() for tensor in tensors)
         answer = Message(self.me, message.kind, self._sequence, fields, given)
         self.world.network.carry(self._key, reply.node._key, nbytes, reply.arrive, answer)
+        return False
 
     def notice(self, change: MembershipChange) -> None:
         """Takes in a notice; `receive` tells the strategy, after all messages that arrived before."""
