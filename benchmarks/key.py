@@ -105,13 +105,13 @@ def _startup(quick: bool) -> list[Figure]:
 def _memory(quick: bool) -> list[Figure]:
     from benchmarks import memory
 
-    width = 2048
-    peaks = memory.peaks(("allreduce", "async") if quick else memory.STRATEGIES, width)
+    width = 3072
+    peaks = memory.peaks(memory.QUICK if quick else memory.STRATEGIES, width)
     size = memory.megabytes(width)
     return [
-        Figure(f"peak memory / model of {size}: {strategy} {phase}", value, "×", "lower")
+        Figure(f"peak memory per worker / model of {size}: {strategy} {phase}", value, "×", "lower")
         for strategy, peak in peaks.items()
-        for phase, value in (("while training", peak.training), ("to its end", peak.end))
+        for phase, value in (("while training", peak.training), ("with consensus and end", peak.most))
     ]
 
 

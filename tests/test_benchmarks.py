@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from math import nan
+from pathlib import Path
 
-from benchmarks import sites
+import pytest
+
+from benchmarks import memory, sites
 from benchmarks.report import Row
+from polyrhythm.wire import Arenas
 
 
 def test_benchmark_bar_is_not_met_if_a_run_missed_its_target() -> None:
@@ -22,3 +27,41 @@ def test_benchmark_bar_is_not_met_if_a_run_missed_its_target() -> None:
 def test_nan_benchmark_figures_are_null_in_json() -> None:
     text = json.dumps(Row("never", nan, "s", ratio=nan, bar=1.0).plain(), allow_nan=False)
     assert json.loads(text)["ours"] is None and json.loads(text)["met"] is False
+
+
+def test_memory_benchmark_counts_a_page_once_at_its_owner() -> None:
+    """The arena of a node counts whoever has written there; anonymous memory counts from the start on."""
+    size = 8 << 20
+    arenas = Arenas(2, 1 << 30)
+    mine, other = (memory._Process(os.getpid(), arena=arenas.file(index)) for index in range(2))
+    before = mine.nbytes()[0], other.nbytes()[0]
+    for index in range(2):  # this process writes to both
+        arenas.view(index)[:size] = bytes([1]) * size
+    arenas.clear(1)
+    after = mine.nbytes()[0], other.nbytes()[0]
+    assert after[0] - before[0] >= size > after[1] - before[1]
+    for each in (mine, other, arenas):
+        each.close()
+
+
+def test_memory_benchmark_samples_each_phase_of_workers_and_servers(tmp_path: Path) -> None:
+    samples = memory._samples(tmp_path, os.getpid())
+    assert next(samples)[0] == "training"
+    (tmp_path / "consensus-1").touch()
+    phase, workers, servers, resident = next(samples)
+    assert (phase, servers) == ("consensus", 0) and resident > workers
+    for name in ("after-0", "end-1", "over"):
+        (tmp_path / name).touch()
+    assert [each[0] for each in samples] == ["end"]
+
+
+def test_memory_benchmark_bars_hold_for_the_highest_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peaks(strategies: tuple[str, ...], width: int, momentum: float) -> dict[str, memory.Peak]:
+        return dict.fromkeys(strategies, memory.Peak(2.0, 3.5 + momentum, 3.0, 1.0, 9.0))
+
+    monkeypatch.setattr(memory, "peaks", peaks)
+    rows, _ = memory.measure(quick=False)
+    met = {row.what: row.met for row in rows}
+    assert not met["async, SGD"] and met["local:8, SGD"] and len(met) == 2 * len(memory.STRATEGIES)
+    assert not met["allreduce, SGD with momentum"] and met["adpsgd, SGD with momentum"]
+    assert memory.BARS.keys() >= set(memory.QUICK)

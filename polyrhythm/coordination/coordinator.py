@@ -7,7 +7,7 @@ pass a `respond` that is called at once or later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +76,6 @@ class Coordinator:
         self.tally = SummaryBuilder()
         self.running = False
         self.digest = ""  # of the final parameters
-        self.blob: bytes | memoryview = b""
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
         self._finish = Finish()
@@ -208,14 +207,17 @@ class Coordinator:
             self._launcher.released(*dead)
         respond(None)
 
-    def result(self, peer: Peer, digest: str, blob: bytes | memoryview) -> None:
-        """A worker has sent the final parameters, in safetensors form."""
-        self.digest, self.blob = digest, blob
+    def result(
+        self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
+    ) -> None:
+        """A worker has sent the final parameters: the parts of a file, lent until the response."""
+        self.digest = digest
         self.tally.ended = self.clock()
         try:
-            self._record.consensus(blob)
+            self._record.consensus(file)
         except PolyrhythmError as error:
             self.fail(str(error))
+        respond()
         self.leave(peer, "finished")
         for other in self._finish.end():
             self.leave(other, "finished")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,8 +45,11 @@ class Recorder(Protocol):
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
         """Records metrics that the script has logged."""
 
-    def consensus(self, blob: bytes | memoryview) -> Path | None:
-        """Saves the final parameters; returns the path of the file. Raises PolyrhythmError if it cannot."""
+    def consensus(self, file: Sequence[memoryview]) -> Path | None:
+        """Saves the final parameters, given as the parts of a file; returns its path.
+
+        Raises PolyrhythmError if it cannot.
+        """
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Records the summary, and returns it with the paths of the files."""
@@ -63,7 +67,7 @@ class NullRecorder:
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
         pass
 
-    def consensus(self, blob: bytes | memoryview) -> None:
+    def consensus(self, file: Sequence[memoryview]) -> None:
         return None
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:

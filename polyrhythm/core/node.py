@@ -62,6 +62,10 @@ class Memory(ABC):
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialized flat tensor that this node can lend to others of its host without a copy."""
 
+    def temporary(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Like `empty`, but the memory is freed with the tensor: do not drop it while it is lent."""
+        return self.empty(count, dtype, device)
+
     @abstractmethod
     def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all workers of this host see under this name, zero at first.
@@ -141,9 +145,12 @@ class Node(ABC):
         """Sends a request and returns at once. `tensors` and `into` are lent until the reply is in."""
 
     @abstractmethod
-    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
         """Answers a request. The sender's `into` is filled before this returns or soon after; the tensors
-        are copied. The message's own tensors must not be used afterwards."""
+        are copied. The message's own tensors must not be used afterwards.
+
+        True if the tensors lie in the sender's memory now, so that they cannot be lost on the way.
+        """
 
     @abstractmethod
     def receive(self, *kinds: str) -> Message | None:

@@ -25,8 +25,9 @@ reaches each reader exactly once. There are two ways to acknowledge:
       enough where readers return every round or so.
     - `Fetch.acknowledge` sends a message, where a reader may not return for long.
 
-The published tensors belong to the publication until then. Memory of publications that are done is reused
-(`room`).
+On one host an answer is written to the memory of its reader, where it cannot get lost: that acknowledges it
+too. The published tensors belong to the publication until then. Memory of publications that are done is
+reused (`room`).
 
 When a worker dies (`on_message(None)`):
 
@@ -175,15 +176,24 @@ class Published:
         """Memory to publish from: that of a publication that is done, or new."""
         import torch
 
-        with self.node.lock():
-            self._released = [delivery for delivery in self._released if delivery.writing]
-            read = (*self._deliveries.values(), *self._released)
-            used = {id(delivery.publication.tensors) for delivery in read}
+        used = self._used()
         for room in self.rooms:
             if id(room) not in used:
                 return room
         self.rooms.append([torch.empty_like(part) for part in like])
         return self.rooms[-1]
+
+    def trim(self) -> None:
+        """Frees the memory of publications that are done."""
+        used = self._used()
+        self.rooms = [room for room in self.rooms if id(room) in used]
+
+    def _used(self) -> set[int]:
+        """The rooms that are still read."""
+        with self.node.lock():
+            self._released = [delivery for delivery in self._released if delivery.writing]
+            read = (*self._deliveries.values(), *self._released)
+            return {id(delivery.publication.tensors) for delivery in read}
 
     def start(self) -> None:
         """Called before the first step, or when a state was loaded: from here on the origin is certain."""
@@ -301,19 +311,24 @@ class Published:
         if sum(tensor.nbytes for tensor in delivery.publication.tensors) > LARGE:
             delivery.writing += 1
             delivery.tasks.append(self.node.spawn(self._write, request, delivery))
-        else:
-            self._reply(request, delivery.publication)
+        elif self._reply(request, delivery.publication):
+            self._release(reader, key)
         return True
 
     def _write(self, request: Message, delivery: Delivery) -> None:
+        arrived = False
         try:
-            self._reply(request, delivery.publication)
+            arrived = self._reply(request, delivery.publication)
         finally:
             with self.node.lock():
                 delivery.writing -= 1
+                if not delivery.writing:
+                    delivery.tasks.clear()  # they refer to the delivery, and so to its tensors
+                if arrived and self._deliveries.get((request.sender, key_of(request))) is delivery:
+                    self._release(request.sender, key_of(request))
 
-    def _reply(self, request: Message, publication: Publication) -> None:
-        self.node.reply(request, *publication.tensors, **publication.fields)
+    def _reply(self, request: Message, publication: Publication) -> bool:
+        return self.node.reply(request, *publication.tensors, **publication.fields)
 
     def _may_come(self, reader: Peer, key: Key) -> bool:
         """True if this worker may still publish something under this key for this reader."""

@@ -51,7 +51,8 @@ class Worker(ABC):
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         """The parameters that the workers agree on so far, as flat vectors; called by all workers.
 
-        `final`: all workers have finished, and only one of them calls this.
+        `final`: all workers have finished, and only one of them calls this. A result written to
+        `replica.consensus_vectors()` is shown without another copy.
         """
         return self.replica.parameters
 

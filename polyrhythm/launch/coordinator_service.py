@@ -85,12 +85,13 @@ class CoordinatorService:
             return self._from_host(incoming)
         incarnation = incoming.sequence >> INCARNATION_SHIFT
         if incoming.kind == "result":
-            self._transport.reply(incoming)
-            if incarnation != coordinator.membership.incarnations[sender]:
-                return  # its replacement will bring the result again
-            blob = bytes(incoming.buffers[0].view)
-            coordinator.result(sender, incoming.fields["digest"], blob)
-            return
+            membership = coordinator.membership
+            if sender not in membership.members or incarnation != membership.incarnations[sender]:
+                self._transport.reply(incoming)  # it died: a replacement will bring the result again
+                return None
+            file = [buffer.view for buffer in incoming.buffers]
+            digest = incoming.fields["digest"]
+            return coordinator.result(sender, digest, file, lambda: self._transport.reply(incoming))
 
         def respond(reply: Any) -> None:
             if incoming.wants_reply:

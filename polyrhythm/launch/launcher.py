@@ -84,7 +84,7 @@ class Launcher:
                 self._settled,
             )
             self._nodes.watch(self._wake_read, lambda: os.read(self._wake_read, 4096))
-            self._transport = _listen(plan, secret, self._console)
+            self._transport = _listen(config, self._console)
             self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._wake_loop)
             self._service = CoordinatorService(
                 self.coordinator, self._transport, self._lock, self._hosts.receive, self._wake_loop
@@ -279,13 +279,15 @@ class Launcher:
         os.close(self._wake_write)
 
 
-def _listen(plan: Plan, key: bytes, console: Console) -> Transport:
-    """Opens the transport of the coordinator."""
+def _listen(config: NodeConfig, console: Console) -> Transport:
+    """Opens the transport of the coordinator. It reads the result in the memory of a worker on this host."""
+    plan = config.plan
     options = TransportOptions(
-        listen=plan.listen, wait=plan.timeout, watched_role=HOST, on_error=console.line
-    )
+        listen=plan.listen, arenas=config.arenas, host=config.host, wait=plan.timeout, watched_role=HOST,
+        on_error=console.line,
+    )  # fmt: skip
     try:
-        return Transport(COORDINATOR, key, options)
+        return Transport(COORDINATOR, config.key, options)
     except OSError as error:
         where, why = plan.listen.partition(":")[2], str(error.strerror).partition(" (")[0]
         raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None

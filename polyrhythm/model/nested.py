@@ -25,6 +25,9 @@ class NestedReplica(Replica):
     def apply(self) -> None:
         self._step()
 
+    def consensus_vectors(self) -> tuple[Tensor, ...]:
+        return self._replica.consensus_vectors()
+
     @contextmanager
     def at(self, vectors: Sequence[Tensor]) -> Iterator[None]:
         """Replaces the parameters for a while, for example by the consensus of the inner strategy."""

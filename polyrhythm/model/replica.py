@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Replica:
         optimizer: torch.optim.Optimizer,
         empty: Empty = private,
         sparse: bool = False,
+        temporary: Empty = private,
     ) -> None:
         check_optimizer(optimizer, sparse)
         self.model, self.optimizer = model, optimizer
@@ -49,7 +51,7 @@ class Replica:
         self.clock: Callable[[], float] = float  # the world's clock
         self.install_random_state: Callable[[], None] = lambda: None  # of this worker, see `worlds.simulated`
         self.applying = 0.0  # seconds that the optimizer has taken for its steps
-        self.empty = empty
+        self.empty, self._temporary = empty, temporary
         self.parameters = self.layout.vectors(untouched if sparse else empty)
         for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
             place = self.layout.view(self.parameters, piece)
@@ -57,7 +59,9 @@ class Replica:
             parameter.data = place
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
-        self._shown: nn.Module | None = None
+        # The copy that the script has got from `shown`, if it still has it, and its parameters.
+        self._copies: WeakKeyDictionary[nn.Module, tuple[Tensor, ...]] = WeakKeyDictionary()
+        self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `shown`
         self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
 
     def move(self, vectors: Sequence[Tensor]) -> None:
@@ -121,20 +125,48 @@ class Replica:
             vector.zero_()
         return vectors
 
+    def scratch(self, exact: bool = False) -> tuple[Tensor, ...]:
+        """New flat vectors of the layout, not set, whose memory is freed with them: not while it is lent."""
+        return self.layout.vectors(self._temporary, exact)
+
+    # --- the model that the workers agree on --------------------------------------------------------
+
+    def consensus_vectors(self) -> tuple[Tensor, ...]:
+        """Flat vectors to write a consensus to. `shown` makes them the parameters of its copy of the model.
+
+        They are those of the last copy, as long as the script has that.
+        """
+        self._consensus = next(iter(self._copies.values()), None) or self.scratch()
+        return self._consensus
+
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
-        """The model with these parameters, as a copy that training does not touch; reused by later calls."""
-        if self._shown is None:
-            self._shown = copy.deepcopy(self.model)
-        own, shown = dict(self.model.named_parameters()), dict(self._shown.named_parameters())
-        index = {id(parameter): number for number, parameter in enumerate(self.layout.parameters)}
+        """The model with these parameters, as a copy that training does not change.
+
+        A later call changes the same copy, as long as the script has it.
+        """
+        held, self._consensus = self._consensus or self.consensus_vectors(), None
+        for place, part in zip(held, vectors, strict=True):
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
+        shown = next(iter(self._copies), None)
+        if shown is None:
+            shown = self._copy(held)
+            self._copies[shown] = held
+        mine, copied = (dict(model.named_parameters()) for model in (self.model, shown))
+        trained = {id(parameter) for parameter in self.layout.parameters}
         with torch.no_grad():
-            for name, parameter in own.items():
-                number = index.get(id(parameter))
-                source = (
-                    parameter if number is None else self.layout.view(vectors, self.layout.pieces[number])
-                )
-                shown[name].copy_(source)
-            for mine, copied in zip(self.model.buffers(), self._shown.buffers(), strict=True):
-                copied.copy_(mine)
-        self._shown.train(self.model.training)
-        return self._shown
+            for name, parameter in mine.items():
+                if id(parameter) not in trained:
+                    copied[name].copy_(parameter)
+            for one, other in zip(self.model.buffers(), shown.buffers(), strict=True):
+                other.copy_(one)
+        return shown.train(self.model.training)
+
+    def _copy(self, vectors: Sequence[Tensor]) -> nn.Module:
+        """A copy of the model whose trained parameters are views into these vectors."""
+        copies: dict[int, Any] = {}
+        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
+            if isinstance(parameter, nn.Parameter):
+                view = self.layout.view(vectors, piece)
+                copies[id(parameter)] = type(parameter)(view, parameter.requires_grad)
+        return copy.deepcopy(self.model, copies)

@@ -20,7 +20,7 @@ from polyrhythm.model.layout import (
     private,
     spans_of,
 )
-from polyrhythm.model.vectors import copied, cut
+from polyrhythm.model.vectors import copied
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,17 @@ class Shard:
         self.layout.check_servers(count)
         self.optimizer = optimizer
         self.start, self.stop = self.layout.ranges(count)[index]
-        whole = self.layout.vectors()
-        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
-            self.layout.view(whole, piece).copy_(parameter.detach())
-        mine = cut(whole, self.start, self.stop)
-        self.parameters = tuple(empty(part.numel(), part.dtype, part.device) for part in mine)
-        for place, part in zip(self.parameters, mine, strict=True):
-            place.copy_(part)
+        counts = [0] * len(self.layout.kinds)
+        mine = list(self.layout.groups(self.start, self.stop))
+        for _, piece, low, high in mine:
+            counts[piece.part] += high - low
+        kinds = zip(counts, self.layout.kinds, strict=True)
+        self.parameters = tuple(empty(count, dtype, device) for count, (dtype, device) in kinds)
+        offsets = [0] * len(counts)
+        for number, piece, low, high in mine:
+            part = self.layout.parameters[number].detach().reshape(-1)[low:high]
+            self.parameters[piece.part].narrow(0, offsets[piece.part], high - low).copy_(part)
+            offsets[piece.part] += high - low
         self.version = 0  # updates applied so far
         self._spans: dict[frozenset[int], list[tuple[int, int, int, int]]] = {}
         self._settings: Sequence[dict[str, Any]] = ()  # the hyper-parameters of the last update

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -94,20 +94,20 @@ class RunFolder:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def consensus(self, blob: bytes | memoryview) -> Path:
-        """Writes the final parameters, already in safetensors form; returns the path of the file.
+    def consensus(self, file: Sequence[bytes | memoryview]) -> Path:
+        """Writes the final parameters, given as the parts of a file; returns its path.
 
         A file of that name is always complete.
         """
         try:
-            return _write_atomically(self.path / PARAMETERS, blob)
+            return _write_atomically(self.path / PARAMETERS, file)
         except OSError as error:
             self._failed(error)
             tried = [f"{self.path} ({error.strerror or error})"]
         for parent in _fallback_folders():
             try:
                 self.fallback = _make(parent, f"polyrhythm-{self.path.name}", parents=False)
-                path = _write_atomically(self.fallback / PARAMETERS, blob)
+                path = _write_atomically(self.fallback / PARAMETERS, file)
             except OSError as error:
                 tried.append(f"{parent} ({error.strerror or error})")
                 if self.fallback is not None:
@@ -180,7 +180,7 @@ class RunFolder:
         for folder in (self.path, self.fallback):
             try:
                 if folder is not None:
-                    _write_atomically(folder / name, text)
+                    _write_atomically(folder / name, [text])
                     return
             except OSError as error:
                 self._failed(error)
@@ -215,15 +215,17 @@ def _make(parent: Path, name: str, parents: bool = True) -> Path:
             path = parent / f"{name}-{suffix}"
 
 
-def _write_atomically(path: Path, content: bytes | memoryview) -> Path:
+def _write_atomically(path: Path, parts: Sequence[bytes | memoryview]) -> Path:
     """Writes a file under another name and renames it, so that it is always complete."""
-    part = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.part")
     try:
-        part.write_bytes(content)
-        os.replace(part, path)
+        with unfinished.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(unfinished, path)
     except OSError:
         with contextlib.suppress(OSError):
-            part.unlink()
+            unfinished.unlink()
         raise
     return path
 

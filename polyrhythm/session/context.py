@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +15,8 @@ from polyrhythm.core.requests import Request, Welcome
 from polyrhythm.core.resolve import ResolvedStrategy
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from polyrhythm.session.api import Session
 
 R = TypeVar("R")
@@ -49,8 +51,8 @@ class WorldContext(ABC):
         """
 
     @abstractmethod
-    def bring(self, digest: str, blob: bytes) -> None:
-        """Sends the final parameters to the coordinator."""
+    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+        """Sends the final parameters to the coordinator, as the parts of a file: tensors of bytes."""
 
     def compute_time(self) -> float:
         """The simulated duration of the step that has just run its backward pass; 0 on real processes."""

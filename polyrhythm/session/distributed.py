@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -37,6 +35,7 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.result import digest, safetensors
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.settle import planned, settle
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
@@ -86,7 +85,8 @@ class DistributedSession(Session):
         _check_optimizer(self.strategy, optimizer)
         if self._context.me.role == "server":
             self._serve(model, optimizer)
-        replica = self._replica = Replica(model, optimizer, node.memory.empty, traits.sparse_gradients)
+        memory, sparse = node.memory, traits.sparse_gradients
+        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary)
         replica.clock, replica.install_random_state = node.now, self._context.install_random_state
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
@@ -187,8 +187,7 @@ class DistributedSession(Session):
                     self._norms.collect()
                 driver.meter.report()
                 self._context.flush()
-                digest, blob = _pack(final, self._shown(replica, final))
-                self._context.bring(digest, blob)
+                self._context.bring(digest(final), safetensors(self._shown(replica, final)))
 
     def _fetch(self, worker: FetchOptimizerState) -> None:
         with self._blocking():
@@ -312,15 +311,6 @@ def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
     optimizer.register_load_state_dict_post_hook(refuse)
-
-
-def _pack(vectors: Sequence[Tensor], model: nn.Module) -> tuple[str, bytes]:
-    """The SHA-256 of the final parameters, and the whole model in safetensors form."""
-    digest = hashlib.sha256()
-    for vector in vectors:
-        digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    return digest.hexdigest(), safetensors.torch.save(state)
 
 
 _backward = torch.autograd.backward

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Traits
 from polyrhythm.core.worker import State, Worker
-from polyrhythm.model.vectors import cloned, copied, cut, difference, split
+from polyrhythm.model.vectors import blocks, cloned, copied, cut, difference, split
 from polyrhythm.strategies.reduce_ops import numbers
 from polyrhythm.strategies.rounds import Averaging, AveragingWorker, Rounds, RoundsWorker
 
@@ -153,7 +153,7 @@ class DiLoCoWorker(RoundsWorker):
 
     def __init__(self, strategy: DiLoCo, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
-        self.theta, self.m, self._delta = replica.buffer(), replica.buffer(), replica.buffer()
+        self.theta, self.m = replica.buffer(), replica.buffer()
 
     def step(self) -> None:
         if self.local_steps == 0:
@@ -161,30 +161,40 @@ class DiLoCoWorker(RoundsWorker):
         super().step()
 
     def synchronize(self, full: bool = False) -> None:
-        delta = self._mean_delta(full)  # if this fails, theta and m are as they were
-        self._outer_step(self.theta, self.m, delta, self.replica.parameters)
+        # In the parameters' memory: theta replaces them. If the mean fails, theta and m are as they were.
+        delta = self._mean_delta(self.replica.parameters, full)
+        self._outer_step(self.theta, self.m, delta, delta)
         super().synchronize(full)
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         if not self.local_steps:
             return self.replica.parameters
-        delta = self._mean_delta(full=True)
-        return self._outer_step(self.theta, cloned(self.m), delta, cloned(self.theta))
+        delta = self._mean_delta(self.replica.consensus_vectors(), full=True)
+        return self._outer_step(self.theta, self.m, delta, delta, looks=True)
 
-    def _mean_delta(self, full: bool) -> Sequence[Tensor]:
+    def _mean_delta(self, into: Sequence[Tensor], full: bool) -> Sequence[Tensor]:
+        import torch
+
         self.reducer.check_update()
-        delta = difference(self.theta, self.replica.parameters, self._delta)
-        self.reducer.mean(delta, full=full)
-        return delta
+        for theta, w, place in zip(self.theta, self.replica.parameters, into, strict=True):
+            torch.sub(theta, w, out=place)
+        self.reducer.mean(into, full=full)
+        return into
 
     def _outer_step(
-        self, theta: Sequence[Tensor], m: Sequence[Tensor], delta: Sequence[Tensor], into: Sequence[Tensor]
+        self,
+        theta: Sequence[Tensor],
+        m: Sequence[Tensor],
+        delta: Sequence[Tensor],
+        into: Sequence[Tensor],
+        looks: bool = False,
     ) -> Sequence[Tensor]:
-        """One outer step from theta. Changes m in place and writes the new theta `into` place."""
+        """One outer step from theta. Writes the new theta `into` place, and changes m unless it `looks`."""
         lr, beta = self.strategy.lr, self.strategy.beta
-        for start, momentum, change, place in zip(theta, m, delta, into, strict=True):
-            momentum.mul_(beta).add_(change)
-            place.copy_(start).sub_(change.add(momentum, alpha=beta), alpha=lr)
+        for start, momentum, change, place in blocks(theta, m, delta, into):
+            after = (momentum.clone() if looks else momentum).mul_(beta).add_(change)
+            step = change.add(after, alpha=beta)
+            place.copy_(start).sub_(step, alpha=lr)
         return into
 
     def state_dict(self) -> State:
@@ -264,6 +274,7 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
     def __init__(self, strategy: StreamingDiLoCo, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
         self.steps = 0
+        self._delta = replica.buffer()
         self._under_way: UnderWay | None = None
 
     def step(self) -> None:
@@ -287,8 +298,9 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         if not self.steps or final:
             return self.replica.parameters
-        theta = cloned(self.theta)
-        self._settle(cloned(self.replica.parameters), theta, cloned(self.m))
+        w = cloned(self.replica.parameters)
+        theta = copied(self.theta, self.replica.consensus_vectors())
+        self._settle(w, theta, cloned(self.m))
         return theta
 
     def _begin(self) -> None:

@@ -148,7 +148,7 @@ class AveragingWorker(RoundsWorker):
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         if not self.local_steps:
             return self.replica.parameters
-        average = cloned(self.replica.parameters)
+        average = copied(self.replica.parameters, self.replica.consensus_vectors())
         self.mean(average, full=True)
         return average
 

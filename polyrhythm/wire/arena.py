@@ -32,6 +32,7 @@ class Arenas:
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
         self._gaps = [[(0, size)] for _ in range(count)]
         self._allocated: list[dict[int, int]] = [{} for _ in range(count)]
+        self._discarded: list[tuple[int, int]] = []  # to be freed by the next allocation
         self._lock = threading.Lock()
 
     def view(self, index: int) -> memoryview:
@@ -51,6 +52,8 @@ class Arenas:
 
     def allocate(self, index: int, nbytes: int) -> int:
         """Allocates `nbytes` in the first gap that fits and returns the offset. Only for the owner."""
+        while self._discarded:
+            self.free(*self._discarded.pop())
         align = mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else ALIGNMENT
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
@@ -79,12 +82,28 @@ class Arenas:
                 offset, size = start, room + size
             gaps.insert(at, (offset, size))
 
+    def discard(self, index: int, offset: int) -> None:
+        """Frees an allocation and returns its pages to the system, where it supports that.
+
+        Takes no lock, because the garbage collector may call it anywhere: the next allocation does the rest.
+        """
+        if not self._files:  # closed before the last tensor was gone
+            return
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # the pages that lie wholly in it
+        stop = (offset + self._allocated[index][offset]) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < stop:
+            self._punch(index, start, stop - start)
+        self._discarded.append((index, offset))
+
     def clear(self, index: int) -> None:
         """Returns the pages of an unused arena to the system, where it supports that."""
+        self._punch(index, 0, self.size)
+
+    def _punch(self, index: int, offset: int, size: int) -> None:
         with contextlib.suppress(OSError, AttributeError):
             fallocate = ctypes.CDLL(None, use_errno=True).fallocate
             fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-            fallocate(self._files[index], _PUNCH_HOLE, 0, self.size)
+            fallocate(self._files[index], _PUNCH_HOLE, offset, size)
 
     def close(self) -> None:
         """Closes the files and maps. A map that tensors still use is freed with the last of them."""

@@ -31,8 +31,11 @@ class Replies:
         self._headers, self._threads = headers, threads
         self._arenas, self._wait = options.arenas, options.wait
 
-    def reply(self, to: Incoming, buffers: Sequence[Buffer], fields: dict[str, Any]) -> None:
-        """Replies to a request: straight into the memory that it offered, if that fits, else inline."""
+    def reply(self, to: Incoming, buffers: Sequence[Buffer], fields: dict[str, Any]) -> bool:
+        """Replies to a request: straight into the memory that it offered, if that fits, else inline.
+
+        True if nothing is inline: then the reply is kept until it has arrived.
+        """
         parts, views = parts_of(buffers), [buffer.view for buffer in buffers]
         if to._into and self._arenas and shapes(parts) == shapes(to._into):
             for target, view, buffer in zip(to._into, views, buffers, strict=True):
@@ -41,6 +44,7 @@ class Replies:
                 copy(self._arenas.view(target.arena)[target.offset : target.offset + target.nbytes], view)
             parts, views = to._into, []
         self._send(to, to.kind, fields, parts, views)
+        return not views
 
     def refuse(self, to: Incoming, error: str) -> None:
         """Replies to a request with an error for the user."""

@@ -139,10 +139,13 @@ class Transport:
 
     def reply(
         self, to: Incoming, buffers: Sequence[Buffer] = (), fields: dict[str, Any] | None = None
-    ) -> None:
-        """Replies to a request. Its buffers must not be used afterwards."""
+    ) -> bool:
+        """Replies to a request. Its buffers must not be used afterwards.
+
+        True if the reply is in the peer's memory already: if the message is lost, it is sent again.
+        """
         with self.traffic.counting(to.sender, buffers):
-            self._replies.reply(to, buffers, fields or {})
+            return self._replies.reply(to, buffers, fields or {})
 
     def refuse(self, to: Incoming, error: str) -> None:
         """Replies to a request with an error for the user."""

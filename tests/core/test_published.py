@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class Loopback:
         self.members.workers = [A, B, C]
         self.inbox: list[Message] = []
         self.replied: list[Message] = []
+        self.one_host = False  # answers are written to the memory of the reader, and cannot get lost
         self.tasks: list[Deferred] = []
         self.returned: list[Publication] = []
         self._replies: dict[int, HeldReply] = {}
@@ -82,16 +84,17 @@ class Loopback:
         self._sequence += 1
         self._nodes[to].inbox.append(Message(self.me, kind, self._sequence, fields))
 
-    def reply(self, message: Message, *tensors: Tensor, **fields: Any) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Any) -> bool:
         self.replied.append(message)
         reader = self._nodes[message.sender]
         reply = reader._replies.get(message.sequence)
         if reply is None:  # the reader was replaced
-            return
+            return False
         for place, tensor in zip(reply.into, tensors, strict=False):
             place.copy_(tensor)
         given = tuple(tensor.clone() for tensor in tensors)
         reply.message = Message(self.me, message.kind, 0, fields, given)
+        return self.one_host
 
     def spawn(self, function: Callable[..., None], *args: Any) -> Deferred:
         self.tasks.append(Deferred(lambda: function(*args)))
@@ -231,6 +234,28 @@ def test_a_repeated_request_gets_the_same_answer_until_it_is_acknowledged(
         assert a.published.room(tensors) is not tensors
         a.tasks[-1].join()
     assert a.published.room(tensors) is tensors
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_on_one_host_an_answer_that_is_written_needs_no_acknowledgment(
+    a: Loopback, b: Loopback, large: bool
+) -> None:
+    """Its memory is free at once: to publish the next round, or for the system."""
+    a.one_host = True
+    tensors = a.published.room(vectors(0, LARGE if large else 3))
+    b.published.fetch(A, Key(0, 0), into=vectors(7, LARGE if large else 3))
+    a.deliver()
+    a.published.publish(Key(0, 0), [B], tensors)
+    if large:  # a task writes it
+        a.published.trim()
+        assert a.published.rooms
+        a.tasks[0].join()
+    assert a.published.room(tensors) is tensors
+    gone = weakref.ref(tensors[0])
+    a.published.trim()
+    del tensors
+    a.tasks.clear()
+    assert not a.published.rooms and gone() is None
 
 
 def test_a_repeated_request_that_is_held_is_answered_once(a: Loopback, b: Loopback) -> None:

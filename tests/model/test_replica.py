@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from polyrhythm.model.layout import Layout
 from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
-from polyrhythm.model.vectors import BLOCK, cut, split
+from polyrhythm.model.vectors import BLOCK, copied, cut, split
 from tests.support.programs import (
     ADAM,
     CLASSES,
@@ -181,6 +183,32 @@ def test_replica_shown_model_is_an_independent_copy(make: Any) -> None:
         vector.zero_()
     assert equal(shown, plain)
     assert replica.shown(replica.parameters) is shown and not equal(shown, plain)
+
+
+def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
+    """One vector: a consensus written to `consensus_vectors` is not copied again. A state dict keeps it."""
+    replica, plain, _ = pair(mlp)
+    made: list[weakref.ref[Tensor]] = []
+
+    def noted(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        vector = torch.empty(count, dtype=dtype, device=device)
+        made.append(weakref.ref(vector.untyped_storage()))
+        return vector
+
+    replica._temporary = noted
+    consensus = copied(replica.parameters, replica.consensus_vectors())
+    shown = replica.shown(consensus)
+    assert equal(shown, plain) and len(made) == 1
+    assert {each.untyped_storage().data_ptr() for each in shown.parameters()} == {consensus[0].data_ptr()}
+    kept = shown.state_dict()
+    del shown, consensus
+    gc.collect()
+    replica.parameters[0].zero_()
+    again = replica.shown(replica.parameters)
+    assert len(made) == 2 and all(
+        torch.equal(kept[name], value) for name, value in plain.state_dict().items()
+    )
+    assert not any(value.any() for value in again.parameters())
 
 
 @pytest.mark.parametrize("make", [mlp, odd, Mixed], ids=["mlp", "odd", "mixed"])

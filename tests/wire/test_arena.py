@@ -86,3 +86,16 @@ def test_blocks_are_aligned_apart_and_reused(actions):
         arenas.free(0, at)
     assert arenas._gaps[0] == [(0, arenas.size)]
     arenas.close()
+
+
+def test_discarded_memory_goes_back_to_the_system_and_is_used_again():
+    arenas = Arenas(1, 1 << 30)
+    kept, at = arenas.allocate(0, 100), arenas.allocate(0, 1 << 20)
+    arenas.view(0)[kept : kept + 100] = b"x" * 100
+    arenas.view(0)[at : at + (1 << 20)] = b"y" * (1 << 20)
+    arenas.discard(0, at)
+    assert os.fstat(arenas._files[0]).st_blocks * 512 < 1 << 20
+    assert bytes(arenas.view(0)[kept : kept + 100]) == b"x" * 100
+    assert arenas.allocate(0, 1 << 20) == at
+    arenas.close()
+    arenas.discard(0, at)  # a tensor may be gone later than its arena

@@ -242,7 +242,7 @@ def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     told.say(W1, Prepared("x"), incarnation=1)
     assert told.notices[2:] == [("joined", 1, 0)]
     assert told.say(W1, LeaveRun(), incarnation=1) == Farewell(last=True)
-    told.here.result(W1, "digest", b"")
+    told.here.result(W1, "digest", [], lambda: None)
     assert told.notices[3:] == [("left", 1, 1), ("over", None, None)]
     assert not told.here.finished
     told.say(SERVER, LeaveRun())
@@ -321,7 +321,7 @@ def test_totals_are_final_when_all_are_done(dies: str) -> None:
         told.here.handle(W1, LeaveRun(), answers.append, incarnation)
     count = len(answers)
     assert {*answers} == {None} and told.say(W0, LeaveRun()) == Farewell(last=True)
-    told.here.result(W0, "digest", b"")
+    told.here.result(W0, "digest", [], lambda: None)
     assert told.here.finished and answers[count:] == [Farewell(last=False)] * (dies != "when it is done")
 
 

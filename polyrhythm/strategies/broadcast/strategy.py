@@ -125,7 +125,7 @@ class BroadcastWorker(Worker):
         super().__init__(strategy, node, replica, group)
         self.base = replica.buffer(exact=True)  # w0
         self.residual = replica.buffer(exact=True)  # r
-        self.update = replica.buffer(exact=True)  # u
+        self.update: Sequence[Tensor] = ()  # u
         kinds = zip(replica.layout.kinds, replica.layout.counts, strict=True)
         counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]  # k
         fanout = strategy.fanout if strategy.topology == "tree" else None
@@ -180,7 +180,8 @@ class BroadcastWorker(Worker):
         """u: the optimizer's step from the present parameters."""
         import torch
 
-        replica, update = self.replica, self.update
+        replica = self.replica
+        update = self.update = self.update or replica.scratch(exact=True)
         copied(replica.parameters, update)
         replica.apply()
         for place, after in zip(update, replica.parameters, strict=True):
@@ -232,11 +233,10 @@ class BroadcastWorker(Worker):
 
         When all have finished, they get all pulses first, so all have the same parameters.
         """
-        import torch
-
         if final:
             self.broadcast.settling.agree()
-        return self._place([torch.empty_like(part) for part in self.replica.parameters])
+        self.update = ()  # its memory is free between two steps
+        return self._place(self.replica.consensus_vectors())
 
     # --- saving -------------------------------------------------------------------------------------
 

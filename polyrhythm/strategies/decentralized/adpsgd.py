@@ -144,6 +144,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.join()
         self.join_barrier()
         self.barrier.end()
+        self.published.trim()
 
     def settle(self) -> None:
         """Moves the parameters to x."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.collectives.arithmetic import reduce
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from polyrhythm.model.replica import Replica
 
 
-SLICE = 1 << 22  # elements of a replica that are read at a time
+SLICE = 1 << 19  # elements of a replica that are read at a time
 
 
 @dataclass(frozen=True)
@@ -106,20 +105,16 @@ class DecentralizedWorker(Worker):
 
     # --- the mean of all ----------------------------------------------------------------------------
 
-    @cached_property
-    def mean(self) -> Sequence[Tensor]:
-        """Memory for the mean of all replicas."""
-        return self.replica.buffer()
-
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        self.published.trim()
         if not final and self.together:
-            copied(self.replica.parameters, self.mean)
+            mean = copied(self.replica.parameters, self.replica.consensus_vectors())
             try:
-                self.group.all_reduce(*self.mean, op="mean")
-                return self.mean
+                self.group.all_reduce(*mean, op="mean")
+                return mean
             except PeerLost:
                 pass
-        return self.look(self.mean)
+        return self.look(self.replica.consensus_vectors())
 
     @property
     def together(self) -> bool:
@@ -230,6 +225,7 @@ class CohortWorker(DecentralizedWorker):
 
     def catch_up(self) -> None:
         """Takes over the latest parameters: a replacement has waited for its first epoch since it started."""
-        if self.node.incarnation and not self.replica.steps and self.adopt(self.mean):
+        latest = self.replica.scratch() if self.node.incarnation and not self.replica.steps else ()
+        if latest and self.adopt(latest):
             with self.node.lock():
-                copied(self.mean, self.replica.parameters)
+                copied(latest, self.replica.parameters)

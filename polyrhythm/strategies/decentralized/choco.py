@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.compress.replies import reply_codec
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import State, Worker
-from polyrhythm.model.vectors import cloned, copied, difference
+from polyrhythm.model.vectors import BLOCK, cloned, copied, difference
 from polyrhythm.strategies.decentralized.mixing import mix
 from polyrhythm.strategies.decentralized.neighbor_exchange import NeighborMixing, NeighborWorker
 
@@ -96,6 +95,7 @@ class ChocoWorker(NeighborWorker):
             self.sender = CompressedSender(codec, node, replica, node.rank, group.size, feedback=False)
         self.estimate = replica.buffer(exact=True)  # h of this worker,
         self.estimates: dict[Peer, Sequence[Tensor]] = {}  # and of each neighbor
+        self._difference: Sequence[Tensor] = ()
 
     def begin(self) -> None:
         super().begin()
@@ -127,6 +127,7 @@ class ChocoWorker(NeighborWorker):
 
     def q(self) -> Sequence[Tensor]:
         """What this worker publishes. It updates its own estimate by the very operations of the others."""
+        self._difference = self._difference or self.replica.scratch(exact=True)
         new = difference(self.replica.parameters, self.estimate, self._difference)
         if self.sender is None:
             self.add(new, self.estimate)
@@ -156,9 +157,9 @@ class ChocoWorker(NeighborWorker):
             self.estimates[neighbor] = self.replica.buffer(exact=True)
         return self.estimates[neighbor]
 
-    @cached_property
-    def _difference(self) -> Sequence[Tensor]:
-        return self.replica.buffer(exact=True)
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        self._difference = ()  # its memory is free between two steps
+        return super().consensus(final)
 
     def state_dict(self) -> State:
         places = {rank: place for place, rank in enumerate(self.ranks)}
@@ -192,12 +193,16 @@ def energy_kept(codec: Codec, layout: Layout) -> float:
     least = 1.0
     for segment in Decompressor(codec, layout).coded:
         dtype, count = wide(layout.kinds[segment.part][0]), segment.high - segment.low
-        uniform = torch.arange(1, count + 1, dtype=torch.float64).sin().mul(43758.5453).frac()
-        for drawn in (uniform, uniform.clamp(-1 + 1e-9, 1 - 1e-9).erfinv()):
-            values = drawn.to(dtype)
+        for normal in (False, True):
+            values = torch.empty(count, dtype=dtype)
+            for start in range(0, count, BLOCK):  # a little at a time, because these are 64 bits wide
+                part = values[start : start + BLOCK]
+                numbers = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.float64)
+                uniform = numbers.sin_().mul_(43758.5453).frac_()
+                part.copy_(uniform.clamp_(-1 + 1e-9, 1 - 1e-9).erfinv_() if normal else uniform)
             state = CodecState.alone(count, feedback=False, shapes=segment.shapes, dtype=dtype)
             got = torch.zeros_like(values)
             codec.decode(codec.encode(values, state), got)
-            missing = float((values - got).square().sum() / values.square().sum())
+            missing = float(got.sub_(values).square_().sum() / values.square_().sum())
             least = min(least, 1 - missing)
     return max(least, 1e-3)

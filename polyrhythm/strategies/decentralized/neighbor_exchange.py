@@ -158,6 +158,7 @@ class NeighborWorker(CohortWorker):
     def finish(self) -> None:
         self.published.close()
         self.exchange.give_up()
+        self.published.trim()
 
     def state_dict(self) -> State:
         return {**super().state_dict(), "round": self.exchange.round}

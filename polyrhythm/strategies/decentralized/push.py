@@ -196,7 +196,7 @@ class PushWorker(TransferWorker):
         arrived = self.arrived(*self.under_way())
         if final or not arrived or not self.together:
             return super().consensus(final)
-        z = copied(self.replica.parameters, self.mean)
+        z = copied(self.replica.parameters, self.replica.consensus_vectors())
         merge(z, self.omega, [share for share, _ in arrived])
         try:
             self.group.all_reduce(*z, op="mean")

@@ -80,13 +80,14 @@ class ServerClient:
     def look(self, final: bool = False) -> Vectors:
         """The servers' parameters, only to look at them."""
         self.settle()
+        shown = self.replica.consensus_vectors()
         requests = [
-            self.node.request(server, "look", into=cut(self._shown, start, stop), final=final)
+            self.node.request(server, "look", into=cut(shown, start, stop), final=final)
             for server, start, stop in self.ranges
         ]
         for request in requests:
             request.wait()
-        return self._shown
+        return shown
 
     def fetch_optimizer_state(self) -> None:
         """Puts the state of the servers' optimizers into the user's own."""
@@ -195,10 +196,6 @@ class ServerClient:
             layout = self.replica.layout
             self._decompressors[server] = Decompressor(reply_codec(codec), layout, start, stop)
         return self._decompressors[server]
-
-    @cached_property
-    def _shown(self) -> Vectors:
-        return self.replica.buffer()
 
     @cached_property
     def _decoded(self) -> Vectors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import COORDINATOR, Peer
@@ -21,9 +22,11 @@ from polyrhythm.core.requests import (
 )
 from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.session.context import WorldContext
-from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import layout_of
 from polyrhythm.worlds.processes.node import ProcessNode
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 R = TypeVar("R")
 
@@ -64,9 +67,9 @@ class ProcessContext(WorldContext):
         node.start_reports(self.plan.events)
         return welcome
 
-    def bring(self, digest: str, blob: bytes) -> None:
-        buffer = Buffer("uint8", memoryview(bytearray(blob)))
-        self.node.transport.request(COORDINATOR, "result", [buffer], fields={"digest": digest}).wait()
+    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+        buffers = [self.node.buffer(part) for part in file]
+        self.node.transport.request(COORDINATOR, "result", buffers, fields={"digest": digest}).wait()
 
     def flush(self) -> None:
         self.node.flush()

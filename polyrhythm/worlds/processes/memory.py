@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,23 @@ class ProcessMemory(Memory):
         self._node = node
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        if self._node.arenas is None or torch.device(device).type != "cpu" or not count:
+        return self._allocate(count, dtype, device)
+
+    def temporary(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return self._allocate(count, dtype, device, temporary=True)
+
+    def _allocate(
+        self, count: int, dtype: torch.dtype, device: torch.device | str, temporary: bool = False
+    ) -> Tensor:
+        arenas, arena = self._node.arenas, self._node.arena
+        if arenas is None or torch.device(device).type != "cpu" or not count:
             return torch.empty(count, dtype=dtype, device=device)
         nbytes = count * dtype.itemsize
-        offset = self._node.arenas.allocate(self._node.arena, nbytes)
+        offset = arenas.allocate(arena, nbytes)
         memory = self._node.view[offset : offset + nbytes]
+        if temporary:
+            # The storage refers to this view, which so lives as long as any tensor that shares the storage.
+            weakref.finalize(memory, arenas.discard, arena, offset).atexit = False
         return torch.frombuffer(memory, dtype=dtype)  # a storage of its own
 
     def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:

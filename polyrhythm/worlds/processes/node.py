@@ -233,7 +233,7 @@ class ProcessNode(Node):
     # --- messages -----------------------------------------------------------------------------------
 
     def send(self, to: Peer, kind: str, *tensors: Tensor, **fields: Field) -> None:
-        self.transport.send(to, kind, [self._buffer(tensor) for tensor in tensors], fields)
+        self.transport.send(to, kind, [self.buffer(tensor) for tensor in tensors], fields)
 
     def request(
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
@@ -244,8 +244,8 @@ class ProcessNode(Node):
             host = target if direct else torch.empty(target.shape, dtype=target.dtype)
             if host is not target:
                 staged.append((target, host))
-            targets.append(self._buffer(host))
-        buffers = [self._buffer(tensor) for tensor in tensors]
+            targets.append(self.buffer(host))
+        buffers = [self.buffer(tensor) for tensor in tensors]
         try:
             return _ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
         except PeerLost as error:
@@ -311,18 +311,19 @@ class ProcessNode(Node):
     def expect(self, sender: Peer, kind: str, into: Sequence[Tensor]) -> Callable[[], None]:
         if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in into):
             return super().expect(sender, kind, into)
-        return self.transport.expect(sender, kind, [self._buffer(tensor) for tensor in into])
+        return self.transport.expect(sender, kind, [self.buffer(tensor) for tensor in into])
 
-    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
         assert isinstance(message, _ReceivedMessage)
         same_count = message.tensors and len(tensors) == len(message.tensors)
         if same_count and all(a is b for a, b in zip(tensors, message.tensors, strict=True)):
             buffers = message.origin.buffers  # the reply was computed in place
         else:
-            buffers = [self._buffer(tensor) for tensor in tensors]
-        self.transport.reply(message.origin, buffers, fields)
+            buffers = [self.buffer(tensor) for tensor in tensors]
+        return self.transport.reply(message.origin, buffers, fields)
 
-    def _buffer(self, tensor: Tensor) -> Buffer:
+    def buffer(self, tensor: Tensor) -> Buffer:
+        """A tensor as the wire sees it; by reference if it lies in this node's arena."""
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]

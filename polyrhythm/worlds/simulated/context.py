@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import JoinRun, Request, Welcome, kind_of
@@ -60,8 +61,9 @@ class SimulatedContext(WorldContext):
         self.node.learn_members()
         return welcome
 
-    def bring(self, digest: str, blob: bytes) -> None:
-        self.node.world.coordinator.result(self.me, digest, blob)
+    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+        parts = [part.numpy().data for part in file]
+        self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 
     def compute_time(self) -> float:
         return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)

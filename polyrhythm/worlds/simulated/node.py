@@ -184,12 +184,12 @@ class SimulatedNode(Node):
         finally:
             self.locked = before
 
-    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> None:
+    def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
         assert isinstance(message, SimulatedRequest) and message.reply is not None, "answered already"
         reply, message.reply = message.reply, None
         self._unanswered.pop(reply, None)
         if reply.node.crashed:
-            return
+            return False
         # The requester may not read `into` before the reply arrives, so it is filled now, without a copy.
         for place, tensor in zip(reply.into, tensors, strict=False):
             place.copy_(tensor)
@@ -197,6 +197,7 @@ class SimulatedNode(Node):
         self._sequence += 1
         answer = Message(self.me, message.kind, self._sequence, fields, given)
         self._carry(reply.node, reply.arrive, answer, tensors)
+        return False
 
     def notice(self, change: MembershipChange) -> None:
         """Queues a notice; `receive` tells the strategy, after all messages that arrived before."""

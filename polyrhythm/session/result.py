@@ -1,0 +1,64 @@
+"""The final parameters as a file in safetensors format, without a copy: a header, and tensors as they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.core.errors import UsageError
+
+# The format's names, in the order in which the library writes tensors: wide ones first, so all are aligned.
+_NAMES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
+_SMALL = 1 << 16  # bytes: shorter tensors are joined, so that the parts of a file are few
+
+
+def digest(vectors: Sequence[Tensor]) -> str:
+    """The SHA-256 of the bytes of some vectors."""
+    made = hashlib.sha256()
+    for vector in vectors:
+        made.update(_bytes(vector).numpy().data)
+    return made.hexdigest()
+
+
+def safetensors(model: nn.Module) -> list[Tensor]:
+    """The state of a model as a file in safetensors format: its parts, large ones in the model's own memory.
+
+    The library would write the same bytes, but needs the whole file in memory beside the model.
+    """
+    state = model.state_dict()
+    for name, value in state.items():
+        if value.dtype not in _NAMES:
+            raise UsageError(f"{name} is {value.dtype}, which the file of the final parameters cannot hold")
+    names = sorted(state, key=lambda name: (_ORDER[state[name].dtype], name))
+    parts = [_bytes(state[name]) for name in names]
+    header, at = {}, 0
+    for name, part in zip(names, parts, strict=True):
+        dtype, shape = _NAMES[state[name].dtype], list(state[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + part.nbytes]}
+        at += part.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file = [_text(len(text).to_bytes(8, "little") + text)]
+    for small, run in itertools.groupby(parts, lambda part: part.nbytes < _SMALL):
+        several = list(run)
+        file += [torch.cat(several)] if small else several
+    return file
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _text(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
