@@ -20,7 +20,7 @@ import pytest
 import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
-from polyrhythm.core.registry import Row, describe
+from polyrhythm.core.registry import describe
 from tests.support.rows import OWN
 
 ROOT = Path(__file__).parents[1]
@@ -41,25 +41,6 @@ def modules() -> list[ModuleType]:
         for package in (polyrhythm.strategies, polyrhythm.compress.codecs)
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     ]
-
-
-@pytest.mark.parametrize("row", [*describe(), *describe("codec")], ids=lambda row: row.name)
-def test_readme_tables_match_the_registered_strategies_and_codecs(row: Row) -> None:
-    """Each has its line in the README: its name, its sentence and its paper, as in the code."""
-    lines = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| `")]
-    table = {
-        re.match(r"[\w-]+", cells[0].strip(" `"))[0]: [cell.strip() for cell in cells] for cells in lines
-    }
-    name, summary, paper = table[row.name]
-    assert (summary, paper) == (row.summary, row.paper)
-    bare = {**pr.Strategy.registry, **pr.Codec.registry}[row.name].main
-    assert name == (f"`{row.name}:{bare}`" if bare else f"`{row.name}`")
-
-
-def test_readme_tables_list_only_registered_names() -> None:
-    """What is not registered is not promised."""
-    names = re.findall(r"^\| `([\w-]+)", README, re.MULTILINE)
-    assert names == [row.name for row in (*describe(), *describe("codec"))]
 
 
 def test_strategies_named_in_the_readme_can_be_parsed() -> None:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sparse(Codec):
-    """Codecs that send a share of a vector's entries, in the format of `kernels.sparse_format`."""
+    """Codecs that send a share of a vector's entries, in the format of `kernels.sparse_format`.
+
+    - `density`: the share of the entries that is sent
+    - `warmup`: for so many messages more is sent: from 25 % geometrically down to `density`
+    """
 
     density: float = 0.01
     warmup: int = 0
@@ -45,11 +49,17 @@ class Sparse(Codec):
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    """The share `density` of the entries with the largest magnitudes, as 16-bit floats; the rest waits.
+    r"""Sends the share `density` of the entries with the largest magnitudes; the rest waits (top-k).
 
-    r <- r + g; I = the k largest |r_i|; sends r_I; r_I <- r_I - what was sent of it. `values=fp32` sends
-    them as they are; `pick=sampled` takes the threshold from a sample, so sometimes a few less than k go,
-    `pick=exact` always k. For `warmup` times more is sent: from 25 % geometrically down to `density`.
+    $$
+    r &\leftarrow r + g \\
+    I &= \text{the } k \text{ entries with the largest } \lvert r_i \rvert \\
+    \hat{g}_I &= r_I, \qquad r_I \leftarrow r_I - \hat{g}_I
+    $$
+
+    - `values`: send values as 16-bit floats, whose rounding error waits in $r$, or as they are
+    - `pick`: sampled: take the threshold from a sample, so sometimes a few less than k are sent; exact:
+      always k
 
     >>> import torch
     >>> from polyrhythm.compress import feedback
@@ -89,11 +99,15 @@ SEED_SIZE = 10  # numbers before the values: eight bytes of the seed and two of 
 
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    """The share `density` of the entries, drawn by lot, by the same lots on all workers: no indexes travel.
+    r"""Sends a random share `density` of the entries, the same ones on all workers, so no indexes are sent.
 
-    The vector is cut into k cells, and each gives one entry at random. Since all workers draw alike, codes
-    can be summed on the way. With `feedback=no` a value is multiplied by the size of its cell, which makes
-    the code right on average; with feedback what was not drawn waits, and nothing is scaled.
+    $$
+    \hat{g}_i = g_i \text{ if } i \text{ is drawn, otherwise } 0
+    $$
+
+    The vector is cut into $k$ cells, and each gives one entry at random. Since all workers draw the same
+    entries, codes can be summed on the way. With feedback, entries that were not drawn wait. With
+    `feedback=no` a value is multiplied by the size of its cell, which makes the code unbiased.
 
     >>> import torch
     >>> from polyrhythm.compress import feedback
