@@ -25,7 +25,6 @@ from tests.support.rows import OWN
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 assert OWN  # imported for the strategy and the codec of an example, which documents name
 
@@ -51,14 +50,6 @@ def test_strategies_named_in_the_readme_can_be_parsed() -> None:
     for text in texts:
         if not re.fullmatch(r"[\w-]+:[a-z_]+", text):  # in the table the field has its name, not a value
             pr.parse(text)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_in_the_docs_lead_to_files(page: Path) -> None:
-    """Every relative link leads to a file."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if not re.match(r"\w+:|#", target):
-            assert (page.parent / target.partition("#")[0]).exists(), target
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)

@@ -86,11 +86,12 @@ def _line(latex: str) -> str:
     text = re.sub(r"\\(hat|bar|tilde)\{(\w)\}", lambda found: found[2] + _ACCENTS[found[1]], latex)
     text = " ".join(re.sub(r"\\(?:operatorname|text)\{([^}]*)\}", r"\1", text).split())
     text = re.sub(r"([_^])\{(\w+)\}", r"\1\2", text)
-    for _ in range(2):  # a fraction may be in another
+    for _ in range(2):  # one may be in another
+        text = re.sub(r"([_^])\{([^{}]*)\}", r"\1(\2)", text)
         text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", _fraction, text)
         text = re.sub(r"\\sqrt\{([^{}]*)\}", r"√(\1)", text)
     text = re.sub(r"\\([A-Za-z]+)", lambda found: _SYMBOLS.get(found[1], found[1]), text)
-    return re.sub(r"([_^])\{([^{}]*)\}", r"\1(\2)", text).strip()
+    return text.strip()
 
 
 def _fraction(found: re.Match[str]) -> str:

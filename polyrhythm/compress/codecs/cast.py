@@ -28,8 +28,9 @@ class Half(Codec):
     $2^{-25}$ they become 0.
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress.state import CodecState
-    >>> codec, got = Half(), torch.zeros(3)
+    >>> codec, got = pr.parse("allreduce+fp16").codec, torch.zeros(3)
     >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6, 1e-9]), CodecState.alone(count=3)), got)
     >>> got.tolist()
     [0.0999755859375, 65504.0, 0.0]
@@ -55,8 +56,9 @@ class BFloat(Codec):
     $$
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress.state import CodecState
-    >>> codec, got = BFloat(), torch.zeros(2)
+    >>> codec, got = pr.parse("allreduce+bf16").codec, torch.zeros(2)
     >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6]), CodecState.alone(count=2)), got)
     >>> got.tolist()
     [0.10009765625, 999424.0]

@@ -102,8 +102,9 @@ class Float8(Quantizer):
     - `block`: numbers that share one power of two
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress.state import CodecState
-    >>> codec, got = Float8(), torch.zeros(3)
+    >>> codec, got = pr.parse("allreduce+fp8").codec, torch.zeros(3)
     >>> codec.decode(codec.encode(torch.tensor([1.0, 0.3, -0.01]), CodecState.alone(count=3)), got)
     >>> got.tolist()
     [1.0, 0.3125, -0.009765625]
@@ -207,8 +208,9 @@ class Int8(Integers):
     $$
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress.state import CodecState
-    >>> codec, got = Int8(), torch.zeros(3)
+    >>> codec, got = pr.parse("allreduce+int8").codec, torch.zeros(3)
     >>> codec.decode(codec.encode(torch.tensor([1.27, 0.5, -0.004]), CodecState.alone(count=3)), got)
     >>> got
     tensor([1.2700, 0.5000, 0.0000])
@@ -230,8 +232,9 @@ class Int4(Integers):
     $$
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress.state import CodecState
-    >>> codec, got = Int4(), torch.zeros(3)
+    >>> codec, got = pr.parse("allreduce+int4").codec, torch.zeros(3)
     >>> codec.decode(codec.encode(torch.tensor([0.7, 0.26, -0.1]), CodecState.alone(count=3)), got)
     >>> got
     tensor([ 0.7000,  0.3000, -0.1000])

@@ -62,10 +62,11 @@ class TopK(Sparse):
       always k
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=4), torch.zeros(4)
-    >>> codec = TopK(0.25)
+    >>> codec = pr.parse("allreduce+topk:0.25").codec
     >>> codec.decode(feedback.encode(codec, torch.tensor([0.5, -3.0, 1.0, 2.5]), state), got)
     >>> got, state.residual
     (tensor([ 0., -3.,  0.,  0.]), tensor([0.5000, 0.0000, 1.0000, 2.5000]))
@@ -110,10 +111,11 @@ class RandomK(Sparse):
     `feedback=no` a value is multiplied by the size of its cell, which makes the code unbiased.
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=6), torch.zeros(6)
-    >>> codec = RandomK(0.5)
+    >>> codec = pr.parse("allreduce+randomk:0.5").codec
     >>> codec.decode(feedback.encode(codec, torch.arange(1.0, 7.0), state), got)
     >>> got + state.residual
     tensor([1., 2., 3., 4., 5., 6.])

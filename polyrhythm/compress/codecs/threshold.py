@@ -52,10 +52,11 @@ class Threshold(Codec):
     - `warmup`: for so many messages tau is smaller: from a 64th geometrically up
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=3), torch.zeros(3)
-    >>> codec = Threshold(0.5)
+    >>> codec = pr.parse("allreduce+threshold:0.5").codec
     >>> for _ in range(2):
     ...     codec.decode(feedback.encode(codec, torch.tensor([0.25, -0.75, 0.1]), state), got)
     >>> got, state.residual

@@ -253,8 +253,8 @@ class StaleSynchronous(ParameterServer):
     and applies their mean, which is `sync`; $s = \infty$ is `async`.
 
     >>> import polyrhythm as pr
-    >>> pr.parse("ssp:0").traits.lockstep, pr.parse("ssp:3").traits.lockstep
-    (True, False)
+    >>> pr.parse("ssp:3").traits.lockstep, pr.parse("ssp:0").traits.lockstep
+    (False, True)
     """
 
     name: ClassVar[str] = "ssp"
