@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -232,33 +233,56 @@ class Quiet(SimpleHTTPRequestHandler):
         """Says nothing."""
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of these files."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+needs_chromium = pytest.mark.skipif(chromium() is None, reason="needs Chromium; `make browser` installs it")
+FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium; `make browser` installs it")
+@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
 def test_pages_fit_the_window_without_console_errors(
     site: Path, tmp_path: Path, width: int, scheme: str
 ) -> None:
     """No page scrolls sideways, complains, asks another host, or ignores that the system is dark."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        with Browser(tmp_path / "profile") as browser:
-            browser.show(width, scheme)
-            for page in sorted(site.rglob("*.html")):
-                if page.name == "404.html":
-                    continue
-                name = str(page.relative_to(site))
-                assert browser.open(f"http://127.0.0.1:{server.server_port}/{name}") == [], name
-                root = "document.documentElement"
-                assert browser.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), f"{name} is too wide"
-                shown = browser.evaluate("document.body.dataset.mdColorScheme")
-                assert shown == {"light": "default", "dark": "slate"}[scheme], name
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(site) as address, Browser(tmp_path) as browser:
+        browser.show(width, scheme)
+        for page in markdown():
+            name = f"{page.removesuffix('.md')}.html"
+            assert browser.open(f"{address}/{name}") == [], name
+            assert browser.evaluate(FITS), f"{name} is too wide"
+            shown = browser.evaluate("document.body.dataset.mdColorScheme")
+            assert shown == {"light": "default", "dark": "slate"}[scheme], name
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_browser_notices_what_is_wrong_with_a_page(tmp_path: Path) -> None:
+    """A console error, a missing file, a request to another host, and a page that is too wide."""
+    (tmp_path / "bad.html").write_text(
+        """<body style="width: 3000px"><script>console.error("oh")</script><script>nothing()</script>
+        <img src="missing.png"><link rel="stylesheet" href="http://127.0.0.2:1/x.css">"""
+    )
+    with served(tmp_path) as address, Browser(tmp_path / "profile") as browser:
+        browser.show(400, "light")
+        found = "\n".join(browser.open(f"{address}/bad.html"))
+        assert not browser.evaluate(FITS)
+    for expected in ("oh", "nothing is not defined", "missing.png", "asks for http://127.0.0.2:1/x.css"):
+        assert expected in found
 
 
 def test_the_pages_of_strategies_are_in_families() -> None:
