@@ -22,6 +22,7 @@ import pytest
 import polyrhythm as pr
 from docs.generate import composition, configured, imports, mathml, reference
 from docs.generate.hooks import generated
+from polyrhythm.cli.entry import main
 from polyrhythm.core.docstrings import plain, read
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import Row, describe, registered
@@ -95,15 +96,14 @@ def test_the_example_of_a_class_runs(folder: str, row: Row) -> None:
 
 @pytest.mark.slow
 @each_class
-def test_the_command_of_a_class_trains(folder: str, row: Row, tmp_path: Path) -> None:
+def test_the_command_of_a_class_trains(
+    folder: str, row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command on its page trains the digits, here for one epoch in simulation."""
     (command,) = re.findall(r"^\$ polyrhythm run (.*)$", markdown()[f"{folder}/{row.name}.md"], re.MULTILINE)
     words = shlex.split(command.replace("examples/", f"{ROOT}/examples/"))
-    done = subprocess.run(
-        [sys.executable, "-m", "polyrhythm", "simulate", *words, "--", "--epochs", "1"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *words, "--", "--epochs", "1"]) == 0
 
 
 def test_the_composition_page_answers_as_the_code_does() -> None:

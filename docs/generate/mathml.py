@@ -45,7 +45,8 @@ def _cell(latex: str, display: str | None) -> str:
     for pattern, text in FENCES:
         latex = re.sub(pattern, text, latex)
     made = convert(latex.strip(), display=display or "block")
-    # As identifiers the names of functions stand close to their arguments.
-    made = re.sub(r"<mo>(\w{2,})</mo>", r"<mi>\1</mi>", made)
+    # The names of functions stand close to their arguments, and apart from what is before them.
+    made = re.sub(r"<mo>(max|min)</mo>", r'<mo lspace="0.17em" rspace="0.17em">\1</mo>', made)
+    made = re.sub(r"<mo>(\w{2,})</mo>", r'<mo lspace="0.17em" rspace="0">\1</mo>', made)
     made = made.replace(' xmlns="http://www.w3.org/1998/Math/MathML"', "")
     return made if display else re.sub(r"^<math[^>]*>|</math>$", "", made)

@@ -17,14 +17,38 @@ REDUCTIONS = {
     Reduction.JOINT: "There is no code to gather: all workers compute the mean together.",
 }
 
+MEAN = (
+    "Each worker contributes its parameters (with a codec: how far it has come) to a mean over all workers."
+)
+
+# Traits do not say what is sent, only how; these are not what `_what` would guess.
+SENT = {
+    "local": MEAN,
+    "slowmo": MEAN,
+    "postlocal": "Each worker contributes its gradient, later its parameters, to a mean over all workers.",
+    "easgd": "Each worker pushes its parameters to the servers, and gets what to subtract in reply.",
+    "dana-slim": "Each worker pushes its Nesterov direction to the servers, and gets parameters in reply.",
+    "gossip": "Each worker sends its parameters to its neighbors.",
+    "choco": "Each worker sends its neighbors the difference to its public estimate, through the codec.",
+    "adpsgd": "A worker sends its parameters to one neighbor, and gets what to subtract in reply.",
+    "push": "Each worker sends a share of its parameters and weight to the next receivers.",
+    "noloco": "Two workers of a pair send each other the parameters at the start and the end of the round.",
+    "broadcast": "Each worker sends its pulses to all other workers.",
+}
+WHEN = {
+    "postlocal": "In every step until the learning rate falls, from then on every `period` steps.",
+    "broadcast": "In every step in which an update has grown to τ.",
+}
+
 
 def table(strategy: Strategy) -> str:
     """Answers to what one asks of a strategy first, for its default fields."""
     rows = {
-        "What is sent": _what(strategy),
-        "When": _when(strategy),
+        "What is sent": SENT.get(strategy.name) or _what(strategy),
+        "When": WHEN.get(strategy.name) or _when(strategy),
         "Who waits": _waits(strategy),
         "When a worker is lost": _loss(strategy),
+        "Servers": "At least one." if strategy.traits.uses_servers else "None.",
         **_special(strategy),
     }
     lines = [
@@ -44,10 +68,9 @@ def _what(strategy: Strategy) -> str:
         sent = update if strategy.exchanges == "updates" else "its gradient"
         return f"Each worker pushes {sent} to the servers, and gets parameters in reply."
     if traits.parameters_held_by_peers:
-        sent = update if strategy.codecs else "its parameters or updates"
-        return f"Each worker sends {sent} straight to other workers. There is no server."
+        return "Workers exchange with each other directly."
     sent = update if strategy.exchanges == "updates" else "its gradient"
-    return f"Each worker contributes {sent} to a mean over all workers (an all-reduce). There is no server."
+    return f"Each worker contributes {sent} to a mean over all workers."
 
 
 def _when(strategy: Strategy) -> str:

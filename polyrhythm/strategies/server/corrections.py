@@ -144,7 +144,7 @@ class GapAware(StalenessCorrection):
     However stale, a gradient whose parameters did not move counts fully.
 
     $$
-    C &= \eta_{\max} \sqrt{\hat{v}}, \qquad v \leftarrow 0.999 v + 0.001 b \odot b \\
+    C &= \eta_{\max} (\sqrt{\hat{v}} + 10^{-8}), \qquad v \leftarrow 0.999 v + 0.001 b \odot b \\
     P &= 1 + \frac{\lvert w - w_i \rvert}{C} \\
     w &\leftarrow \operatorname{SGD}(w, g / P)
     $$

@@ -34,10 +34,11 @@ class Elastic(ParameterServer):
     x_i &\leftarrow x_i - d, \qquad \tilde{x} \leftarrow \tilde{x} + d
     $$
 
-    Each gains what the other loses. In between $x_i$ takes steps of the script's own optimizer. The result is
-    the center $\tilde{x}$. With `max_staleness=0` all exchange together, with the same center: synchronous
-    EASGD. With a codec the worker pulls the center first, computes $d$ and sends it through the codec; both
-    take the decoded $d$. What the codec leaves out stays in $x_i - \tilde{x}$, and so in the next $d$.
+    Each gains what the other loses. In between $x_i$ takes steps of the script's own optimizer; the exchange
+    comes before a step, whose gradient is that of the old $x_i$. The result is the center $\tilde{x}$. With
+    `max_staleness=0` all exchange together, with the same center: synchronous EASGD. With a codec the worker
+    pulls the center first, computes $d$ and sends it through the codec; both take the decoded $d$. What the
+    codec leaves out stays in $x_i - \tilde{x}$, and so in the next $d$.
 
     - `period`: steps between two exchanges
     - `alpha`: the elasticity; none: $0.9 / N$
