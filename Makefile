@@ -7,7 +7,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 RUN_TESTS := .venv/bin/pytest -q -n $(JOBS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-slow golden golden-renew mutants demo bench docs format clean
+.PHONY: help setup check test test-slow golden golden-renew mutants demo bench docs browser format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,13 +52,18 @@ demo: $(READY) ## see the strategies side by side
 bench: $(READY) ## measure what the README claims, as ratios within one run
 	.venv/bin/python -m benchmarks
 
-docs: $(READY) ## check that the documents are true: examples, tables and links
-	.venv/bin/pytest -q tests/test_docs.py
+docs: $(READY) ## build the site into site/; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+	@echo "docs: open site/index.html"
+	@echo "docs: with search: .venv/bin/python -m http.server --directory site --bind 127.0.0.1"
+
+browser: ## install Chromium, in which a slow test looks at the site (Debian, as root)
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 format: $(READY) ## format the code and fix what the linter can
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean: ## remove .venv, caches and build products, but not runs/
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,12 +21,11 @@ import torch
 import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
-from polyrhythm.core.registry import Row, describe
+from polyrhythm.core.registry import describe
 from tests.support.rows import OWN
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 assert OWN  # imported for the strategy and the codec of an example, which documents name
 
@@ -44,25 +43,6 @@ def modules() -> list[ModuleType]:
     ]
 
 
-@pytest.mark.parametrize("row", [*describe(), *describe("codec")], ids=lambda row: row.name)
-def test_readme_tables_match_the_registered_strategies_and_codecs(row: Row) -> None:
-    """Each has its line in the README: its name, its sentence and its paper, as in the code."""
-    lines = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| `")]
-    table = {
-        re.match(r"[\w-]+", cells[0].strip(" `"))[0]: [cell.strip() for cell in cells] for cells in lines
-    }
-    name, summary, paper = table[row.name]
-    assert (summary, paper) == (row.summary, row.paper)
-    bare = {**pr.Strategy.registry, **pr.Codec.registry}[row.name].main
-    assert name == (f"`{row.name}:{bare}`" if bare else f"`{row.name}`")
-
-
-def test_readme_tables_list_only_registered_names() -> None:
-    """What is not registered is not promised."""
-    names = re.findall(r"^\| `([\w-]+)", README, re.MULTILINE)
-    assert names == [row.name for row in (*describe(), *describe("codec"))]
-
-
 def test_strategies_named_in_the_readme_can_be_parsed() -> None:
     """Every strategy with fields or a codec that is written in code means something."""
     names = "|".join(row.name for row in describe())
@@ -71,14 +51,6 @@ def test_strategies_named_in_the_readme_can_be_parsed() -> None:
     for text in texts:
         if not re.fullmatch(r"[\w-]+:[a-z_]+", text):  # in the table the field has its name, not a value
             pr.parse(text)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_in_the_docs_lead_to_files(page: Path) -> None:
-    """Every relative link leads to a file."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if not re.match(r"\w+:|#", target):
-            assert (page.parent / target.partition("#")[0]).exists(), target
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)

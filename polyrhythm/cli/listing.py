@@ -75,33 +75,31 @@ class Listing:
             self._print(rows, registered(self.kind), one)
 
     def _print(self, rows: Sequence[Row], known: Mapping[str, type[Configured]], one: str | None) -> None:
+        from polyrhythm.core.docstrings import plain, read
+
         if one is None:
             print(self.introduction())
         for row in rows:
             cls = known[row.name]
             print(f"{row.name}:{cls.main.upper()}" if cls.main else row.name)
-            said = row.summary if one is None else _doc(cls)
-            print(textwrap.indent(said, "    ") + ("" if one is None else "\n"))
+            print(textwrap.indent(row.summary, "    "))
+            doc = read(cls)
+            if one is not None:
+                print("\n" + textwrap.indent(plain(doc.text), "    ") + "\n")
             for name, takes, default in sorted(row.fields, key=lambda field: field[0] != cls.main):
                 print(f"    {name} = {default}  ({takes})")
+                if one is not None and name in doc.fields:
+                    print(textwrap.indent(textwrap.fill(plain(doc.fields[name]), 96), " " * 8))
             if row.origin:
                 print(f"    defined in {_origin(cls)}")
             print(f"    {row.paper}\n" if row.paper else "")
-        if one is None or any(issubclass(known[row.name], self.base) for row in rows):
+        if one is None:
             print(f"Fields that {self.which} have:")
-            for line in (self.base.__doc__ or "").splitlines():
-                if line.startswith(("    - ", "      ")):
-                    print(line)
+            for name, text in read(self.base).fields.items():
+                print(textwrap.fill(f"{name}: {plain(text)}", 100, subsequent_indent="    "))
 
 
 def _origin(cls: type) -> str:
     """The file of a class, or its module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(file or cls.__module__)
-
-
-def _doc(cls: type) -> str:
-    """The docstring of a class, without the example in Python."""
-    import inspect
-
-    return (inspect.getdoc(cls) or "").partition("\n>>>")[0].strip()

@@ -47,10 +47,10 @@ class Codec(Configured):
     It sees one flat segment of 32 or 64-bit floats at a time, and the sender's state for that segment. Every
     codec has these fields:
 
-    - `feedback`: is what was not sent kept, and sent later? Yes, as a rule, where a codec is biased
-    - `per`: is a code about a whole vector, or about one layer?
-    - `dense`: what travels as it is: tensors of one dimension (1d) and layers by name, as in `1d/head`
-    - `pull`: does a server answer in this code too, or in full?
+    - `feedback`: keep what was not sent, and send it later; on by default where a codec is biased
+    - `per`: whether a code is about a whole vector or about one layer
+    - `dense`: what is sent uncompressed: tensors of one dimension (1d) and layers by name, as in `1d/head`
+    - `pull`: whether a server replies in this code too, or in full
     """
 
     kind = "codec"

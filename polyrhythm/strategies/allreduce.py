@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """All workers average their gradients, then each takes the same step (bulk-synchronous SGD).
+    r"""All workers average their gradients, then each takes the same step (bulk-synchronous SGD).
 
-    The average is the gradient of the union of the batches. It is taken at the end of `backward()`, so what
-    the script does to gradients before `optimizer.step()`, such as clipping, it does to the average. Buckets
-    of the gradient that are complete early are exchanged while backward runs on, unless a codec needs the
-    whole gradient.
+    The mean is the gradient of the union of the batches, and the replicas stay equal.
+
+    $$
+    G &= \frac{1}{N} \sum_i g_i(w) \\
+    w &\leftarrow \operatorname{Opt}(w, G)
+    $$
+
+    The mean is taken at the end of `backward()`: whatever the script does to gradients before
+    `optimizer.step()`, such as clipping, it does to the mean. Buckets of the gradient that are complete early
+    are exchanged while backward still runs, unless a codec needs the whole gradient.
 
     >>> import polyrhythm as pr
-    >>> print(pr.parse("allreduce"))
-    allreduce
+    >>> pr.parse("allreduce").traits.sync_period
+    1
     """
 
     name: ClassVar[str] = "allreduce"

@@ -27,15 +27,25 @@ WINDOW = 5  # rounds whose median decides a period, so that one slow round does 
 
 @dataclass(frozen=True)
 class LocalSGD(Averaging):
-    """Every worker takes local steps; every `period` steps all average their parameters (local SGD).
+    r"""Workers take local steps and average their parameters every `period` steps (local SGD).
 
-    w_i <- w_i - lr * g_i, and every H-th step w_i <- mean_j w_j. Between averages nothing is sent.
-    `period=auto` chooses H from `shortest` to `longest` after each average, so that averaging takes
-    at most the share `overhead` of the time for steps: H = ceil(averaging / (overhead * step)). Both are
-    medians of the last rounds, so a pause between two steps changes nothing.
+    Nothing is sent between two averages, so communication shrinks by the factor `period`.
+
+    $$
+    w_i &\leftarrow w_i - \eta g_i(w_i) && \text{in every step} \\
+    w_i &\leftarrow \frac{1}{N} \sum_j w_j && \text{in every } H\text{-th step}
+    $$
+
+    The local steps are those of the script's own optimizer. `period=auto` chooses $H$ after each average, so
+    that averaging takes at most the share `overhead` of the time for steps. The times of a step and of an
+    average are medians of the last rounds, so a pause between two steps changes nothing.
+
+    - `shortest`: the least period that `period=auto` may choose
+    - `longest`: the largest period that `period=auto` may choose
+    - `overhead`: the time for averaging, as a share of the time for steps, that `period=auto` aims at
 
     >>> import polyrhythm as pr
-    >>> pr.parse("local:16").period
+    >>> pr.parse("local:16").traits.sync_period
     16
     """
 

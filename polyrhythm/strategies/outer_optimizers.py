@@ -1,8 +1,4 @@
-"""Workers that take local steps, and an outer optimizer whose gradient is how far they have come.
-
-The parameters at the beginning of a round, w_prev or theta, are kept. Their distance to the mean of the
-workers is the outer gradient; all workers compute the same outer step.
-"""
+"""Outer optimizers: their gradient is how far the mean of the workers has come in a round of local steps."""
 
 from __future__ import annotations
 
@@ -28,10 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlowMo(Averaging):
-    """Local SGD with a slow momentum over the averages.
+    r"""Local SGD with a slow momentum on top of the averages (SlowMo).
 
-    u <- beta u + (w_prev - w_mean) / lr, w <- w_prev - alpha lr u, with the learning rate of each parameter
-    group, averaged over the workers if theirs differ. alpha = 1, beta = 0 is `local`.
+    $$
+    u &\leftarrow \beta u + \frac{1}{\eta} (w_{\text{prev}} - \bar{w}) \\
+    w &\leftarrow w_{\text{prev}} - \alpha \eta u
+    $$
+
+    A round began at $w_{\text{prev}}$ and ended at the mean $\bar{w}$ of all workers. $\eta$ is the learning
+    rate of each parameter group, averaged over the workers. With $\alpha = 1$ and $\beta = 0$ it is `local`.
+
+    - `alpha`: the slow learning rate
+    - `beta`: the slow momentum
 
     >>> import polyrhythm as pr
     >>> pr.parse("slowmo:12,beta=0.7").beta
@@ -116,15 +120,23 @@ class SlowMoWorker(AveragingWorker):
 
 @dataclass(frozen=True)
 class DiLoCo(Rounds):
-    """Workers train locally for `period` steps; their averaged displacement is an outer Nesterov gradient.
+    r"""Local training; every `period` steps the mean displacement drives an outer Nesterov step (DiLoCo).
 
-    delta = mean_i(theta - theta_i), m <- beta m + delta, theta <- theta - lr (delta + beta m). The state of
-    the script's own optimizer, AdamW in the paper, stays with its worker, and so does weight decay. A codec
-    compresses delta. Steps left over at the end make one more outer step.
+    $$
+    \Delta &= \frac{1}{N} \sum_i (\theta - \theta_i) \\
+    m &\leftarrow \beta m + \Delta, \qquad \theta \leftarrow \theta - \gamma (\Delta + \beta m)
+    $$
+
+    All workers began the round at $\theta$, and worker $i$ ended it at $\theta_i$. The state of the script's
+    optimizer (AdamW in the paper) and weight decay stay with each worker. Steps left over at the end make one
+    more outer step.
+
+    - `lr`: the outer learning rate $\gamma$
+    - `beta`: the outer momentum
 
     >>> import polyrhythm as pr
-    >>> pr.parse("diloco:100+bf16").lr
-    0.7
+    >>> pr.parse("diloco:100+bf16").traits.sync_period
+    100
     """
 
     name: ClassVar[str] = "diloco"
@@ -208,16 +220,28 @@ class DiLoCoWorker(RoundsWorker):
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(DiLoCo):
-    """DiLoCo in `fragments` that take turns, each sent while the next `overlap` steps are computed.
+    r"""DiLoCo in fragments: one part of the model is exchanged at a time, while training continues.
 
-    Every H/P steps the exchange of the next of P fragments begins, and tau steps later its result is used:
-    theta_p makes its outer step, and the worker continues from (1 - mix) theta_p + mix w_p. The next delta
-    counts from theta_p. So the network carries 1/P at a time, and nobody waits for it if it takes no longer
-    than tau steps.
+    Every $H/P$ steps the exchange of the next of $P$ fragments begins; its result is used $\tau$ steps later.
+    No worker waits unless the exchange takes longer than that.
+
+    $$
+    \Delta_p &= \frac{1}{N} \sum_i (\theta_p - w_{i,p}) \\
+    m_p &\leftarrow \beta m_p + \Delta_p \\
+    \theta_p &\leftarrow \theta_p - \gamma (\Delta_p + \beta m_p) \\
+    w_{i,p} &\leftarrow (1 - \alpha) \theta_p + \alpha w_{i,p}
+    $$
+
+    $\Delta_p$ is taken when the exchange begins, the rest follows $\tau$ steps later. The next $\Delta_p$
+    counts from $\theta_p$. One fragment with `overlap=0` and `mix=0` is `diloco`.
+
+    - `fragments`: the number of fragments $P$; it divides `period`
+    - `overlap`: the number of steps $\tau$ from the start of an exchange to the use of its result
+    - `mix`: the share $\alpha$ of a worker's own parameters that it keeps
 
     >>> import polyrhythm as pr
-    >>> pr.parse("streaming-diloco:100,fragments=5,overlap=2").fragments
-    5
+    >>> pr.parse("streaming-diloco:100,fragments=5,overlap=2").traits.sync_period
+    20
     """
 
     name: ClassVar[str] = "streaming-diloco"

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostLocal(Averaging):
-    """All average their gradients until the learning rate first falls; from then on it is local SGD.
+    r"""All-reduce until the learning rate first falls, local SGD from then on (post-local SGD).
 
-    With `after` the change comes after so many steps instead. Before the change it is `allreduce`, after it
-    `local:period`. The first worker to see a lower learning rate tells the others with its next gradient, so
-    that all change after the same step.
+    $$
+    w_i &\leftarrow w_i - \frac{\eta}{N} \sum_j g_j(w_j) && \text{up to step } t_0 \\
+    w_i &\leftarrow w_i - \eta g_i(w_i), \text{ averaged in every } H\text{-th step} && \text{from then on}
+    $$
+
+    Up to $t_0$ it is `allreduce`, afterwards `local:period`. The first worker to see a lower learning rate
+    tells the others with its next gradient, so all change after the same step.
+
+    - `after`: change after this many steps; 0: when the learning rate first falls
 
     >>> import polyrhythm as pr
     >>> pr.parse("postlocal:16,after=1000").after

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rounds(Strategy):
-    """Workers take `period` local steps, then synchronize."""
+    """Workers take `period` local steps, then synchronize.
+
+    - `period`: local steps between two synchronizations
+    """
 
     main: ClassVar[str | None] = "period"
     exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
@@ -85,12 +88,12 @@ class RoundsWorker(Worker):
 class Averaging(Rounds):
     """At the end of a round all workers take the mean of their parameters.
 
-    `momentum` stands for all that the optimizer keeps for each element, Adam's two moments too: each worker
-    keeps its own, or all take the average, or every optimizer is reset to its initial state.
-
     Through a codec go the updates: how far each worker has come since the last synchronization. What the
     codec leaves out is sent with later rounds. The last synchronization of a run, and a look at the
     consensus, go without the codec.
+
+    - `momentum`: what becomes of the optimizer's state (momentum, Adam's moments) at a synchronization: each
+      worker keeps its own, all take the average, or all reset it
     """
 
     codecs: ClassVar[bool] = True

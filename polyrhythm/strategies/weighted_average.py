@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Average(Averaging):
-    """Every worker trains on its share; every `period` batches all take the mean weighted by examples.
+    r"""Workers train on their own share; every `period` steps they average, weighted by examples.
 
-    w <- sum_i n_i w_i / sum_i n_i, with n_i the examples that worker i trained on since the last average.
+    A worker that has seen more examples counts more, so uneven shares of the data are no problem.
+
+    $$
+    w_i &\leftarrow w_i - \eta g_i(w_i) && \text{in every step} \\
+    w_i &\leftarrow \frac{\sum_j n_j w_j}{\sum_j n_j} && \text{in every } H\text{-th step}
+    $$
+
+    Here $n_j$ counts the examples that worker $j$ trained on since the last average.
 
     >>> import polyrhythm as pr
-    >>> pr.parse("average:5,momentum=average").period
-    5
+    >>> pr.parse("average:5").traits.weighted_by_examples
+    True
     """
 
     name: ClassVar[str] = "average"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from polyrhythm.cli.entry import main
 from polyrhythm.core.codec import Codec
+from polyrhythm.core.docstrings import plain, read
 from polyrhythm.core.registry import describe
 from polyrhythm.core.strategy import Strategy
 
@@ -157,13 +157,15 @@ def test_cli_lists_every_strategy_and_codec(command: str, kind: str) -> None:
 def test_cli_describes_one_strategy_or_codec(
     command: str, kind: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One by its name: all that it says of itself but the example, its fields and its paper."""
+    """One by its name: its idea, its rule without LaTeX, what its fields mean, and its paper."""
     for row in describe(kind):
         assert main([command, row.name]) == 0
         told = capsys.readouterr().out
         cls = (Codec if kind == "codec" else Strategy).registry[row.name]
-        said = (inspect.getdoc(cls) or "").partition(">>>")[0].split("\n")
-        assert all(line.strip() in told for line in said) and ">>>" not in told
+        assert row.summary in told and all(line in told for line in plain(read(cls).text).splitlines())
+        assert not any(sign in told for sign in (">>>", "$", "\\"))
+        words = " ".join(told.split())
+        assert all(" ".join(plain(read(cls).fields[name]).split()) in words for name, *_ in row.fields)
         assert row.paper in told and all(f"{name} = {default}" in told for name, _, default in row.fields)
         assert main([command, row.name, "--json"]) == 0
         assert [each["name"] for each in json.loads(capsys.readouterr().out)] == [row.name]

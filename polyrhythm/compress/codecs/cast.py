@@ -18,11 +18,22 @@ PIECE = 1 << 18  # numbers that are widened at a time
 
 @dataclass(frozen=True)
 class Half(Codec):
-    """16-bit floats with 11 bits of precision; what is beyond their range becomes the largest of them.
+    r"""Sends 16-bit floats with 11 bits of precision; larger numbers become the largest of them.
 
+    $$
+    \hat{g}_i = \operatorname{fp16}(g_i), \qquad \lvert \hat{g}_i - g_i \rvert \le 2^{-11} \lvert g_i \rvert
+    $$
+
+    The bound holds for magnitudes from $2^{-14}$ to 65504. Smaller numbers lose precision, and below
+    $2^{-25}$ they become 0.
+
+    >>> import torch
     >>> import polyrhythm as pr
-    >>> print(pr.parse("allreduce+fp16").codec)
-    fp16
+    >>> from polyrhythm.compress.state import CodecState
+    >>> codec, got = pr.parse("allreduce+fp16").codec, torch.zeros(3)
+    >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6, 1e-9]), CodecState.alone(count=3)), got)
+    >>> got.tolist()
+    [0.0999755859375, 65504.0, 0.0]
     """
 
     name: ClassVar[str] = "fp16"
@@ -38,11 +49,19 @@ class Half(Codec):
 
 @dataclass(frozen=True)
 class BFloat(Codec):
-    """16-bit floats with the range of 32-bit ones and 8 bits of precision.
+    r"""Sends 16-bit floats with the range of 32-bit floats and 8 bits of precision.
 
+    $$
+    \hat{g}_i = \operatorname{bf16}(g_i), \qquad \lvert \hat{g}_i - g_i \rvert \le 2^{-8} \lvert g_i \rvert
+    $$
+
+    >>> import torch
     >>> import polyrhythm as pr
-    >>> print(pr.parse("diloco:100+bf16").codec)
-    bf16
+    >>> from polyrhythm.compress.state import CodecState
+    >>> codec, got = pr.parse("allreduce+bf16").codec, torch.zeros(2)
+    >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6]), CodecState.alone(count=2)), got)
+    >>> got.tolist()
+    [0.10009765625, 999424.0]
     """
 
     name: ClassVar[str] = "bf16"

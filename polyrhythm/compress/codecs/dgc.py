@@ -19,16 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DGC(TopK):
-    """The largest entries of what a worker's own momentum has gathered; on these both begin anew.
+    r"""Top-k with momentum applied on each worker before the selection (Deep Gradient Compression).
 
-    u <- mu u + g; v <- v + u; I = the k largest |v_i|; sends v_I; v_I <- 0 and u_I <- 0. An entry that waits
-    gathers what momentum would have made of it, and one that has gone does not push on with what is old
-    (`masking`). Nesterov: v <- v + g + mu u instead. Before all that, a gradient longer than `clip` / sqrt(N)
-    is cut to that length, all that is coded of it together: N of them make one of `clip`. The optimizer must
-    have no momentum of its own; its weight decay acts after all this, without momentum.
+    An entry that waits gathers what momentum would have made of it, so a density of 0.1 % still trains.
 
-    With density 1 it is SGD with momentum, but only with `masking=no`: where all is sent each time, the mask
-    takes all momentum away. With momentum=0 it is `topk`.
+    $$
+    u &\leftarrow \mu u + g, \qquad v \leftarrow v + u \\
+    I &= \text{the } k \text{ entries with the largest } \lvert v_i \rvert \\
+    \hat{g}_I &= v_I, \qquad v_I \leftarrow 0, \qquad u_I \leftarrow 0
+    $$
+
+    The optimizer must have no momentum of its own; its weight decay acts after all this, without momentum.
+    With density 1 it is SGD with momentum, but only with `masking=no`: where everything is sent each time,
+    masking takes all momentum away. With `momentum=0` it is `topk`.
+
+    - `momentum`: the momentum $\mu$
+    - `nesterov`: $v \leftarrow v + g + \mu u$ instead
+    - `masking`: set $u_I$ to 0, so that old momentum does not push entries that were sent
+    - `clip`: before all that, a gradient longer than `clip` / sqrt(N) is cut to that length, everything coded
+      together: N of them make one of `clip`
 
     >>> import polyrhythm as pr
     >>> pr.parse("allreduce+dgc:0.001,warmup=1000").codec.momentum

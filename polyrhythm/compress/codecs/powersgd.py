@@ -28,16 +28,25 @@ PLACE = struct.Struct("<3Q")  # start, rows, columns
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """Each matrix travels as the product of two thin ones, found together by a step of power iteration.
+    r"""Sends each matrix as a product of two thin ones, by one step of power iteration (PowerSGD).
 
-    M_i = G_i + E_i; P = mean of M_i Q, made orthonormal; Q = mean of M_i^T P; all go on with P Q^T, and
-    E_i <- M_i - P (M_i^T P)^T. These are two rounds of all workers, one all-reduce each. The next step goes
-    on from this one's Q (`warm`), or from a random one, like the first. Momentum is the optimizer's, after.
+    $$
+    M_i &= G_i + E_i \\
+    P &= \operatorname{orthonormal}\Big(\frac{1}{N} \sum_i M_i Q\Big) \\
+    Q &\leftarrow \frac{1}{N} \sum_i M_i^{\top} P, \qquad \hat{G} = P Q^{\top} \\
+    E_i &\leftarrow M_i - P (M_i^{\top} P)^{\top}
+    $$
+
+    The two means are one all-reduce each, and all workers continue with $\hat{G}$. Momentum is the
+    optimizer's, after.
 
     Of a tensor of more than two dimensions the first is the rows. One of a single dimension, such as a matrix
-    that is cut between servers, is laid out nearly square, and what is left over travels as it is. So does a
-    matrix if P and Q would be no shorter: with a rank as large as either side the mean is exact. To a server
-    each worker sends a P and Q of its own.
+    that is cut between servers, is laid out nearly square, and what is left over is sent uncompressed. So is
+    a matrix if P and Q would be no shorter: with a rank as large as either side the mean is exact. To a
+    server each worker sends a P and Q of its own.
+
+    - `rank`: the number of columns of $P$ and $Q$
+    - `warm`: begin with the $Q$ of the step before, and not with a random one
 
     >>> import polyrhythm as pr
     >>> pr.parse("allreduce+powersgd:4").codec.rank

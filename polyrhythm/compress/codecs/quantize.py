@@ -90,14 +90,24 @@ def check_block(block: int) -> None:
 
 @dataclass(frozen=True)
 class Float8(Quantizer):
-    """8-bit floats with 4 bits of precision, times a power of two that every block has.
+    r"""Sends 8-bit floats (E4M3) with 4 bits of precision and one power of two per block.
+
+    $$
+    \hat{g}_i = 2^e \operatorname{fp8}(2^{-e} g_i)
+    $$
 
     The power brings the largest number of a block to 448 or just below, the largest of these floats; what is
-    2**15 times smaller still has one bit.
+    $2^{15}$ times smaller still has one bit.
 
+    - `block`: numbers that share one power of two
+
+    >>> import torch
     >>> import polyrhythm as pr
-    >>> print(pr.parse("allreduce+fp8:128").codec)
-    fp8:128
+    >>> from polyrhythm.compress.state import CodecState
+    >>> codec, got = pr.parse("allreduce+fp8").codec, torch.zeros(3)
+    >>> codec.decode(codec.encode(torch.tensor([1.0, 0.3, -0.01]), CodecState.alone(count=3)), got)
+    >>> got.tolist()
+    [1.0, 0.3125, -0.009765625]
     """
 
     name: ClassVar[str] = "fp8"
@@ -145,7 +155,11 @@ class Float8(Quantizer):
 
 @dataclass(frozen=True)
 class Integers(Quantizer):
-    """Whole multiples of a unit; the largest magnitude of a block is `top` units."""
+    """Whole multiples of a unit; the largest magnitude of a block is `top` units.
+
+    - `block`: numbers that share one unit
+    - `rounding`: to the nearest, with feedback; or stochastic, which is unbiased and needs none
+    """
 
     top: ClassVar[int]
     reduction: ClassVar[Reduction] = Reduction.HOPS
@@ -187,13 +201,19 @@ class Integers(Quantizer):
 
 @dataclass(frozen=True)
 class Int8(Integers):
-    """8-bit whole numbers, times the largest magnitude of every block over 127.
+    r"""Sends 8-bit integers and one scale per block: its largest magnitude over 127.
 
-    Rounded to the nearest, with feedback, or by lot so that the expectation is right, where none is needed.
+    $$
+    s = \frac{1}{127} \max_i \lvert g_i \rvert, \qquad \hat{g}_i = s \operatorname{round}(g_i / s)
+    $$
 
+    >>> import torch
     >>> import polyrhythm as pr
-    >>> print(pr.parse("async+int8:rounding=stochastic,feedback=no").codec)
-    int8:feedback=false,rounding=stochastic
+    >>> from polyrhythm.compress.state import CodecState
+    >>> codec, got = pr.parse("allreduce+int8").codec, torch.zeros(3)
+    >>> codec.decode(codec.encode(torch.tensor([1.27, 0.5, -0.004]), CodecState.alone(count=3)), got)
+    >>> got
+    tensor([1.2700, 0.5000, 0.0000])
     """
 
     name: ClassVar[str] = "int8"
@@ -205,11 +225,19 @@ class Int8(Integers):
 
 @dataclass(frozen=True)
 class Int4(Integers):
-    """4-bit whole numbers, two to a byte, times the largest magnitude of every block over 7.
+    r"""Sends 4-bit integers, two to a byte, and one scale per block: its largest magnitude over 7.
 
+    $$
+    s = \frac{1}{7} \max_i \lvert g_i \rvert, \qquad \hat{g}_i = s \operatorname{round}(g_i / s)
+    $$
+
+    >>> import torch
     >>> import polyrhythm as pr
-    >>> print(pr.parse("diloco+int4:64").codec)
-    int4:64
+    >>> from polyrhythm.compress.state import CodecState
+    >>> codec, got = pr.parse("allreduce+int4").codec, torch.zeros(3)
+    >>> codec.decode(codec.encode(torch.tensor([0.7, 0.26, -0.1]), CodecState.alone(count=3)), got)
+    >>> got
+    tensor([ 0.7000,  0.3000, -0.1000])
     """
 
     name: ClassVar[str] = "int4"

@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sign(Quantizer):
-    """One bit a number: its sign, times the mean magnitude of the layer; or a majority vote.
+    r"""Sends one bit per number, its sign, and the mean magnitude per layer; or takes a majority vote.
 
-        sent = sgn(p) · mean|p|,   e ← p − sent          p = g + e, what was not sent before
+    $$
+    p &= g + e \\
+    \hat{g}_i &= \operatorname{sign}(p_i) \operatorname{mean} \lvert p \rvert, \qquad e \leftarrow p - \hat{g}
+    $$
 
-    With `vote` plain signs are sent, nothing is kept, and all go on with the sign of their sum, 0 for a tie
-    (signSGD with majority vote). `momentum` votes by a running mean of the gradient (Signum). One bit has no
-    zero: a zero votes up and down in turn.
+    With `vote` plain signs are sent, nothing is kept, and all workers continue with the sign of their sum, 0
+    for a tie (signSGD with majority vote). One bit has no zero: a zero votes up and down in turn.
+
+    - `vote`: take a majority vote of plain signs
+    - `momentum`: vote by a running mean of the gradient (Signum)
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+sign:vote=yes,momentum=0.9").codec)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sparse(Codec):
-    """Codecs that send a share of a vector's entries, in the format of `kernels.sparse_format`."""
+    """Codecs that send a share of a vector's entries, in the format of `kernels.sparse_format`.
+
+    - `density`: the share of the entries that is sent
+    - `warmup`: for so many messages more is sent: from 25 % geometrically down to `density`
+    """
 
     density: float = 0.01
     warmup: int = 0
@@ -45,17 +49,24 @@ class Sparse(Codec):
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    """The share `density` of the entries with the largest magnitudes, as 16-bit floats; the rest waits.
+    r"""Sends the share `density` of the entries with the largest magnitudes; the rest waits (top-k).
 
-    r <- r + g; I = the k largest |r_i|; sends r_I; r_I <- r_I - what was sent of it. `values=fp32` sends
-    them as they are; `pick=sampled` takes the threshold from a sample, so sometimes a few less than k go,
-    `pick=exact` always k. For `warmup` times more is sent: from 25 % geometrically down to `density`.
+    $$
+    r &\leftarrow r + g \\
+    I &= \text{the } k \text{ entries with the largest } \lvert r_i \rvert \\
+    \hat{g}_I &= r_I, \qquad r_I \leftarrow r_I - \hat{g}_I
+    $$
+
+    - `values`: send values as 16-bit floats, whose rounding error waits in $r$, or as they are
+    - `pick`: sampled: take the threshold from a sample, so sometimes a few less than k are sent; exact:
+      always k
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=4), torch.zeros(4)
-    >>> codec = TopK(0.25)
+    >>> codec = pr.parse("allreduce+topk:0.25").codec
     >>> codec.decode(feedback.encode(codec, torch.tensor([0.5, -3.0, 1.0, 2.5]), state), got)
     >>> got, state.residual
     (tensor([ 0., -3.,  0.,  0.]), tensor([0.5000, 0.0000, 1.0000, 2.5000]))
@@ -89,17 +100,22 @@ SEED_SIZE = 10  # numbers before the values: eight bytes of the seed and two of 
 
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    """The share `density` of the entries, drawn by lot, by the same lots on all workers: no indexes travel.
+    r"""Sends a random share `density` of the entries, the same ones on all workers, so no indexes are sent.
 
-    The vector is cut into k cells, and each gives one entry at random. Since all workers draw alike, codes
-    can be summed on the way. With `feedback=no` a value is multiplied by the size of its cell, which makes
-    the code right on average; with feedback what was not drawn waits, and nothing is scaled.
+    $$
+    \hat{g}_i = g_i \text{ if } i \text{ is drawn, otherwise } 0
+    $$
+
+    The vector is cut into $k$ cells, and each gives one entry at random. Since all workers draw the same
+    entries, codes can be summed on the way. With feedback, entries that were not drawn wait. With
+    `feedback=no` a value is multiplied by the size of its cell, which makes the code unbiased.
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=6), torch.zeros(6)
-    >>> codec = RandomK(0.5)
+    >>> codec = pr.parse("allreduce+randomk:0.5").codec
     >>> codec.decode(feedback.encode(codec, torch.arange(1.0, 7.0), state), got)
     >>> got + state.residual
     tensor([1., 2., 3., 4., 5., 6.])

@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QSGD(Quantizer):
-    """Levels between zero and the norm of a block, drawn so that the expectation is right.
+    r"""Rounds each number stochastically to one of `levels` fractions of its block's norm (QSGD).
 
-        sent = ‖g‖₂ · sgn(gᵢ) · ξᵢ / s,    ξᵢ = s|gᵢ|/‖g‖₂ rounded up or down by lot
+    $$
+    \hat{g}_i = \frac{\lVert g \rVert_2}{s} \operatorname{sign}(g_i) \xi_i, \qquad
+    \xi_i = \Big\lfloor \frac{s \lvert g_i \rvert}{\lVert g \rVert_2} + U_i \Big\rfloor, \qquad
+    U_i \sim [0, 1)
+    $$
 
-    Its variance is at most min(d/s², √d/s)·‖g‖² for blocks of d numbers and s levels. Few numbers come near
-    the norm, so levels travel in Rice codes, with a k of its own for every block; where most are zero, as
-    gaps. That takes 3.8 bits a number with 64 levels, and 0.34 with one.
+    It is unbiased, and its variance is at most $\min(d / s^2, \sqrt{d} / s) \lVert g \rVert^2$ for blocks of
+    $d$ numbers and $s$ levels. Few numbers come near the norm, so levels are sent in Rice codes, with a
+    parameter of its own for every block; where most are zero, as gaps. That takes 3.8 bits a number with 64
+    levels, and 0.34 with one.
+
+    - `levels`: the number of levels $s$
+    - `block`: numbers that share one norm
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+qsgd:16").codec)
@@ -155,12 +163,18 @@ def _read(body: Tensor) -> int:
 
 @dataclass(frozen=True)
 class TernGrad(Quantizer):
-    """Minus one, zero or one, times one number a layer, drawn so that the expectation is right.
+    r"""Rounds each number stochastically to -1, 0 or 1, times one scale per layer (TernGrad).
 
-        sent = S · sgn(gᵢ) · bᵢ,    bᵢ = 1 with probability |gᵢ|/S,    S = min(max|g|, clip·σ)
+    $$
+    \hat{g}_i = S \operatorname{sign}(g_i) b_i, \qquad
+    \operatorname{Pr}(b_i = 1) = \min(1, \lvert g_i \rvert / S), \qquad
+    S = \min(\max_i \lvert g_i \rvert, c \sigma)
+    $$
 
-    Five of them share a byte. σ is taken about zero, so that equal numbers are not cut away; `clip=0` cuts
-    nothing and is unbiased. Codes are gathered and not summed, so every worker has an S of its own.
+    Five numbers share a byte. $\sigma$ is taken about zero, so that equal numbers are not cut away. Codes are
+    gathered and not summed, so every worker has an $S$ of its own.
+
+    - `clip`: the factor $c$; 0 cuts nothing and is unbiased
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+terngrad:0").codec)

@@ -32,19 +32,31 @@ class AdaptedTau:
 
 @dataclass(frozen=True)
 class Threshold(Codec):
-    """Entries that have grown to ±tau are sent as one pulse of that size, a bit each; the rest waits (Strom).
+    r"""Sends entries that have grown to ±tau as one sign bit each; the rest waits (Strom).
 
-    r <- r + g; where |r_i| >= tau: sends (i, sign), r_i <- r_i - sign · tau. `pulses=many` sends all whole
-    multiples, so that |r| stays below tau however large g is. `adaptive=yes` changes tau by at most 2 in 20
-    steps, as DL4J does: down while less than the share `low` of the entries is sent, up while more than
-    `high`. With `exact`, what is used is the power of two next to tau: only then does float arithmetic lose
-    nothing. For `warmup` times tau is smaller: from a 64th geometrically up.
+    $$
+    r &\leftarrow r + g \\
+    \hat{g}_i &= \tau \operatorname{sign}(r_i) \text{ where } \lvert r_i \rvert \ge \tau,
+    \text{ otherwise } 0 \\
+    r &\leftarrow r - \hat{g}
+    $$
+
+    - `tau`: the size of a pulse
+    - `pulses`: one pulse per entry at most, or many: all whole multiples of tau, so that $r$ stays below tau
+      however large $g$ is
+    - `adaptive`: change tau by at most 2 in 20 steps, as DL4J does: down while less than the share `low` of
+      the entries is sent, up while more than `high`
+    - `low`: the least share of entries for `adaptive`
+    - `high`: the largest share of entries for `adaptive`
+    - `exact`: use the power of two next to tau, with which float arithmetic loses nothing
+    - `warmup`: for so many messages tau is smaller: from a 64th geometrically up
 
     >>> import torch
+    >>> import polyrhythm as pr
     >>> from polyrhythm.compress import feedback
     >>> from polyrhythm.compress.state import CodecState
     >>> state, got = CodecState.alone(count=3), torch.zeros(3)
-    >>> codec = Threshold(0.5)
+    >>> codec = pr.parse("allreduce+threshold:0.5").codec
     >>> for _ in range(2):
     ...     codec.decode(feedback.encode(codec, torch.tensor([0.25, -0.75, 0.1]), state), got)
     >>> got, state.residual

@@ -33,33 +33,42 @@ MAX_PULSES = 1 << 30  # of a parameter, in all
 
 @dataclass(frozen=True)
 class Broadcast(Strategy):
-    """Each worker sends updates that have grown to ±tau to all others, as pulses, without waiting (Strom).
+    r"""Each worker sends updates that have grown to ±tau to all others, without waiting (Strom).
 
-    u = the step of the worker's own optimizer; r <- r + u; where |r_j| >= tau: sends (j, ±m), r_j <- r_j -+ m
-    tau. All workers, the sender too, apply every message: w = w0 + tau k, where k counts the pulses of all.
-    Counts are integers, so the order of messages does not matter: workers that have received the same
-    messages have the same bits. tau is rounded to a power of two, so that r loses nothing to rounding.
+    $$
+    r &\leftarrow r + u, \qquad m = \operatorname{trunc}(r / \tau) \\
+    r &\leftarrow r - \tau m, \qquad k \leftarrow k + m \text{ on all workers} \\
+    w &= w_0 + \tau k
+    $$
 
-    - `pulses=many` sends all whole multiples of tau, so |r| stays below tau. With `one`, as in the paper, r
-      falls behind for as long as steps are larger than tau.
-    - `reduce=sum`: N workers take N steps, so the learning rate acts as if it were N times as large; `mean`
-      divides each step by the number of workers.
-    - `topology=tree`: a message goes to up to `fanout` + 1 neighbors in a tree, and they forward it.
-    - `warmup`: for so many steps only the `first` workers train, and the others follow.
+    Here $u$ is the step of the worker's own optimizer and $r$ its residual. All workers, the sender too,
+    apply every message; $k$ counts the pulses of all. Counts are integers, so the order of messages does not
+    matter: workers that have received the same messages have the same bits. $\tau$ is rounded to a power of
+    two, so that $r$ loses nothing to rounding.
 
-    The paper has plain SGD. Momentum is part of u: it is taken of each worker's own gradients, before they
-    become pulses, and r delays updates on top of it. At the end r is not sent.
+    The paper has plain SGD. Momentum is part of $u$: it is taken of each worker's own gradients, before they
+    become pulses, and $r$ delays updates on top of it. At the end $r$ is not sent.
 
     Messages are numbered, and kept until all workers have confirmed them (see `reliable_broadcast`). A worker
     that missed some, because the sender died before it had sent to all, gets them from others; a replacement
-    takes w0 and k from another worker. The network is behind while more is unconfirmed than k has bytes,
-    divided by the number of workers, and than 1 MiB and 32 messages. Then updates stay in r, for up to 16
-    steps, and go in one message. Messages that a worker does not confirm are merged, by origin, into one or
-    two that are no longer than k.
+    takes $w_0$ and $k$ from another worker. The network is behind while more is unconfirmed than $k$ has
+    bytes, divided by the number of workers, and than 1 MiB and 32 messages. Then updates stay in $r$, for up
+    to 16 steps, and go in one message. Messages that a worker does not confirm are merged, by origin, into
+    one or two that are no longer than $k$.
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
-    the same messages: k is saved with r, so no pulse is lost and none counts twice. A replacement skips the
-    places where the others saved before it joined. Saving ends the warm-up, and a resumed run has none.
+    the same messages: $k$ is saved with $r$, so no pulse is lost and none counts twice. A replacement skips
+    the places where the others saved before it joined. Saving ends the warm-up, and a resumed run has none.
+
+    - `tau`: the size of a pulse
+    - `pulses`: many: send all whole multiples of tau, so that $r$ stays below tau; one, as in the paper: send
+      at most one pulse, so $r$ falls behind for as long as steps are larger than tau
+    - `reduce`: sum: N workers take N steps, so the learning rate acts as if it were N times as large; mean:
+      divide each step by the number of workers
+    - `topology`: mesh: send to all workers; tree: send to up to `fanout` + 1 neighbors, which forward it
+    - `fanout`: the children of a worker in the tree
+    - `warmup`: for so many steps only the `first` workers train, and the others follow
+    - `first`: the number of workers that train in the warm-up
 
     >>> import polyrhythm as pr
     >>> pr.parse("broadcast:0.001,topology=tree").unit == 2**-10

@@ -32,20 +32,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ADPSGD(Decentralized):
-    """Each averages with a random neighbor while it computes its gradient, and none waits (AD-PSGD).
+    r"""Each worker averages with a random neighbor while it computes its gradient; none waits (AD-PSGD).
 
-    Both become (x_i + x_j) / 2, atomically; then x_i <- x_i - update, with the gradient at x_i as it was when
-    the batch began. The graph is bipartite. Workers of one side request an average at the end of a step, for
-    the next one. Those of the other side only answer, at once, whatever they compute. So no worker waits for
-    one that waits. `topology` says which workers are neighbors (see `gossip`); edges within a side are not
-    used.
+    $$
+    d &= \frac{1}{2} (x_i - x_j), \qquad x_i \leftarrow x_i - d, \qquad x_j \leftarrow x_j + d \\
+    x_i &\leftarrow x_i - \eta g_i(\hat{x}_i)
+    $$
 
-    d = (x_i - x_j) / 2 is computed once, by the worker that answers: x_j gains what x_i loses, whatever
-    either has done meanwhile, so only updates move the sum of all x. Staleness counts the averages between
-    the start of a gradient and its step.
+    $\hat{x}_i$ is $x_i$ as it was when the batch began. The graph is bipartite: workers of one side request
+    an average at the end of a step, for the next one; those of the other side answer at once, whatever they
+    compute. So no worker waits for one that waits. Edges within a side are not used.
+
+    $d$ is computed once, by the worker that answers: $x_j$ gains what $x_i$ loses, whatever either has done
+    meanwhile, so only updates move the sum of all $x$. Staleness counts the averages between the start of a
+    gradient and its step.
 
     To save, all workers call `session.state_dict()` at the same place and wait there for each other. Averages
-    on their way are finished first, so each saves its own x.
+    on their way are finished first, so each saves its own $x$.
+
+    - `topology`: which workers are neighbors, as for `gossip`
 
     >>> import polyrhythm as pr
     >>> pr.parse("adpsgd:ring").topology

@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choco(NeighborMixing):
-    """Gossip through a codec: neighbors send only what is new, and mix what all know (CHOCO-SGD).
+    r"""Gossip through a codec: neighbors send compressed differences to a public estimate (CHOCO-SGD).
 
-        y_i = x_i - lr g_i(x_i);  q_i = Q(y_i - h_i);  all neighbors h_i <- h_i + q_i
-        x_i = y_i + gamma sum_j W_ij (h_j - h_i)
+    $$
+    y_i &= x_i - \eta g_i(x_i) \\
+    q_i &= Q(y_i - \hat{x}_i), \qquad \hat{x}_i \leftarrow \hat{x}_i + q_i \\
+    x_i &\leftarrow y_i + \gamma \sum_j W_{ij} (\hat{x}_j - \hat{x}_i)
+    $$
 
-    h_i is the public estimate of worker i, held by itself and by its neighbors with the same bits. What Q
-    leaves out remains in y_i - h_i, so there is no residual. Q must not lengthen a vector, on average, so a
-    codec is used in the form in which a server replies; for stochastic rounding that is another one.
-    `gamma=auto` is 1 without a codec; with a codec it is half of the energy that Q keeps of random numbers. A
-    larger one may do better for some models; with one that is too large the workers diverge. W follows from
-    `topology`, as for `gossip`, but neighbors must stay the same: not exponential.
+    $\hat{x}_i$ is the public estimate of worker $i$, held by itself and by its neighbors with the same bits.
+    What the codec $Q$ leaves out remains in $y_i - \hat{x}_i$, so there is no residual. $Q$ must not lengthen
+    a vector, on average, so a codec is used in the form in which a server replies; for stochastic rounding
+    that is another one.
+
+    - `gamma`: the consensus step size; auto: 1 without a codec, otherwise half of the energy that $Q$ keeps
+      of random numbers. A larger one may do better for some models; with one that is too large the workers
+      diverge.
+    - `topology`: as for `gossip`, but neighbors must stay the same: not exponential
 
     >>> import polyrhythm as pr
     >>> pr.parse("choco:0.02,topology=torus+topk:0.01").gamma

@@ -21,14 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gossip(NeighborMixing):
-    """Workers on a graph mix their parameters with those of their neighbors in every step (D-PSGD).
+    r"""Workers on a graph mix their parameters with those of their neighbors in every step (D-PSGD).
 
-    x_i <- sum_j W_ij x_j - lr g_i(x_i): the neighbors' parameters arrive while the gradient is computed, so
-    it is the gradient at the parameters before mixing. The optimizer's step, and with it weight decay, starts
-    from the mixed ones. With `order=step-then-mix` x_i <- sum_j W_ij (x_j - lr g_j): that waits for the
-    neighbors, and on a complete graph it is `allreduce`. W follows from `topology`, which is ring, torus,
-    exponential (at distances of 1, 2, 4, ... by turns), exponential-all, hypercube, complete, random:D
-    with D neighbors each, or edges as in 0-1/1-2/2-0. The result is the mean of all.
+    There is no server and no all-reduce: a worker talks to its neighbors only.
+
+    $$
+    x_i \leftarrow \sum_j W_{ij} x_j - \eta g_i(x_i)
+    $$
+
+    The neighbors' parameters arrive while the gradient is computed, so it is the gradient at the parameters
+    before mixing. The optimizer's step, and with it weight decay, starts from the mixed ones. With
+    `order=step-then-mix` it is $x_i \leftarrow \sum_j W_{ij} (x_j - \eta g_j(x_j))$: a worker then waits for
+    its neighbors, and on a complete graph it is `allreduce`. The weights $W$ are Metropolis-Hastings weights
+    of the graph. The result is the mean of all workers.
+
+    - `order`: mix the parameters while the gradient is computed, or after the step
 
     >>> import polyrhythm as pr
     >>> pr.parse("gossip:torus").topology

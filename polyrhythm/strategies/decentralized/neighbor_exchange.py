@@ -40,6 +40,9 @@ class NeighborMixing(Decentralized):
     x_i <- x_i + sum_j W_ij (x_j - x_i), with Metropolis-Hastings weights. Both ends of an edge add the same
     number with opposite signs, so the mean of all is preserved. If a neighbor dies, its weight goes to the
     worker itself; from the next epoch on the survivors form a graph of their own.
+
+    - `topology`: ring, torus, exponential (at distances of 1, 2, 4, ... by turns), exponential-all,
+      hypercube, complete, random:D with D neighbors each, or edges as in 0-1/1-2/2-0
     """
 
     main: ClassVar[str | None] = "topology"

@@ -22,14 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoLoCo(Decentralized):
-    """Workers train locally; every `period` steps random pairs take an outer step that draws them together.
+    r"""Local training; every `period` steps random pairs of workers take an outer step together (NoLoCo).
 
-    m_i <- mu m_i + lr mean(theta - phi) + lr (mean phi - phi_i), phi_i <- phi_i + m_i, theta_i <- phi_i, with
-    phi_i where the round began, theta_i where it ended, and means over the two of a pair. The pull between
-    the two cancels in their sum, so the mean of all phi follows heavy-ball momentum along the mean
-    displacement. The seed chooses other pairs in each round, so workers need not agree on them. One of an odd
-    number of workers, and a worker whose partner has died, takes its outer step alone. The result is the mean
-    of all theta. A run resumed with as many workers continues with the same bits.
+    $$
+    m_i &\leftarrow \mu m_i + \frac{\gamma}{2} \big((\theta_i - \phi_i) + (\theta_j - \phi_j)\big)
+    + \frac{\gamma}{2} (\phi_j - \phi_i) \\
+    \phi_i &\leftarrow \phi_i + m_i, \qquad \theta_i \leftarrow \phi_i
+    $$
+
+    Worker $i$ began the round at $\phi_i$ and ended it at $\theta_i$; $j$ is its partner. The pull between
+    the two, $\phi_j - \phi_i$, cancels in their sum, so the mean of all $\phi$ follows heavy-ball momentum
+    along the mean displacement. The seed chooses other pairs in each round, so workers need not agree on
+    them. One of an odd number of workers, and a worker whose partner has died, takes its outer step alone.
+    The result is the mean of all $\theta$. A run resumed with as many workers continues with the same bits.
+
+    - `period`: local steps in a round
+    - `lr`: the outer learning rate $\gamma$
+    - `mu`: the outer momentum
 
     >>> import polyrhythm as pr
     >>> pr.parse("noloco:100,mu=0.3").period

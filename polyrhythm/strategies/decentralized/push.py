@@ -31,17 +31,26 @@ LEAST = 1 << 10  # an omega of less than 1 in so many makes the steps of z too l
 
 @dataclass(frozen=True)
 class Push(Decentralized):
-    """Each worker gives half of its weight and parameters to one 1, 2, 4, ... places further (SGP).
+    r"""Each worker pushes a share of its parameters and weight to one other per step (SGP).
 
-    x_i <- x_i - update, with the gradient at z_i; then the share p of (x_i, omega_i) goes to the receiver of
-    this round, and the shares of others are added; the model computes with z_i = x_i / omega_i. With `fanout`
-    F there are F receivers, and p = 1 / (F + 1). A worker waits for the shares of this round; with `ahead`
-    for those of so many rounds before, which arrived while it computed (overlap SGP).
+    The receiver is 1, 2, 4, ... places further, in turn. Messages go one way, so no pair has to agree.
 
-    The sum of all omega is the number of workers, including shares on their way, and only updates move the
-    sum of all x. So z_i stays near the mean of all, whatever the graph. A worker that dies takes its own x
-    and omega along, and shares for it stay with their senders. A new cohort starts with omega = 1. A run
-    resumed with as many workers continues with the same bits: a share on its way is saved by its receiver.
+    $$
+    x_i &\leftarrow x_i - \eta g_i(z_i) \\
+    (x_i, \omega_i) &\leftarrow \sum_j P_{ij} (x_j, \omega_j) \\
+    z_i &= x_i / \omega_i
+    $$
+
+    $P_{ij}$ is $1 / (F + 1)$ if worker $j$ sends to worker $i$ in this round or is worker $i$, otherwise 0.
+    The model computes with $z_i$. The sum of all $\omega$ is the number of workers, including shares on their
+    way, and only updates move the sum of all $x$. So $z_i$ stays near the mean of all, whatever the graph.
+
+    A worker that dies takes its own $x$ and $\omega$ along, and shares for it stay with their senders. A new
+    cohort starts with $\omega = 1$. A run resumed with as many workers continues with the same bits: a share
+    on its way is saved by its receiver.
+
+    - `ahead`: wait for the shares of this many rounds before, not for those of this round (overlap SGP)
+    - `fanout`: the number of receivers $F$ in each round
 
     >>> import polyrhythm as pr
     >>> pr.parse("push:1,fanout=2").ahead

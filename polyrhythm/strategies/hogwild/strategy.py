@@ -25,24 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HogWild(Strategy):
-    """Workers of one host share the parameters in memory; each steps on them in place, without locks.
+    r"""Workers on one host update shared parameters in place, without locks (HogWild!).
 
-    Each worker reads w, computes the gradient g of its batch, and then w_j <- w_j - eta g_j for each j that g
-    touches; meanwhile others do the same. The script's own optimizer steps, on each worker with a state of
+    $$
+    w_j \leftarrow w_j - \eta g_j \quad \text{for each } j \text{ with } g_j \ne 0
+    $$
+
+    Meanwhile the other workers do the same. The script's own optimizer steps, on each worker with a state of
     its own. Sparse gradients (`nn.Embedding` and `nn.EmbeddingBag` with sparse=True) touch their rows only.
     If two workers write to one place at the same moment, an update may be lost. Lost updates are counted on a
     sample of the rows, by integers that are incremented beside them in the same way; the summary has them.
     With `SparseSGD`, whose steps are compiled, a step is one row of a batch.
 
-    With `lock` each worker holds one lock from its forward pass to the end of its step; `SparseSGD` takes it
-    for each row. Nothing is lost then, and more workers gain nothing; it is there to compare with.
-
     To save its state all workers call `session.state_dict()` at the same place, and wait there for each
     other: the shared parameters are saved while no worker steps. A replacement skips the places where the
     others saved before it joined.
 
+    - `lock`: each worker holds one lock from its forward pass to the end of its step (`SparseSGD`: for each
+      row). Nothing is lost then, and more workers gain nothing; it is there to compare with.
+
     >>> import polyrhythm as pr
-    >>> pr.parse("hogwild:lock=yes").lock
+    >>> pr.parse("hogwild:lock=yes").traits.one_host
     True
     """
 

@@ -61,11 +61,20 @@ class CorrectingServer(ServerLoop):
 
 @dataclass(frozen=True)
 class DelayCompensated(StalenessCorrection):
-    """Asynchronous, with each gradient corrected to first order for the updates that it missed (DC-ASGD).
+    r"""Asynchronous; corrects each gradient to first order for the updates that it missed (DC-ASGD).
 
-    g <- g + lam g*g*(w - w_i), where worker i has pulled w_i and g*g approximates the curvature. With
-    `adaptive` lam is divided by sqrt(ms + 1e-7) per parameter, ms <- decay ms + (1 - decay) g*g; lam is then
-    larger, such as 2. Without delay, or with lam = 0, it is `async` bit for bit.
+    $$
+    w_{t+1} = \operatorname{Opt}\big(w_t, g + \lambda g \odot g \odot (w_t - w_i)\big)
+    $$
+
+    Worker $i$ has pulled $w_i$ and computed $g$ there; $g \odot g$ approximates the curvature. With
+    `adaptive`, $\lambda$ is divided by $\sqrt{v + 10^{-7}}$ per parameter, where
+    $v \leftarrow d v + (1 - d) g \odot g$ and $d$ is `decay`; it is then larger, such as 2. Without delay, or
+    with $\lambda = 0$, it is `async` bit for bit.
+
+    - `lam`: the strength $\lambda$ of the correction
+    - `adaptive`: divide the correction by the root of the mean squared gradient
+    - `decay`: the decay $d$ of that mean
 
     >>> import polyrhythm as pr
     >>> pr.parse("dc-asgd:2,adaptive=yes").lam
@@ -130,15 +139,23 @@ class DelayCompensatedServer(CorrectingServer):
 
 @dataclass(frozen=True)
 class GapAware(StalenessCorrection):
-    """Asynchronous, with each element of a gradient divided by how far its parameter moved meanwhile.
+    r"""Asynchronous; divides each element of a gradient by how far its parameter has moved since the pull.
 
-    P = 1 + |w - w_i| / C and g <- g / P, weight decay included; C is the length of a usual step, the largest
-    learning rate times the root of a running mean (0.999) of the squared momentum. However stale, a gradient
-    whose parameters did not move counts fully.
+    However stale, a gradient whose parameters did not move counts fully.
+
+    $$
+    C &= \eta_{\max} (\sqrt{\hat{v}} + 10^{-8}), \qquad v \leftarrow 0.999 v + 0.001 b \odot b \\
+    P &= 1 + \frac{\lvert w - w_i \rvert}{C} \\
+    w &\leftarrow \operatorname{SGD}(w, g / P)
+    $$
+
+    Worker $i$ has pulled $w_i$. $C$ is the length of a usual step: $b$ is the momentum buffer, $\hat{v}$ is
+    $v$ without the bias of its start at 0, and $\eta_{\max}$ is the largest learning rate so far. Weight
+    decay is divided by $P$ too.
 
     >>> import polyrhythm as pr
-    >>> print(pr.parse("gap-aware"))
-    gap-aware
+    >>> pr.parse("gap-aware").traits.optimizer
+    'SGD'
     """
 
     name: ClassVar[str] = "gap-aware"

@@ -28,15 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DelayedNesterov(ParameterServer):
-    """Asynchronous DiLoCo: workers push the displacement of `period` local steps; the server adds momentum.
+    r"""Asynchronous DiLoCo: the server applies each displacement as it arrives, and momentum every N-th time.
 
-    d = w_pulled - w_i after local steps by the script's own optimizer. Each push: w <- w - lr d/N; every
-    N-th: m <- beta m + mean d, w <- w - lr beta m. N pushes from one w are one step of Nesterov's momentum.
+    $$
+    d_i &= w_{\text{pulled}} - w_i \quad \text{after } H \text{ local steps} \\
+    w &\leftarrow w - \frac{\gamma}{N} d_i && \text{at each push} \\
+    m &\leftarrow \beta m + \bar{d}, \qquad w \leftarrow w - \gamma \beta m
+    && \text{at each } N\text{-th push}
+    $$
 
-    With `dynamic`, worker i takes max(1, floor(period v_i / max_j v_j)) steps, where v is a worker's speed in
-    steps per second, measured from push to push without the time that it waits. So all push about equally
-    often, and no push is much staler than another (DyLU, of the same paper). The first push of a worker comes
-    after `period` steps, because its speed is not known before.
+    Here $\bar{d}$ is the mean of the last $N$ displacements. $N$ pushes from one $w$ are one step of
+    Nesterov's momentum. Local steps are those of the script's own optimizer.
+
+    With `dynamic` worker $i$ takes $\max(1, \lfloor H v_i / \max_j v_j \rfloor)$ steps, where $v$ is a
+    worker's speed in steps per second, measured from push to push without the time that it waits. So all push
+    about equally often, and no push is much staler than another (DyLU, of the same paper). The first push of
+    a worker comes after `period` steps, because its speed is not known before.
+
+    - `period`: local steps between two pushes
+    - `lr`: the outer learning rate $\gamma$
+    - `beta`: the outer momentum
+    - `dynamic`: slower workers take fewer local steps
 
     >>> import polyrhythm as pr
     >>> pr.parse("delayed-nesterov:50,dynamic=yes").period

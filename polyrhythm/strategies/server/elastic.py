@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Elastic(ParameterServer):
-    """Workers train locally; every `period` steps each one and the center pull each other closer (EASGD).
+    r"""Workers train locally; every `period` steps each worker and a center pull each other closer (EASGD).
 
-    d = alpha (x_i - c), x_i <- x_i - d, c <- c + d: each gains what the other loses. In between x_i takes
-    steps of the script's own optimizer. alpha is 0.9/N if not given. With `max_staleness=0` all exchange
-    together, with the same c: synchronous EASGD. The result is c. With a codec the worker pulls c first,
-    computes d and sends it through the codec; both take the decoded d. What the codec leaves out stays in
-    x_i - c, and so in the next d.
+    $$
+    d &= \alpha (x_i - \tilde{x}) \\
+    x_i &\leftarrow x_i - d, \qquad \tilde{x} \leftarrow \tilde{x} + d
+    $$
+
+    Each gains what the other loses. In between $x_i$ takes steps of the script's own optimizer; the exchange
+    comes before a step, whose gradient is that of the old $x_i$. The result is the center $\tilde{x}$. With
+    `max_staleness=0` all exchange together, with the same center: synchronous EASGD. With a codec the worker
+    pulls the center first, computes $d$ and sends it through the codec; both take the decoded $d$. What the
+    codec leaves out stays in $x_i - \tilde{x}$, and so in the next $d$.
+
+    - `period`: steps between two exchanges
+    - `alpha`: the elasticity; none: $0.9 / N$
 
     >>> import polyrhythm as pr
     >>> pr.parse("easgd:10,alpha=0.1").period

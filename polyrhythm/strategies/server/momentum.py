@@ -85,14 +85,20 @@ class PlainSGDServer(ServerLoop):
 
 @dataclass(frozen=True)
 class DanaZero(AsynchronousMomentum):
-    """Asynchronous; the server keeps a momentum for each worker, and shows where all of them will lead.
+    r"""Asynchronous; the server keeps a momentum per worker and sends predicted parameters (DANA-Zero).
 
-    v_i <- mu v_i + g, w <- w - lr v_i, and worker i gets w - lr mu sum_j v_j: an estimate of the parameters
-    at the time when its gradient arrives. With one worker it is Nesterov's momentum.
+    $$
+    v_i &\leftarrow \mu v_i + g_i(\hat{w}_i) \\
+    w &\leftarrow w - \eta v_i \\
+    \hat{w}_i &= w - \eta \mu \sum_j v_j
+    $$
+
+    Worker $i$ gets $\hat{w}_i$, an estimate of the parameters at the time when its gradient will arrive. With
+    one worker it is Nesterov's momentum.
 
     >>> import polyrhythm as pr
-    >>> print(pr.parse("dana-zero"))
-    dana-zero
+    >>> pr.parse("dana-zero").traits.optimizer
+    'SGD'
     """
 
     name: ClassVar[str] = "dana-zero"
@@ -148,14 +154,19 @@ class DanaZeroServer(PlainSGDServer):
 
 @dataclass(frozen=True)
 class DanaSlim(AsynchronousMomentum):
-    """Asynchronous; each worker keeps its own momentum and pushes Nesterov's direction, not its gradient.
+    r"""Asynchronous; each worker keeps its own momentum and pushes Nesterov's direction (DANA-Slim).
 
-    v_i <- mu v_i + g, and w <- w - lr (g + mu v_i): the same as `dana-zero` while the learning rate is
-    constant, without its state on the server. With one worker it is Nesterov's momentum, bit for bit.
+    $$
+    v_i &\leftarrow \mu v_i + g_i(w) \\
+    w &\leftarrow w - \eta (g_i(w) + \mu v_i)
+    $$
+
+    It is the same as `dana-zero` while the learning rate is constant, without its state on the server. With
+    one worker it is Nesterov's momentum, bit for bit.
 
     >>> import polyrhythm as pr
-    >>> print(pr.parse("dana-slim"))
-    dana-slim
+    >>> pr.parse("dana-slim").traits.optimizer
+    'SGD'
     """
 
     name: ClassVar[str] = "dana-slim"
@@ -193,15 +204,21 @@ class DanaSlimWorker(DecayingWorker):
 
 @dataclass(frozen=True)
 class OrderedMomentum(AsynchronousMomentum):
-    """Asynchronous; a late gradient enters the momentum where it would be, had it come in time (OrMo).
+    r"""Asynchronous; a late gradient enters the momentum as if it had arrived in time (OrMo).
 
-    Versions are counted in rounds of N. A round begins with u <- mu u, w <- w - lr u. A gradient that was
-    computed d rounds ago then adds mu^d g to u and takes (1 + mu + ... + mu^d) g from w, so that when all
-    have come the momentum is that of N synchronous workers, whatever their order.
+    Versions are counted in rounds of $N$.
+
+    $$
+    u &\leftarrow \mu u, \qquad w \leftarrow w - \eta u && \text{when a round begins} \\
+    u &\leftarrow u + \mu^d g, \qquad w \leftarrow w - \eta \sum_{k=0}^{d} \mu^k g && \text{for each gradient}
+    $$
+
+    Here $d$ is the number of rounds since the gradient's parameters were pulled. Once all gradients have
+    arrived, the momentum is that of $N$ synchronous workers, whatever their order.
 
     >>> import polyrhythm as pr
-    >>> print(pr.parse("ormo"))
-    ormo
+    >>> pr.parse("ormo").traits.optimizer
+    'SGD'
     """
 
     name: ClassVar[str] = "ormo"

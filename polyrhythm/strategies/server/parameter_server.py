@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 class ParameterServer(Strategy):
     """The design space. Each strategy has those of its knobs that make sense with it: its `free` ones.
 
-    - `wait_for`: how many pushes does the server collect before it applies them? (0: one of every worker)
-    - `max_staleness`: how many steps may a worker be ahead of the slowest before it has to wait?
-      With 0 no worker is ahead, so the pushes of one step are withheld and applied as one.
-    - `weight`: how much does an update of staleness tau count? 1, 1/tau (at most 1) or exp(-damping tau)
+    - `wait_for`: how many pushes the server collects before it applies them (0: one of every worker)
+    - `max_staleness`: how many steps a worker may be ahead of the slowest before it has to wait. With 0 no
+      worker is ahead, so the pushes of one step are withheld and applied as one.
+    - `weight`: how much an update of staleness tau counts: 1, 1/tau (at most 1) or exp(-damping tau)
+    - `damping`: the rate at which `weight=exp` decays
     - `discard`: an update this stale is dropped, and its worker continues from the present parameters
-    - `pull`: does a push that is not applied yet get its reply at once, or with the next version?
-    - `reduce`: is a group applied as its mean or as its sum?
+    - `pull`: whether a push that is not applied yet gets its reply at once, or with the next version
+    - `reduce`: whether a group is applied as its mean or as its sum
     - `clip`: the largest norm, over all servers, of the gradient that is applied
-    - `prefetch`: the reply to a push is waited for after the next batch; it costs a step of staleness
+    - `prefetch`: wait for the reply to a push after the next batch only; costs a step of staleness
     """
 
     codecs: ClassVar[bool] = True

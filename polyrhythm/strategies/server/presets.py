@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Synchronous(ParameterServer):
-    """The server waits for a push of every worker, applies their mean, and replies to all (bulk-synchronous).
+    r"""The server waits for the gradients of all workers and applies their mean (bulk-synchronous).
 
-    G = mean_i g_i, the gradient of the union of the batches; staleness is always 0. The same bits as
-    `allreduce`. The script clips each worker's own gradient; `clip=1` clips the mean.
+    $$
+    w \leftarrow \operatorname{Opt}\Big(w, \frac{1}{N} \sum_i g_i(w)\Big)
+    $$
+
+    Staleness is always 0, and the result has the same bits as `allreduce`. The script clips each worker's own
+    gradient; `clip=1` clips the mean.
 
     >>> import polyrhythm as pr
     >>> pr.parse("sync").traits.lockstep
@@ -44,11 +48,19 @@ class Synchronous(ParameterServer):
 
 @dataclass(frozen=True)
 class Backup(ParameterServer):
-    """The server applies the mean of the first pushes, all but `spare`, and drops those that come too late.
+    r"""Synchronous with spare workers: the server takes the first gradients and drops the last `spare`.
 
-    Of N + b workers the first N gradients at the present version make a step; the others are discarded, and
-    their workers continue from the new version. Staleness is always 0. A worker that is always slow never
+    A few slow workers then hold nobody up.
+
+    $$
+    w \leftarrow \operatorname{Opt}\Big(w, \frac{1}{N - b} \sum_{i \in F} g_i(w)\Big)
+    $$
+
+    $F$ are the first $N - b$ workers whose gradient at the present version arrives. The others are dropped,
+    and their workers continue from the new version. Staleness is always 0. A worker that is always slow never
     counts, and neither do its batches.
+
+    - `spare`: the number of workers $b$ that the server does not wait for
 
     >>> import polyrhythm as pr
     >>> pr.parse("backup:2").spare
@@ -93,12 +105,20 @@ class Backup(ParameterServer):
 
 @dataclass(frozen=True)
 class Async(ParameterServer):
-    """The server applies each push as it comes and replies at once; no worker waits (Downpour).
+    r"""The server applies each gradient as it arrives and replies at once; no worker waits (Downpour).
 
-    w <- Opt(w, g_i) for one worker's gradient at a time. Mean staleness is N-1 for any mix of speeds, so the
-    learning rate has to shrink as workers are added. With `push_every` or `fetch_every` above 1 a worker adds
-    up its gradients between pushes and takes plain local steps, w <- w - lr g; the server steps once per
-    push, by the sum, and so decays weights once per push.
+    $$
+    w_{t+1} = \operatorname{Opt}\big(w_t, g_i(w_{t - \tau})\big)
+    $$
+
+    Here $\tau$ is the staleness: the updates of others since worker $i$ pulled. Its mean is $N - 1$ for any
+    mix of speeds, so the learning rate has to shrink as workers are added. With `push_every` or `fetch_every`
+    above 1 a worker adds up its gradients between pushes and takes plain local steps,
+    $w \leftarrow w - \eta g$; the server steps once per push, by the sum, and so decays weights once per
+    push.
+
+    - `push_every`: steps between two pushes
+    - `fetch_every`: steps between two pulls
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("async:weight=1/tau,push_every=4"))
@@ -193,11 +213,15 @@ class DownpourWorker(GradientWorker):
 
 @dataclass(frozen=True)
 class Softsync(ParameterServer):
-    """The server applies the mean of each `wait_for` pushes, from any workers.
+    r"""The server collects `wait_for` gradients from any workers, then applies their mean (softsync).
 
-    w <- Opt(w, mean of S gradients). A worker that has pushed continues at once, so mean staleness is
-    (N-1)/S; with `pull=next-version` it waits until its push is applied. With `weight=1/tau` each gradient
-    counts 1/tau: staleness-aware training.
+    $$
+    w_{t+1} = \operatorname{Opt}\Big(w_t, \frac{1}{S} \sum_{l=1}^{S} \alpha(\tau_l) g_l(w_{t - \tau_l})\Big)
+    $$
+
+    Here $\alpha$ is the `weight` of an update by its staleness; with `weight=1/tau` this is staleness-aware
+    training. A worker that has pushed continues at once, so the mean staleness is $(N - 1) / S$; with
+    `pull=next-version` it waits until its push is applied.
 
     >>> import polyrhythm as pr
     >>> pr.parse("softsync:4,weight=1/tau").wait_for
@@ -217,15 +241,20 @@ class Softsync(ParameterServer):
 
 @dataclass(frozen=True)
 class StaleSynchronous(ParameterServer):
-    """The server applies each push as it comes; a worker `max_staleness` steps ahead of the slowest waits.
+    r"""Asynchronous, but a worker more than `max_staleness` steps ahead of the slowest waits (SSP).
 
-    A read waits until c_i - min_j c_j <= s, where c counts the steps pushed; it then shows all pushes of the
-    first c_i - s - 1 steps, all of its own, and maybe more. s = 0 withholds the pushes of a step until all
-    are there and applies their mean, which is `sync`; s = inf is `async`.
+    $$
+    w_{t+1} = \operatorname{Opt}\big(w_t, g_i(w_{t - \tau})\big),
+    \qquad \text{worker } i \text{ reads once } c_i - \min_j c_j \le s
+    $$
+
+    Here $c_i$ counts the steps that worker $i$ has pushed. A read shows all pushes of the first $c_i - s - 1$
+    steps, all of the worker's own, and maybe more. $s = 0$ withholds the pushes of a step until all are there
+    and applies their mean, which is `sync`; $s = \infty$ is `async`.
 
     >>> import polyrhythm as pr
-    >>> pr.parse("ssp:0").traits.lockstep, pr.parse("ssp:3").traits.lockstep
-    (True, False)
+    >>> pr.parse("ssp:3").traits.lockstep, pr.parse("ssp:0").traits.lockstep
+    (False, True)
     """
 
     name: ClassVar[str] = "ssp"
