@@ -1,4 +1,4 @@
-"""What the documents say is so: tables, links, examples and code."""
+"""What the documents say is so: links, examples, and every code block of README and docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -20,19 +19,18 @@ import pytest
 import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
-from polyrhythm.core.registry import Row, describe
+from polyrhythm.core.registry import describe
+from tests.support.code_blocks import ROOT, Reader, blocks, pages
 from tests.support.rows import OWN
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GENERATED = {  # pages that `make docs` makes from the code
+    **{f"docs/strategies/{name}.md": name for name in ["index", *pr.Strategy.registry]},
+    **{f"docs/codecs/{name}.md": name for name in ["index", *pr.Codec.registry]},
+    "docs/composition.md": "",
+}
 assert OWN  # imported for the strategy and the codec of an example, which documents name
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def modules() -> list[ModuleType]:
@@ -43,41 +41,78 @@ def modules() -> list[ModuleType]:
     ]
 
 
-@pytest.mark.parametrize("row", [*describe(), *describe("codec")], ids=lambda row: row.name)
-def test_readme_tables_match_the_registered_strategies_and_codecs(row: Row) -> None:
-    """Each has its line in the README: its name, its sentence and its paper, as in the code."""
-    lines = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| `")]
-    table = {
-        re.match(r"[\w-]+", cells[0].strip(" `"))[0]: [cell.strip() for cell in cells] for cells in lines
-    }
-    name, summary, paper = table[row.name]
-    assert (summary, paper) == (row.summary, row.paper)
-    bare = {**pr.Strategy.registry, **pr.Codec.registry}[row.name].main
-    assert name == (f"`{row.name}:{bare}`" if bare else f"`{row.name}`")
+def text_of(name: str) -> str:
+    return PAGES[name].read_text(encoding="utf-8")
 
 
-def test_readme_tables_list_only_registered_names() -> None:
-    """What is not registered is not promised."""
-    names = re.findall(r"^\| `([\w-]+)", README, re.MULTILINE)
-    assert names == [row.name for row in (*describe(), *describe("codec"))]
+@pytest.mark.parametrize("name", PAGES)
+def test_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
+    """Every block is run or checked, in order; a kind of block that nobody runs fails."""
+    Reader(tmp_path).read(text_of(name), slow=False)
 
 
-def test_strategies_named_in_the_readme_can_be_parsed() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAGES if any(b.slow for b in blocks(text_of(name)))])
+def test_slow_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
+    """The pages with blocks that take long, or need a compiler, from their beginning to their end."""
+    Reader(tmp_path).read(text_of(name), slow=True)
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        ("```console\n$ polyrhythm nonsense\n```\n", "ended with 2"),
+        ("```console\n$ rm -r /\n```\n", "nobody runs rm"),
+        ("```console\noutput\n```\n", "is no command"),
+        ("```bash\nls\n```\n", "nobody runs bash"),
+        ("```\nls\n```\n", "has no language"),
+        ('```python title="train.py"\nx = 1\n```\n', "no command uses"),
+        ("```python\nraise ValueError\n```\n", ""),
+        ("```console\n$ polyrhythm --version\n```\n\n```text\npolyphony 1.0\n```\n", "not in the output"),
+        ("```console\n$ make nothing\n```\n", "no target"),
+        ("```console\n$ python -m benchmarks nothing\n```\n", "no benchmark"),
+    ],
+)
+def test_code_blocks_that_are_wrong_are_found(page: str, error: str, tmp_path: Path) -> None:
+    """The test above can fail."""
+    with pytest.raises((AssertionError, ValueError), match=error):
+        Reader(tmp_path).read(page, slow=False)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_strategies_named_in_documents_can_be_parsed(name: str) -> None:
     """Every strategy with fields or a codec that is written in code means something."""
     names = "|".join(row.name for row in describe())
-    texts = re.findall(rf"`((?:{names})[:+][^`]+)`", README)
-    assert len(texts) >= 10
-    for text in texts:
-        if not re.fullmatch(r"[\w-]+:[a-z_]+", text):  # in the table the field has its name, not a value
+    for text in re.findall(rf"`((?:{names})[:+][^`]+)`", text_of(name)):
+        if not re.fullmatch(r"[\w-]+:[a-z_]+", text) or text.endswith("auto"):  # a field, not a value
             pr.parse(text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_in_the_docs_lead_to_files(page: Path) -> None:
-    """Every relative link leads to a file."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if not re.match(r"\w+:|#", target):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+def test_readme_is_short() -> None:
+    """People finish it."""
+    assert len(text_of("README.md").split()) <= 800
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_relative_links_in_the_docs_lead_to_files(name: str) -> None:
+    """Every relative link leads to a file, or to a page that is generated; its anchor is a heading there."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        page = (PAGES[name].parent / path).resolve() if path else PAGES[name]
+        where = page.relative_to(ROOT).as_posix()
+        assert page.exists() or where in GENERATED or where.startswith("docs/reference/"), target
+        if anchor and where in PAGES:
+            assert anchor in {slug(line) for line in text_of(where).splitlines() if line.startswith("#")}, (
+                target
+            )
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MkDocs make it."""
+    words = re.sub(r"[^\w\s-]", "", heading.lstrip("#").strip().lower())
+    return re.sub(r"\s+", "-", words)
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
@@ -87,41 +122,6 @@ def test_docstring_examples_of_strategies_and_codecs_pass(module: ModuleType) ->
     named = [each for each in registered if each.__module__ == module.__name__]
     found = doctest.testmod(module)
     assert found.failed == 0 and found.attempted >= 2 * len(named)
-
-
-def test_python_blocks_compile() -> None:
-    """The README's Python is Python."""
-    found = blocks(README, "python")
-    assert any("class BlockMomentum" in block for block in found)
-    for block in found:
-        ast.parse(block)
-
-
-def test_readme_shows_the_example_of_an_own_strategy() -> None:
-    """The strategy and the codec of the README are those of the example, word for word, and short."""
-    example = (ROOT / "examples" / "own_strategy.py").read_text(encoding="utf-8")
-    classes = ("class BlockMomentum", "class Turns")
-    shown = [block for block in blocks(README, "python") if any(name in block for name in classes)]
-    assert len(shown) == 2
-    assert all(block in example for block in shown)
-    assert len([line for line in shown[0].splitlines() if line]) < 60
-
-
-def test_readme_commands_name_existing_files_and_strategies() -> None:
-    """Files in the README's commands are there, and its strategies mean something."""
-    commands = [
-        shlex.split(line[2:], comments=True)
-        for block in blocks(README, "console")
-        for line in block.splitlines()
-    ]
-    assert len(commands) >= 6
-    for command in commands:
-        for option, value in pairwise(command):
-            if option == "--strategy":
-                pr.parse(value)
-        for word in command:
-            if word.startswith("examples/"):
-                assert (ROOT / word).is_file()
 
 
 @pytest.mark.slow
