@@ -20,7 +20,7 @@ import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
 from polyrhythm.core.registry import describe
-from tests.support.code_blocks import ROOT, Reader, blocks, pages
+from tests.support.code_blocks import ROOT, Command, Reader, blocks, pages, run_script
 from tests.support.rows import OWN
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
@@ -67,7 +67,7 @@ def test_slow_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
         ("```bash\nls\n```\n", "nobody runs bash"),
         ("```\nls\n```\n", "has no language"),
         ('```python title="train.py"\nx = 1\n```\n', "no command uses"),
-        ("```python\nraise ValueError\n```\n", ""),
+        ("```python\nraise ValueError(1)\n```\n", "1"),
         ("```console\n$ polyrhythm --version\n```\n\n```text\npolyphony 1.0\n```\n", "not in the output"),
         ("```console\n$ make nothing\n```\n", "no target"),
         ("```console\n$ python -m benchmarks nothing\n```\n", "no benchmark"),
@@ -146,21 +146,18 @@ def test_examples_on_digits_train_as_their_docstring_says(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_begin_with_how_to_start_them(example: Path) -> None:
+def test_examples_begin_with_how_to_start_them(example: Path, tmp_path: Path) -> None:
     """The commands in an example's docstring name this file and options it knows, and so does its --help."""
     text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
     commands = [
         shlex.split(line) for line in text.splitlines() if line.startswith(("python ", "polyrhythm "))
     ]
     assert len(commands) >= 2
-    done = subprocess.run(
-        [sys.executable, str(example), "--help"],
-        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    shown = Command(run_script, [str(example), "--help"], tmp_path).end(0)
     for command in commands:
         assert f"examples/{example.name}" in command
         rest = command[command.index("--") + 1 :] if "--" in command else []
         own = rest if command[0] == "polyrhythm" else command[2:]
-        assert all(option in done.stdout for option in own if option.startswith("--"))
+        assert all(option in shown for option in own if option.startswith("--"))
         if "--strategy" in command:
             pr.parse(command[command.index("--strategy") + 1])

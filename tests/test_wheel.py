@@ -75,7 +75,7 @@ def test_wheel_trains_the_digits_in_a_fresh_environment(tmp_path: Path) -> None:
     (script,) = (block.text for block in blocks(page) if block.title == "train.py")
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     out = run(
-        programs / "polyrhythm", "run", "train.py", "--workers", 2, "--strategy", "local:4+topk:0.1", "--json",
-        cwd=tmp_path,
+        programs / "polyrhythm", "run", "train.py", "--workers", 2, "--strategy", "local:4+topk:0.1",
+        "--json", cwd=tmp_path,
     )  # fmt: skip
     assert json.loads(out)["metrics"]["accuracy"] > 0.85

@@ -11,8 +11,8 @@
 
 A comment above a block says what else to do: `<!-- test: slow -->` (leave it to the slow tests), `exit 2`
 (the commands end with this code), `worker local:8` (run it on two simulated workers), `given model,
-optimizer` (it needs these names), `in examples/x.py` (it is a part of that file, which other tests run), `not
-output`.
+optimizer` (it needs these names), `in examples/x.py` (it is a part of that file, which other tests run),
+`compiles` (it shows the form of a call), `not output`.
 
 What is not run here is at least checked: targets of make, extras of pip, names of benchmarks. A command or a
 language that is not known is an error, so that no block is left out.
@@ -129,6 +129,8 @@ class Reader:
 
     def _python(self, block: Block) -> None:
         compile(block.text, f"line {block.line}", "exec")
+        if block.test == "compiles":
+            return
         if block.test.startswith("in "):
             assert block.text in (ROOT / block.test[3:]).read_text(encoding="utf-8"), (
                 "the example has changed"
@@ -200,7 +202,7 @@ class Reader:
             return _check_module(words[2:])
         assert words[0] in ("python", "polyrhythm"), f"nobody runs {words[0]}"
         words = [self._reachable(word) for word in shortened(words)]
-        target = _script if words[0] == "python" else _polyrhythm
+        target = run_script if words[0] == "python" else _polyrhythm
         self._run(self._host(host), target, words[1:], code, background="--here" in words or "join" in words)
         return None
 
@@ -307,7 +309,7 @@ def _polyrhythm(words: list[str]) -> None:
     raise SystemExit(polyrhythm_main(words))
 
 
-def _script(words: list[str]) -> None:
+def run_script(words: list[str]) -> None:
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent.resolve()))
     runpy.run_path(words[0], run_name="__main__")
