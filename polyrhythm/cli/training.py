@@ -26,14 +26,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
     command.add_argument(
         "-s", "--strategy", metavar="S",
-        help="how the workers keep time, such as allreduce, async or local:8, or inside sites and between "
-        "them: 'allreduce / diloco:50'; wins over the one in the script",
+        help="the synchronization strategy, such as allreduce, async or local:8, or one inside sites and one "
+        "between them: 'allreduce / diloco:50'; overrides the one in the script (allreduce)",
     )  # fmt: skip
     add_import(command)
     command.add_argument(
         "--batch-norm", metavar="B",
         help="BatchNorm's statistics: local (each worker keeps its own), rank0, mean, sync or recompute; "
-        "wins over the one in the script",
+        "overrides the one in the script",
     )  # fmt: skip
     command.add_argument(
         "--servers", type=_servers, default=0, metavar="P",

@@ -316,8 +316,9 @@ def run_script(words: list[str]) -> None:
 
 
 def _program(words: list[str]) -> None:
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    os.execvpe(words[0], words, os.environ | {"PATH": beside, "PYTHONPATH": str(ROOT)})
+    if words[0] == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    os.execvpe(words[0], words, os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def shortened(words: list[str]) -> list[str]:
