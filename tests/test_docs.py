@@ -1,4 +1,4 @@
-"""What the documents say is so: tables, links, examples and code."""
+"""What the documents say is so: links, examples, and every code block of README and docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -22,17 +21,17 @@ import polyrhythm as pr
 import polyrhythm.compress.codecs
 import polyrhythm.strategies
 from polyrhythm.core.registry import describe
+from tests.support.code_blocks import ROOT, Command, Reader, blocks, pages, run_script
 from tests.support.rows import OWN
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GENERATED = {  # pages that `make docs` makes from the code
+    **{f"docs/strategies/{name}.md": name for name in ["index", *pr.Strategy.registry]},
+    **{f"docs/codecs/{name}.md": name for name in ["index", *pr.Codec.registry]},
+    "docs/composition.md": "",
+}
 assert OWN  # imported for the strategy and the codec of an example, which documents name
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def modules() -> list[ModuleType]:
@@ -43,14 +42,82 @@ def modules() -> list[ModuleType]:
     ]
 
 
-def test_strategies_named_in_the_readme_can_be_parsed() -> None:
+def text_of(name: str) -> str:
+    return PAGES[name].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
+    """Every block is run or checked, in order; a kind of block that nobody runs fails."""
+    Reader(tmp_path).read(text_of(name), slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAGES if any(b.slow for b in blocks(text_of(name)))])
+def test_slow_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
+    """The pages with blocks that take long, or need a compiler, from their beginning to their end."""
+    Reader(tmp_path).read(text_of(name), slow=True)
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        ("```console\n$ polyrhythm nonsense\n```\n", "ended with 2"),
+        ("```console\n$ rm -r /\n```\n", "nobody runs rm"),
+        ("```console\noutput\n```\n", "is no command"),
+        ("```bash\nls\n```\n", "nobody runs bash"),
+        ("```\nls\n```\n", "has no language"),
+        ('```python title="train.py"\nx = 1\n```\n', "no command uses"),
+        ("```python\nraise ValueError(1)\n```\n", "1"),
+        ("```console\n$ polyrhythm --version\n```\n\n```text\npolyphony 1.0\n```\n", "not in the output"),
+        ("```console\n$ make nothing\n```\n", "no target"),
+        ("```console\n$ python -m benchmarks nothing\n```\n", "no benchmark"),
+    ],
+)
+def test_code_blocks_that_are_wrong_are_found(page: str, error: str, tmp_path: Path) -> None:
+    """The test above can fail."""
+    with pytest.raises((AssertionError, ValueError), match=error):
+        Reader(tmp_path).read(page, slow=False)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_strategies_named_in_documents_can_be_parsed(name: str) -> None:
     """Every strategy with fields or a codec that is written in code means something."""
     names = "|".join(row.name for row in describe())
-    texts = re.findall(rf"`((?:{names})[:+][^`]+)`", README)
-    assert len(texts) >= 10
-    for text in texts:
-        if not re.fullmatch(r"[\w-]+:[a-z_]+", text):  # in the table the field has its name, not a value
+    for text in re.findall(rf"`((?:{names})[:+][^`]+)`", text_of(name)):
+        if not re.fullmatch(r"[\w-]+:[a-z_]+", text) or text.endswith("auto"):  # a field, not a value
             pr.parse(text)
+
+
+def test_readme_is_short() -> None:
+    """People finish it."""
+    assert len(text_of("README.md").split()) <= 800
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_relative_links_in_the_docs_lead_to_files(name: str) -> None:
+    """Every relative link leads to a file, and its anchor to a heading there.
+
+    Pages of the site may link to pages that are generated. The README may not: it is read without the site.
+    """
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        page = (PAGES[name].parent / path).resolve() if path else PAGES[name]
+        where = page.relative_to(ROOT).as_posix()
+        made = where in GENERATED or where.startswith("docs/reference/")
+        assert page.exists() or (made and name != "README.md"), target
+        if anchor and where in PAGES:
+            assert anchor in {slug(line) for line in text_of(where).splitlines() if line.startswith("#")}, (
+                target
+            )
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MkDocs make it."""
+    words = re.sub(r"[^\w\s-]", "", heading.lstrip("#").strip().lower())
+    return re.sub(r"\s+", "-", words)
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
@@ -60,41 +127,6 @@ def test_docstring_examples_of_strategies_and_codecs_pass(module: ModuleType) ->
     named = [each for each in registered if each.__module__ == module.__name__]
     found = doctest.testmod(module)
     assert found.failed == 0 and found.attempted >= 2 * len(named)
-
-
-def test_python_blocks_compile() -> None:
-    """The README's Python is Python."""
-    found = blocks(README, "python")
-    assert any("class BlockMomentum" in block for block in found)
-    for block in found:
-        ast.parse(block)
-
-
-def test_readme_shows_the_example_of_an_own_strategy() -> None:
-    """The strategy and the codec of the README are those of the example, word for word, and short."""
-    example = (ROOT / "examples" / "own_strategy.py").read_text(encoding="utf-8")
-    classes = ("class BlockMomentum", "class Turns")
-    shown = [block for block in blocks(README, "python") if any(name in block for name in classes)]
-    assert len(shown) == 2
-    assert all(block in example for block in shown)
-    assert len([line for line in shown[0].splitlines() if line]) < 60
-
-
-def test_readme_commands_name_existing_files_and_strategies() -> None:
-    """Files in the README's commands are there, and its strategies mean something."""
-    commands = [
-        shlex.split(line[2:], comments=True)
-        for block in blocks(README, "console")
-        for line in block.splitlines()
-    ]
-    assert len(commands) >= 6
-    for command in commands:
-        for option, value in pairwise(command):
-            if option == "--strategy":
-                pr.parse(value)
-        for word in command:
-            if word.startswith("examples/"):
-                assert (ROOT / word).is_file()
 
 
 @pytest.mark.slow
@@ -119,22 +151,19 @@ def test_examples_on_digits_train_as_their_docstring_says(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_begin_with_how_to_start_them(example: Path) -> None:
+def test_examples_begin_with_how_to_start_them(example: Path, tmp_path: Path) -> None:
     """The commands in an example's docstring name this file and options it knows, and so does its --help."""
     text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
     commands = [
         shlex.split(line) for line in text.splitlines() if line.startswith(("python ", "polyrhythm "))
     ]
     assert len(commands) >= 2
-    done = subprocess.run(
-        [sys.executable, str(example), "--help"],
-        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    shown = Command(run_script, [str(example), "--help"], tmp_path).end(0)
     for command in commands:
         assert f"examples/{example.name}" in command
         rest = command[command.index("--") + 1 :] if "--" in command else []
         own = rest if command[0] == "polyrhythm" else command[2:]
-        assert all(option in done.stdout for option in own if option.startswith("--"))
+        assert all(option in shown for option in own if option.startswith("--"))
         if "--strategy" in command:
             pr.parse(command[command.index("--strategy") + 1])
 
@@ -153,11 +182,13 @@ def names_in_the_code() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "decisions.md", "testing.md"])
+@pytest.mark.parametrize(
+    "name", [name for name in PAGES if re.match(r"docs/(architecture|testing|decisions/)", name)]
+)
 def test_files_classes_and_methods_named_in_the_docs_exist(name: str) -> None:
     """In code quotes: `room/file.py`, `Class`, `Class.method` and `method()`."""
     known = names_in_the_code() | {"Tensor.backward"}
-    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / name).read_text("utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```$", "", text_of(name), flags=re.M | re.S)
     missing = []
     for quoted in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w/]+(/|\.py)", quoted):

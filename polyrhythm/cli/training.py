@@ -26,8 +26,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers (2)")
     command.add_argument(
         "-s", "--strategy", metavar="S",
-        help="how workers synchronize, such as allreduce, async or local:8, or inside sites and between "
-        "them: 'allreduce / diloco:50'; overrides the one in the script",
+        help="the synchronization strategy, such as allreduce, async or local:8, or one inside sites and one "
+        "between them: 'allreduce / diloco:50'; overrides the one in the script (allreduce)",
     )  # fmt: skip
     add_import(command)
     command.add_argument(

@@ -141,6 +141,7 @@ def join(
     if not 1 <= workers <= MOST:
         raise UsageError(f"workers is {workers}; this host can bring 1 to {MOST}")
     planning.check_threads(threads)
+    planning.check_encryption()
     secret = keys.read(Path(key))
     try:
         with interruptible():

@@ -11,6 +11,7 @@ from polyrhythm.collectives import choose
 from polyrhythm.core import extensions
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import POLICIES
+from polyrhythm.core.extras import no_encryption
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.registry import check_known, refuse_unknown, unknown_names
 from polyrhythm.core.resolve import ResolvedStrategy, hinted, resolved
@@ -75,6 +76,14 @@ def check_plan(plan: Plan) -> None:
     if plan.listen != "unix:" and not is_tcp(plan.listen):
         where = plan.listen.removeprefix("tcp:")
         raise UsageError(f"cannot listen at {where}; give HOST:PORT, with port 0 for any")
+    if plan.listen != "unix:":
+        check_encryption()
+
+
+def check_encryption() -> None:
+    """Raises UsageError if nodes cannot encrypt what they send over TCP."""
+    if why := no_encryption():
+        raise UsageError(f"TCP between nodes is encrypted, and that needs {why}")
 
 
 def check_threads(threads: int) -> None:
