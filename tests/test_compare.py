@@ -130,7 +130,7 @@ def test_a_busy_machine_is_told(steal: float, others: float, busy: bool) -> None
 def test_two_layouts_in_turn(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each revision runs its own code, and what one of them cannot measure costs nothing else."""
     (repository / "benchmarks" / "memory.py").write_text(
-        "STRATEGIES = ()\nclass P: training, end = 3.0, 4.0\n"
+        "STRATEGIES = QUICK = ()\nclass P: training, most = 3.0, 4.0\n"
         "def megabytes(width): return '1 MB'\ndef peaks(strategies, width): return {'x': P()}\n"
     )
     status, written = run(repository, "HEAD", "--only", "simulator", "memory", "--rounds", "2")

@@ -222,7 +222,7 @@ def test_one_worker_is_plain_pytorch_whatever_the_model(row: Row, tmp_path: Path
 
 @rows(row for row in ROWS if pr.parse(row.strategy).traits.optimizer == "SGD")
 def test_a_strategy_that_needs_sgd_refuses_adam(row: Row) -> None:
-    with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
+    with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, but this script uses Adam"):
         train(row, Script(optimizer=ADAM), 2)
 
 

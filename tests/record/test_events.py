@@ -100,7 +100,7 @@ def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     [
         (b"hello\n", "is not an event log"),
         (b"", "is not an event log"),
-        (None, "there is not an event log in"),
+        (None, "there is no event log in"),
     ],
 )
 def test_what_is_no_log_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -286,4 +286,4 @@ def test_events_command_prints_json_objects_of_the_kinds_asked_for(
     assert command(["events", str(tmp_path / "it"), "jump"]) == 2
     assert "there is no event 'jump'; the kinds are apply, " in capsys.readouterr().err
     assert command(["events", str(tmp_path)]) == 2
-    assert "there is not an event log in" in capsys.readouterr().err
+    assert "there is no event log in" in capsys.readouterr().err

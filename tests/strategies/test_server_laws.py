@@ -561,7 +561,7 @@ def test_server_strategies_refuse_invalid_settings_before_starting(strategy: str
 
 @pytest.mark.parametrize("strategy", ["gap-aware", "dana-zero", "dana-slim", "ormo"])
 def test_sgd_corrections_refuse_other_optimizers_and_dampening(simulate: Any, strategy: str) -> None:
-    with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, and this script has Adam"):
+    with pytest.raises(UsageError, match=r"needs torch\.optim\.SGD, but this script uses Adam"):
         simulate(Script(optimizer=ADAM), strategy, 2)
     if strategy != "gap-aware":
         damped = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)

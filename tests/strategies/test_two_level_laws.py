@@ -682,7 +682,7 @@ def test_two_level_strategies_refuse_missing_or_unfit_sites(
 
 def test_codes_between_sites_do_not_go_round_a_ring(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(at(2, 2))
-    with pytest.raises(UsageError, match="between sites what int8 sends is gathered"):
+    with pytest.raises(UsageError, match="the codes of int8 are gathered between sites"):
         pr.simulate(
             Script(), workers=4, strategy="allreduce / diloco+int8", collective="ring",
             cluster=tmp_path / "cluster.toml",

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,6 +54,10 @@ class NearestWorker(DecentralizedWorker):
     def ranks(self) -> list[int]:
         return [peer.rank for peer in self.node.members.workers]
 
+    @cached_property
+    def theirs(self) -> Any:
+        return self.replica.buffer()
+
     def step(self) -> None:
         node, replica = self.node, self.replica
         with node.lock():
@@ -61,11 +65,11 @@ class NearestWorker(DecentralizedWorker):
         later = [peer for peer in others(node) if peer > node.me] or others(node)
         for peer in later[:1]:
             try:
-                node.request(peer, "look", into=self.mean, start=0, stop=replica.layout.total).wait()
+                node.request(peer, "look", into=self.theirs, start=0, stop=replica.layout.total).wait()
             except PeerLost:
                 return
             with node.lock():
-                for mine, other in zip(replica.parameters, self.mean, strict=True):
+                for mine, other in zip(replica.parameters, self.theirs, strict=True):
                     mine.add_(other).div_(2)
 
     def on_message(self, message: Any) -> None:

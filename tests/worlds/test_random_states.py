@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polyrhythm as pr
-from polyrhythm.session.data import mix, seed_all
+from polyrhythm.session.seeds import mix, seed_all
 
 Draw = tuple[float, float, float]
 

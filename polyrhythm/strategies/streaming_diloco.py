@@ -1,8 +1,7 @@
-"""Outer optimizers: their gradient is how far the mean of the workers has come in a round of local steps."""
+"""Streaming DiLoCo: fragments of the model take turns, and are exchanged while the workers compute."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Traits
 from polyrhythm.core.worker import State, Worker
-from polyrhythm.model.vectors import blocks, cloned, copied, cut, difference, split
-from polyrhythm.strategies.reduce_ops import numbers
-from polyrhythm.strategies.rounds import Averaging, AveragingWorker, Rounds, RoundsWorker
+from polyrhythm.model.vectors import cloned, copied, cut, difference, split
+from polyrhythm.strategies.diloco import DiLoCo, DiLoCoWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,202 +18,6 @@ if TYPE_CHECKING:
     from polyrhythm.core.group import Group
     from polyrhythm.core.node import Node
     from polyrhythm.model.replica import Replica
-
-
-@dataclass(frozen=True)
-class SlowMo(Averaging):
-    r"""Local SGD with a slow momentum on top of the averages (SlowMo).
-
-    $$
-    u &\leftarrow \beta u + \frac{1}{\eta} (w_{\text{prev}} - \bar{w}) \\
-    w &\leftarrow w_{\text{prev}} - \alpha \eta u
-    $$
-
-    A round began at $w_{\text{prev}}$ and ended at the mean $\bar{w}$ of all workers. $\eta$ is the learning
-    rate of each parameter group, averaged over the workers. With $\alpha = 1$ and $\beta = 0$ it is `local`.
-
-    - `alpha`: the slow learning rate
-    - `beta`: the slow momentum
-
-    >>> import polyrhythm as pr
-    >>> pr.parse("slowmo:12,beta=0.7").beta
-    0.7
-    """
-
-    name: ClassVar[str] = "slowmo"
-    paper: ClassVar[str] = (
-        "Wang, Tantia, Ballas, Rabbat 2020, SlowMo: Improving Communication-Efficient Distributed SGD with "
-        "Slow Momentum"
-    )
-
-    period: int = 12
-    alpha: float = 1.0
-    beta: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.alpha < math.inf:
-            raise UsageError("alpha must be a finite number above 0")
-        if not 0 <= self.beta < 1:
-            raise UsageError("beta must be 0 or more, and below 1")
-
-    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
-        if not all("lr" in settings for settings in replica.optimizer.param_groups):
-            raise UsageError(f"{self} takes slow steps by the optimizer's lr, and this one has none")
-        return SlowMoWorker(self, node, replica, group)
-
-
-class SlowMoWorker(AveragingWorker):
-    strategy: SlowMo
-
-    def __init__(self, strategy: SlowMo, node: Node, replica: Replica, group: Group) -> None:
-        super().__init__(strategy, node, replica, group)
-        self.w_prev, self.u = replica.buffer(), replica.buffer()
-        self._rates: list[float] = []  # of all workers, in the mean
-
-    def step(self) -> None:
-        if self.local_steps == 0:
-            copied(self.replica.parameters, self.w_prev)
-        super().step()
-
-    def synchronize(self, full: bool = False) -> None:
-        super().synchronize(full)
-        self._slow_step(self.replica.parameters, self.u)
-
-    def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        shown = super().consensus(final)
-        if self.local_steps:
-            self._slow_step(shown, cloned(self.u))
-        return shown
-
-    def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
-        # All must take the same slow step, or they would drift apart for good: so they share their rates.
-        rates = numbers(*(float(group["lr"]) for group in self.replica.optimizer.param_groups))
-        super().mean(vectors, *flags, rates, full=full)
-        self._rates = rates.tolist()
-
-    def _slow_step(self, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
-        """The slow step from the mean, in place, written so that a term without weight changes no bit."""
-        alpha, beta = self.strategy.alpha, self.strategy.beta
-        for span in self.replica.spans(whole=True):
-            lr = self._rates[span.group]
-            w, u = span.of(w_mean), span.of(momentum)
-            change = span.of(self.w_prev) - w
-            if alpha != 1:
-                w.add_(change, alpha=1 - alpha)
-            if beta:
-                u.mul_(beta)
-                w.sub_(u, alpha=alpha * lr)
-                if lr:
-                    u.add_(change, alpha=1 / lr)
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "w_prev": cloned(self.w_prev), "u": cloned(self.u)}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        copied(state["w_prev"], self.w_prev)
-        copied(state["u"], self.u)
-
-
-@dataclass(frozen=True)
-class DiLoCo(Rounds):
-    r"""Local training; every `period` steps the mean displacement drives an outer Nesterov step (DiLoCo).
-
-    $$
-    \Delta &= \frac{1}{N} \sum_i (\theta - \theta_i) \\
-    m &\leftarrow \beta m + \Delta, \qquad \theta \leftarrow \theta - \gamma (\Delta + \beta m)
-    $$
-
-    All workers began the round at $\theta$, and worker $i$ ended it at $\theta_i$. The state of the script's
-    optimizer (AdamW in the paper) and weight decay stay with each worker. Steps left over at the end make one
-    more outer step.
-
-    - `lr`: the outer learning rate $\gamma$
-    - `beta`: the outer momentum
-
-    >>> import polyrhythm as pr
-    >>> pr.parse("diloco:100+bf16").traits.sync_period
-    100
-    """
-
-    name: ClassVar[str] = "diloco"
-    codecs: ClassVar[bool] = True
-    paper: ClassVar[str] = (
-        "Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models"
-    )
-
-    period: int = 500
-    lr: float = 0.7
-    beta: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.lr < math.inf:
-            raise UsageError("lr must be a finite number above 0")
-        if not 0 <= self.beta < 1:
-            raise UsageError("beta must be 0 or more, and below 1")
-
-    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
-        return DiLoCoWorker(self, node, replica, group)
-
-
-class DiLoCoWorker(RoundsWorker):
-    strategy: DiLoCo
-
-    def __init__(self, strategy: DiLoCo, node: Node, replica: Replica, group: Group) -> None:
-        super().__init__(strategy, node, replica, group)
-        self.theta, self.m = replica.buffer(), replica.buffer()
-
-    def step(self) -> None:
-        if self.local_steps == 0:
-            copied(self.replica.parameters, self.theta)
-        super().step()
-
-    def synchronize(self, full: bool = False) -> None:
-        # In the parameters' memory: theta replaces them. If the mean fails, theta and m are as they were.
-        delta = self._mean_delta(self.replica.parameters, full)
-        self._outer_step(self.theta, self.m, delta, delta)
-        super().synchronize(full)
-
-    def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        if not self.local_steps:
-            return self.replica.parameters
-        delta = self._mean_delta(self.replica.consensus_vectors(), full=True)
-        return self._outer_step(self.theta, self.m, delta, delta, looks=True)
-
-    def _mean_delta(self, into: Sequence[Tensor], full: bool) -> Sequence[Tensor]:
-        import torch
-
-        self.reducer.check_update()
-        for theta, w, place in zip(self.theta, self.replica.parameters, into, strict=True):
-            torch.sub(theta, w, out=place)
-        self.reducer.mean(into, full=full)
-        return into
-
-    def _outer_step(
-        self,
-        theta: Sequence[Tensor],
-        m: Sequence[Tensor],
-        delta: Sequence[Tensor],
-        into: Sequence[Tensor],
-        looks: bool = False,
-    ) -> Sequence[Tensor]:
-        """One outer step from theta. Writes the new theta `into` place, and changes m unless it `looks`."""
-        lr, beta = self.strategy.lr, self.strategy.beta
-        for start, momentum, change, place in blocks(theta, m, delta, into):
-            after = (momentum.clone() if looks else momentum).mul_(beta).add_(change)
-            step = change.add(after, alpha=beta)
-            place.copy_(start).sub_(step, alpha=lr)
-        return into
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "theta": cloned(self.theta), "m": cloned(self.m)}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        copied(state["theta"], self.theta)
-        copied(state["m"], self.m)
 
 
 @dataclass(frozen=True)
