@@ -128,9 +128,10 @@ class ProcessNode(Node):
         self._group: ProcessGroup | None = None
         self.one_host = True  # all workers are on this host
         self._notices: deque[_PendingNotice] = deque()  # not yet seen by the strategy, in order
-        self._handled: list[Notice] = []  # seen by the strategy, which may not have reacted yet
         self._changes = 0  # of membership
+        self._changed: list[tuple[int, Notice]] = []  # changes by number, not yet handled by all subscribers
         self._seen = threading.local()  # how many of these changes each thread has seen
+        self._handled: dict[int, int] = {}  # how many of them each subscriber has handled, by its thread
         self._handler_lock = threading.RLock()
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
@@ -208,15 +209,21 @@ class ProcessNode(Node):
         else:
             members.servers = others
 
-    def _log_handled(self) -> None:
-        """Logs notices after the strategy has reacted to them, and releases the memory of dead workers.
+    def _note_handled(self) -> None:
+        """Called when this thread has handled all changes that it has seen.
 
-        This node no longer uses that memory, and a replacement may be waiting for it.
+        A change that all subscribers have handled is logged. If a worker died, its memory is released: this
+        node no longer uses it, and a replacement may be waiting for it.
         """
-        if not self._handled:
+        if not self._changed:
             return
+        seen, thread = getattr(self._seen, "changes", 0), threading.get_ident()
         with self._lock:
-            handled, self._handled = self._handled, []
+            if thread in self._handled:
+                self._handled[thread] = seen
+            least = min(self._handled.values(), default=seen)
+            handled = [notice for number, notice in self._changed if number <= least]
+            self._changed = [change for change in self._changed if change[0] > least]
         for notice in handled:
             if notice.kind == "joined":
                 self.log(PeerJoined(str(notice.peer)))
@@ -252,7 +259,7 @@ class ProcessNode(Node):
             return _FailedReply(error)
 
     def receive(self, *kinds: str) -> Message | None:
-        self._log_handled()
+        self._note_handled()
         while True:
             wakes = self.transport.wake_count  # read first, so that no notice is missed
             # Only messages that arrived before a notice come before it, so a busy node sees it soon.
@@ -275,14 +282,17 @@ class ProcessNode(Node):
                     if next_ is not None and self._notices and self._notices[0] is next_:
                         self._notices.popleft()
                         self._update_members(next_.notice)
-                        if next_.notice.peer is not None:
-                            self._handled.append(next_.notice)
                         self._changes += 1
+                        if next_.notice.peer is not None:
+                            self._changed.append((self._changes, next_.notice))
                     self._seen.changes = self._changes
                 return None
 
     def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
         def handle_messages() -> None:
+            thread = threading.get_ident()
+            with self._lock:
+                self._handled[thread] = 0
             try:
                 with torch.no_grad():
                     while not self.members.over:
@@ -302,6 +312,9 @@ class ProcessNode(Node):
                 what = str(error) if expected else f"{self.me} failed: {type(error).__name__}: {error}"
                 code = error.exit_code if isinstance(error, PolyrhythmError) else 1
                 self._tell_coordinator(NodeFailed(what, code))
+            finally:
+                with self._lock:
+                    del self._handled[thread]
 
         _Thread(handle_messages, ())
 
