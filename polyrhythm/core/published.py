@@ -191,7 +191,6 @@ class Published:
     def _used(self) -> set[int]:
         """The rooms that are still read."""
         with self.node.lock():
-            self._released = [delivery for delivery in self._released if delivery.writing]
             read = (*self._deliveries.values(), *self._released)
             return {id(delivery.publication.tensors) for delivery in read}
 
@@ -324,6 +323,7 @@ class Published:
                 delivery.writing -= 1
                 if not delivery.writing:
                     delivery.tasks.clear()  # they refer to the delivery, and so to its tensors
+                    self._released = [each for each in self._released if each is not delivery]
                 if arrived and self._deliveries.get((request.sender, key_of(request))) is delivery:
                     self._release(request.sender, key_of(request))
 

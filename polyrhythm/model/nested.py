@@ -15,18 +15,24 @@ if TYPE_CHECKING:
 class NestedReplica(Replica):
     """A replica as the outer of two strategies sees it: to apply is a step of the inner one."""
 
-    def __init__(self, replica: Replica, step: Callable[[], None], samples: Callable[[], int]) -> None:
+    def __init__(self, replica: Replica, step: Callable[[], None], site_sum: Callable[[int], int]) -> None:
         # Everything else is looked up in the replica itself.
-        self._replica, self._step, self._count = replica, step, samples
+        self._replica, self._step, self._site_sum = replica, step, site_sum
 
     def __getattr__(self, name: str) -> Any:
-        return self._count() if name == "samples" else getattr(self._replica, name)
+        return getattr(self._replica, name)
 
     def apply(self) -> None:
         self._step()
 
+    def examples_since(self, samples: int) -> int:
+        return self._site_sum(self._replica.examples_since(samples))
+
     def consensus_vectors(self) -> tuple[Tensor, ...]:
         return self._replica.consensus_vectors()
+
+    def abandon_consensus(self) -> None:
+        self._replica.abandon_consensus()
 
     @contextmanager
     def at(self, vectors: Sequence[Tensor]) -> Iterator[None]:

@@ -62,6 +62,7 @@ class Replica:
         # The copy that the script has got from `shown`, if it still has it, and its parameters.
         self._copies: WeakKeyDictionary[nn.Module, tuple[Tensor, ...]] = WeakKeyDictionary()
         self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `shown`
+        self._abandoned: list[tuple[Tensor, ...]] = []
         self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
 
     def move(self, vectors: Sequence[Tensor]) -> None:
@@ -129,6 +130,10 @@ class Replica:
         """New flat vectors of the layout, not set, whose memory is freed with them: not while it is lent."""
         return self.layout.vectors(self._temporary, exact)
 
+    def examples_since(self, samples: int) -> int:
+        """The examples trained on since `samples` was this; of the whole site where a site is one worker."""
+        return self.samples - samples
+
     # --- the model that the workers agree on --------------------------------------------------------
 
     def consensus_vectors(self) -> tuple[Tensor, ...]:
@@ -138,6 +143,13 @@ class Replica:
         """
         self._consensus = next(iter(self._copies.values()), None) or self.scratch()
         return self._consensus
+
+    def abandon_consensus(self) -> None:
+        """Called if an exchange failed: others may still write to its vectors, so they are not used again."""
+        if self._consensus is not None:
+            self._abandoned.append(self._consensus)
+            self._copies.clear()
+            self._consensus = None
 
     def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not change.

@@ -136,7 +136,12 @@ class DistributedSession(Session):
         with self._blocking():
             if self._norms is not None:
                 self._norms.agree()
-            return self._shown(self._replica, self._worker.consensus())
+            try:
+                vectors = self._worker.consensus()
+            except BaseException:
+                self._replica.abandon_consensus()
+                raise
+            return self._shown(self._replica, vectors)
 
     def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
         shown = replica.shown(vectors)

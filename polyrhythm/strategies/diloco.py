@@ -75,8 +75,11 @@ class DiLoCoWorker(RoundsWorker):
         super().step()
 
     def synchronize(self, full: bool = False) -> None:
-        # In the parameters' memory: theta replaces them. If the mean fails, theta and m are as they were.
-        delta = self._mean_delta(self.replica.parameters, full)
+        try:
+            delta = self._mean_delta(self.replica.parameters, full)  # in their memory, to save a vector
+        except BaseException:
+            copied(self.theta, self.replica.parameters)  # the script may save the model
+            raise
         self._outer_step(self.theta, self.m, delta, delta)
         super().synchronize(full)
 

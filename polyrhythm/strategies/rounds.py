@@ -168,7 +168,11 @@ class AveragingWorker(RoundsWorker):
         if weight is not None:
             for part in vectors:
                 part.mul_(weight)
-        self.reducer.mean(own, *others, *flags, full=full)
+        try:
+            self.reducer.mean(own, *others, *flags, full=full)
+        except BaseException:
+            copied(self.base, own)  # the script may save the model
+            raise
         for part, base in zip(own, self.base, strict=True):
             part.add_(base)
 

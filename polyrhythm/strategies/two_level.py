@@ -132,10 +132,10 @@ class TwoLevelWorker(Worker):
         super().__init__(strategy, node, replica, group)
         self.within = within
 
-        def samples() -> int:  # of the whole site
-            return int(agree(group.inside, replica.samples, op="sum")[0])
+        def site_sum(count: int) -> int:
+            return int(agree(group.inside, count, op="sum")[0])
 
-        self._site = NestedReplica(replica, within.step, samples)
+        self._site = NestedReplica(replica, within.step, site_sum)
         self.across = strategy.across.worker(node, self._site, group)
 
     def start(self) -> None:

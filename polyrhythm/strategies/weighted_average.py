@@ -74,7 +74,7 @@ class WeightedWorker(AveragingWorker):
         return self._weight
 
     def _share(self) -> float | None:
-        mine = self.replica.samples - self.averaged
+        mine = self.replica.examples_since(self.averaged)
         places = range(self.group.size)
         counts = agree(self.group, *(mine if rank == self.group.rank else 0.0 for rank in places), op="sum")
         return None if min(counts) == max(counts) else mine * len(counts) / sum(counts)

@@ -52,8 +52,9 @@ class Arenas:
 
     def allocate(self, index: int, nbytes: int) -> int:
         """Allocates `nbytes` in the first gap that fits and returns the offset. Only for the owner."""
-        while self._discarded:
-            self.free(*self._discarded.pop())
+        with contextlib.suppress(IndexError):  # none is left; other threads may take them too
+            while True:
+                self.free(*self._discarded.pop())
         align = mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else ALIGNMENT
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:

@@ -60,7 +60,7 @@ class Dispatcher:
             if self._inbox.is_new(connection, header.sequence):
                 self.handlers[kind](message)
             return True
-        return self._inbox.put(connection, message)
+        return self._inbox.put(connection, message, header.confirmed)
 
     def _reply(self, connection: Connection, header: Header) -> Dispatch:
         channel = connection.channel

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from polyrhythm.core.errors import UsageError, WireError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PRW"
 MAX_HEADER = 1 << 20
 DTYPES: dict[str, int] = {
@@ -58,7 +58,8 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What precedes the tensors.
 
     `reply_to` is the sequence number of a request, or 0 if this is no reply. `into` is where the reply to a
-    request may be written in shared memory.
+    request may be written in shared memory. A request confirms the replies to all requests of its sender with
+    sequence numbers below `confirmed`.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -69,6 +70,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     fields: dict[str, Any] = {}
     parts: list[Part] = []
     into: list[Part] = []
+    confirmed: Natural = 0
 
     @property
     def inline(self) -> int:

@@ -8,7 +8,7 @@ from polyrhythm.wire.frame import Header
 from polyrhythm.wire.incoming import Incoming
 
 _MAX_SEEN = 1 << 14
-_MAX_REPLIES = 64
+_MAX_REPLIES = 1 << 14  # only a peer with so many requests at once can lose one
 
 
 @dataclass
@@ -19,7 +19,7 @@ class SenderHistory:
     first_connection: int = 0  # its number
     seen: dict[int, None] = field(default_factory=dict)  # recent sequence numbers, in order
     unanswered: dict[int, Incoming] = field(default_factory=dict)  # requests without a reply
-    replies: dict[int, Header] = field(default_factory=dict)  # recent replies without inline tensors
+    replies: dict[int, Header] = field(default_factory=dict)  # unconfirmed ones without inline tensors
 
     def record(self, sequence: int) -> None:
         """Remembers that a message has arrived."""
@@ -28,7 +28,12 @@ class SenderHistory:
             del self.seen[next(iter(self.seen))]
 
     def keep_reply(self, reply: Header) -> None:
-        """Keeps a reply in case it is lost with its connection and the request arrives again."""
+        """Keeps a reply until it is confirmed: it may be lost with its connection."""
         self.replies[reply.reply_to] = reply
         if len(self.replies) > _MAX_REPLIES:
             del self.replies[next(iter(self.replies))]
+
+    def confirm(self, sequence: int) -> None:
+        """The replies to all requests before this one have arrived."""
+        for confirmed in [each for each in self.replies if each < sequence]:
+            del self.replies[confirmed]

@@ -56,10 +56,14 @@ class Inbox:
             connection.history.record(sequence)
             return True
 
-    def put(self, connection: Connection, message: Incoming) -> bool:
-        """Adds a message. False if the connection must be paused until `take` says otherwise."""
+    def put(self, connection: Connection, message: Incoming, confirmed: int = 0) -> bool:
+        """Adds a message, which confirms earlier replies (see `Header`).
+
+        False if the connection must be paused until `take` says otherwise.
+        """
         history, sequence = connection.history, message.sequence
         with self._lock:
+            history.confirm(confirmed)
             original = history.unanswered.get(sequence)
             if original is not None:
                 before = original._connection
@@ -70,7 +74,8 @@ class Inbox:
                         before.unreceived -= 1
                         connection.unreceived += 1
                 connection.pool.release(message._memory)
-                return connection.unreceived < self._queue
+                connection.paused = connection.unreceived >= self._queue
+                return not connection.paused
             if sequence in history.seen:
                 if not message.wants_reply:
                     return True

@@ -72,6 +72,11 @@ class Requests:
             self._pending[header.sequence] = pending
         return pending
 
+    def first_unanswered(self, to: Peer) -> int:
+        """The lowest sequence number of the requests to a peer that have no reply yet; 0 if all have one."""
+        with self._lock:
+            return min((number for number, each in self._pending.items() if each.to == to), default=0)
+
     def sent(self, pending: Pending, channel: Channel) -> None:
         """Notes the connection that a request was sent over."""
         with self._lock:

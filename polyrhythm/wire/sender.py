@@ -59,6 +59,7 @@ class ReliableSender:
             offered = parts_of(pending.into, shared)
             # The reply is written to shared memory completely or not at all.
             header.into = pending.offered = offered if all(part.arena >= 0 for part in offered) else []
+            header.confirmed = self._requests.first_unanswered(pending.to)
             inline = zip(pending.buffers, header.parts, strict=True)
             channel.send(header, [buffer.view for buffer, part in inline if part.arena < 0])
             self._requests.sent(pending, channel)

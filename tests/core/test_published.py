@@ -357,6 +357,17 @@ def test_an_answer_that_a_dead_worker_does_not_need_is_waited_for_too(a: Loopbac
     assert a.tasks[0].done
 
 
+def test_a_large_publication_is_forgotten_once_it_is_written(a: Loopback, b: Loopback) -> None:
+    """Also if its reader has acknowledged it before the writer has noticed that it is done."""
+    for round_ in range(3):
+        a.published.publish(Key(0, round_), [B], vectors(5, LARGE))
+        b.published.fetch(A, Key(0, round_))
+        a.deliver()
+        a.published.drop(B)
+        a.tasks[round_].join()
+        assert not a.published._deliveries and not a.published._released
+
+
 def test_a_failed_answer_to_a_dead_worker_is_no_error(a: Loopback, b: Loopback) -> None:
     def fail() -> None:
         raise PeerLost("its connection broke")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
-from polyrhythm.core.errors import UsageError
+from polyrhythm.core.errors import PeerLost, UsageError
 from polyrhythm.session.context import session
 from tests.support.combine import each_value
 from tests.support.programs import (
@@ -506,3 +506,45 @@ def test_the_whole_family_trains_a_float32_model(simulate: Any) -> None:
     for strategy in FAMILY:
         summary = simulate(Script(model=Single, optimizer=MOMENTUM, epochs=4), strategy, 3)
         assert summary["metrics"]["after"] < 0.9 * summary["metrics"]["before"], strategy
+
+
+@dataclass
+class FailsToSynchronize:
+    """The second exchange of parameters fails on all workers. Worker 0 catches the error and keeps its model."""
+
+    begun: list[Tensor]
+    caught: list[Tensor]
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model: Any = nn.Linear(3, 1, dtype=torch.float64)
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + here.rank, dtype=torch.float64)).sum().backward()
+            if step == 3:
+                group = here._worker.group  # type: ignore[attr-defined]
+                group.begin_all_reduce = group.begin_coded_mean = lose_a_peer
+            try:
+                optimizer.step()
+            except PeerLost:
+                if here.rank == 0:
+                    self.caught += [each.detach().clone() for each in model.parameters()]
+                raise
+            if step == 1 and here.rank == 0:
+                self.begun += [each.detach().clone() for each in model.parameters()]
+
+
+def lose_a_peer(*_: Any, **__: Any) -> Any:
+    raise PeerLost("worker 1 is gone")
+
+
+@pytest.mark.parametrize("strategy", ["diloco:2", "slowmo:2+int8", "local:2+int8"])
+def test_a_failed_synchronization_leaves_the_model_of_the_start_of_the_round(
+    simulate: Any, strategy: str
+) -> None:
+    """A script that catches the error may save its model: it must not hold displacements."""
+    script = FailsToSynchronize([], [])
+    with pytest.raises(pr.PolyrhythmError, match="worker 1 is gone"):
+        simulate(script, strategy, 2)
+    assert script.caught and all(map(torch.equal, script.caught, script.begun))

@@ -491,6 +491,28 @@ def test_a_lost_reply_without_tensors_is_resent_automatically():
         proxy.close()
 
 
+def test_replies_are_kept_until_they_are_confirmed():
+    """A lost reply is sent again, however many other requests were replied to, and none is kept forever."""
+    with nodes() as (server, worker):
+        proxy = Proxy(server.address)
+        worker.introduce(SERVER, proxy.address)
+        first = worker.request(SERVER, "lease")
+        lost = server.receive(timeout=60)
+        later = [worker.request(SERVER, "lease") for _ in range(100)]
+        received = [server.receive(timeout=60) for _ in later]
+        lost._connection.channel.close()
+        for number, message in enumerate([lost, *received]):
+            server.reply(message, fields={"number": number})
+        assert [each.wait(60).fields["number"] for each in (first, *later)] == list(range(101))
+        last = worker.request(SERVER, "lease")
+        message = server.receive(timeout=60)
+        assert message.sequence > received[-1].sequence
+        assert message._connection.history.replies == {}
+        server.reply(message)
+        last.wait(60)
+        proxy.close()
+
+
 def test_requests_over_broken_connections_are_counted_exactly_once():
     with nodes() as (server, worker):
         proxy = Proxy(server.address)

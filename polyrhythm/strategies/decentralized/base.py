@@ -113,7 +113,7 @@ class DecentralizedWorker(Worker):
                 self.group.all_reduce(*mean, op="mean")
                 return mean
             except PeerLost:
-                pass
+                self.replica.abandon_consensus()
         return self.look(self.replica.consensus_vectors())
 
     @property

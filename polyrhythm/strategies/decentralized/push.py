@@ -210,7 +210,8 @@ class PushWorker(TransferWorker):
         try:
             self.group.all_reduce(*z, op="mean")
         except PeerLost:
-            return self.look(z)
+            self.replica.abandon_consensus()
+            return self.look(self.replica.consensus_vectors())
         return z
 
     @cached_property
