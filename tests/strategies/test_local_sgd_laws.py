@@ -510,7 +510,7 @@ def test_the_whole_family_trains_a_float32_model(simulate: Any) -> None:
 
 @dataclass
 class FailsToSynchronize:
-    """The second exchange of parameters fails on all workers. Worker 0 catches the error and keeps its model."""
+    """The second exchange of parameters fails everywhere. Worker 0 catches the error and keeps its model."""
 
     begun: list[Tensor]
     caught: list[Tensor]
