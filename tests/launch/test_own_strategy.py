@@ -308,7 +308,7 @@ def test_wrong_values_of_an_own_strategy_are_refused(commands: Commands, world: 
         "bmuf:0": "bmuf:0: period must be 1 or more",
     }.items():
         assert re.search(wrong, commands.refused(world, EXAMPLE, "-s", strategy)), strategy
-    assert "needs no servers" in commands.refused(world, EXAMPLE, "-s", "bmuf", "--servers", 2)
+    assert "uses no servers" in commands.refused(world, EXAMPLE, "-s", "bmuf", "--servers", 2)
 
 
 def test_a_missing_module_is_refused_before_anything_starts(commands: Commands) -> None:
