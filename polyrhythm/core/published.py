@@ -56,6 +56,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
+from polyrhythm.core.held_requests import HeldRequests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,9 +105,11 @@ class Delivery:
 class Fetch:
     """A publication of another worker that was requested. Its tensors are written to `into`, if given."""
 
-    def __init__(self, node: Node, publisher: Peer, key: Key, into: Sequence[Tensor], reply: Reply) -> None:
+    def __init__(
+        self, node: Node, publisher: Peer, key: Key, into: Sequence[Tensor], reply: Reply, acknowledgment: str
+    ) -> None:
         self.publisher, self.key, self.into = publisher, key, into
-        self._node, self._reply = node, reply
+        self._node, self._reply, self._acknowledgment = node, reply, acknowledgment
 
     def wait(self) -> Message | None:
         """Blocks until it is here. None if it will never be: its publisher died, or the answer is empty."""
@@ -119,7 +122,9 @@ class Fetch:
     def acknowledge(self) -> None:
         """Tells the publisher that it need not keep the publication any longer."""
         with contextlib.suppress(PeerLost):
-            self._node.send(self.publisher, "got", cohort=self.key.cohort, round=self.key.round)
+            self._node.send(
+                self.publisher, self._acknowledgment, cohort=self.key.cohort, round=self.key.round
+            )
 
 
 class Published:
@@ -139,13 +144,13 @@ class Published:
         self._begun = self._closed = False
         self._deliveries: dict[tuple[Peer, Key], Delivery] = {}
         self._latest: dict[Peer, Key] = {}  # that was published for each reader
-        self._held: dict[tuple[Peer, Key], Message] = {}  # requests that cannot be answered yet
+        self._held = HeldRequests(node, key_of)
         self._released: list[Delivery] = []  # done, but a repeated answer is still being written
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of messages that `on_message` takes."""
-        return self.kind, "got"
+        return self.kind, f"{self.kind} got"
 
     # --- the publisher: called by the script's thread -----------------------------------------------
 
@@ -170,7 +175,7 @@ class Published:
     def waiting(self) -> list[Message]:
         """Held requests of workers that continue from where this one does."""
         with self.node.lock():
-            return [request for request in self._held.values() if self._same_origin(request)]
+            return [request for request in self._held if self._same_origin(request)]
 
     def room(self, like: Sequence[Tensor]) -> Sequence[Tensor]:
         """Memory to publish from: that of a publication that is done, or new."""
@@ -199,7 +204,7 @@ class Published:
         with self.node.lock():
             if not self._begun:
                 self._begun = True
-                for request in self._held.values():
+                for request in self._held:
                     self._check(request)
 
     def begin(self, first: Key, origin: str | None = None) -> None:
@@ -248,7 +253,7 @@ class Published:
             publisher, self.kind, *tensors, into=into, cohort=key.cohort, round=key.round,
             have=key.round if have is None else have, origin=self.origin if self._begun else None,
         )  # fmt: skip
-        return Fetch(self.node, publisher, key, into, reply)
+        return Fetch(self.node, publisher, key, into, reply, self.kinds[1])
 
     # --- the publisher: called for each message -----------------------------------------------------
 
@@ -272,10 +277,8 @@ class Published:
         for reader, earlier in list(self._deliveries):
             if reader == message.sender and earlier < Key(key.cohort, message["have"]):
                 self._release(reader, earlier)
-        if not self._answered(message):
-            held = self._held.get((message.sender, key))
-            if held is None or held.sequence <= message.sequence:  # it is repeated, or of a replacement
-                self._held[message.sender, key] = message
+        self._held.add(message)
+        self._answer_held()
 
     def _forget_the_dead(self) -> list[Delivery]:
         """Returns the deliveries whose readers died: answers may still be written to their memory."""
@@ -292,27 +295,27 @@ class Published:
 
     def _answer_held(self) -> None:
         """Answers the held requests that need not wait any longer, and drops those of the dead."""
-        held, self._held = self._held, {}
-        for place, request in held.items():
-            if self.node.members.alive(request) and not self._answered(request):
-                self._held[place] = request
+        for request in self._held.take(self._answerable):
+            self._answer(request)
 
-    def _answered(self, request: Message) -> bool:
-        """Answers a request if that is possible now."""
+    def _answerable(self, request: Message) -> bool:
+        """True if what was requested is published, or will never be."""
+        reader, key = request.sender, key_of(request)
+        return (reader, key) in self._deliveries or not self._may_come(reader, key)
+
+    def _answer(self, request: Message) -> None:
+        """Answers a request that is answerable."""
         reader, key = request.sender, key_of(request)
         delivery = self._deliveries.get((reader, key))
         if delivery is None:
-            if self._may_come(reader, key):
-                return False
             self.node.reply(request, nothing=True)
-            return True
+            return
         delivery.answered = True
         if sum(tensor.nbytes for tensor in delivery.publication.tensors) > LARGE:
             delivery.writing += 1
             delivery.tasks.append(self.node.spawn(self._write, request, delivery))
         elif self._reply(request, delivery.publication):
             self._release(reader, key)
-        return True
 
     def _write(self, request: Message, delivery: Delivery) -> None:
         arrived = False

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.core.held_requests import HeldRequests
 from polyrhythm.core.node import others
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class SnapshotBarrier:
         self.numbers = [0, 0]  # of the snapshot that this worker came to last, and of the last it has taken
         self._places = 0  # of the script where it saves, that this worker has come to
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
-        self._held: list[Message] = []  # not answered yet
+        self._held = HeldRequests(node)
 
     def begin(self, later: bool) -> None:
         """From here on this worker may produce something new, and snapshots wait for it.
@@ -90,11 +91,9 @@ class SnapshotBarrier:
 
     def hear(self, message: Message | None) -> None:
         """Another worker asks if this one has come as far; None if a worker joined or left."""
-        with self.node.lock():
-            if message is None:
-                self._held = [each for each in self._held if self.node.members.alive(each)]
-            else:
-                self._held.append(message)
+        if message is not None:
+            with self.node.lock():
+                self._held.add(message)
         self._answer()
 
     def _ask(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
@@ -120,20 +119,19 @@ class SnapshotBarrier:
         return found
 
     def _answer(self) -> None:
-        """Answers the workers that this one has come as far as."""
+        """Answers the workers that this one has come as far as, and forgets the dead."""
         with self.node.lock():
-            ready = [each for each in self._held if self._has_come(each)]
-            self._held = [each for each in self._held if each not in ready]
-            number = self.numbers[0]
+            ready = list(self._held.take(self._has_come))
+            met = [each["number"] for each in ready if each["what"] == "come"]
+            number = self.numbers[0] = max([self.numbers[0], *met])
         for message in ready:
             self.node.reply(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
         """True if this worker has come to a snapshot, has taken it, or has left it, as the message asks."""
-        number, idle = message["number"], self._at == "idle"
-        if message["what"] == "come" and (idle or self._at == "waiting"):
-            self.numbers[0] = max(self.numbers[0], number)
-            return True
-        if message["what"] == "left":
+        what, number = message["what"], message["number"]
+        if what == "left":
             return self._at != "taken" or self.numbers[1] != number
-        return idle or number <= self.numbers[1]
+        if what == "come" and self._at == "waiting":
+            return True
+        return self._at == "idle" or number <= self.numbers[1]

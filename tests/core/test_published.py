@@ -267,6 +267,19 @@ def test_a_repeated_request_that_is_held_is_answered_once(a: Loopback, b: Loopba
     assert value(fetch) == 5 and a.replied == [request]
 
 
+def test_an_acknowledgment_is_of_its_own_kind(a: Loopback, b: Loopback) -> None:
+    """Another `Published` of the same node has the same keys, and keeps its publications."""
+    a.published.publish(R0, [B], vectors(5))
+    other = Published(a, "other")  # type: ignore[arg-type]
+    assert not set(other.kinds) & set(a.published.kinds)
+    fetch = b.published.fetch(A, R0)
+    a.deliver()
+    fetch.acknowledge()
+    assert a.inbox[0].kind in a.published.kinds
+    a.deliver()
+    assert not a.published._deliveries
+
+
 def test_a_request_acknowledges_the_rounds_that_it_has(nodes: dict[Peer, Loopback], a: Loopback) -> None:
     """Of this reader, and no other; memory is reused when all have it."""
     rooms = []

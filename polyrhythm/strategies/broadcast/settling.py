@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.errors import PeerLost, WaitError
 from polyrhythm.core.events import ReplicaDigest
+from polyrhythm.core.held_requests import HeldRequests
 from polyrhythm.core.node import others
 from polyrhythm.strategies.broadcast.messages import KNOWN, read_known
 
@@ -23,28 +24,27 @@ class Settling:
 
     def __init__(self, node: Node, log: DeliveryLog, outbox: Outbox) -> None:
         self.node, self.log, self.outbox = node, log, outbox
-        self._held: list[Message] = []  # not answered yet
+        self._held = HeldRequests(node)
 
     def on_settle(self, message: Message) -> bool:
         """Answers the request, or holds it; True if messages are missing for that."""
         with self.node.lock():
-            self._held.append(message)
-            lacks = self.log.lacks(read_known(message))
+            self._held.add(message)
+            lacks = self._lacks(message)
         self.answer()
         return lacks
 
     def answer(self) -> None:
         """Answers the requests that can be answered by now."""
         with self.node.lock():
-            settled = [message for message in self._held if not self.log.lacks(read_known(message))]
-            self._held = [message for message in self._held if message not in settled]
+            settled = list(self._held.take(lambda message: not self._lacks(message)))
             known = dict(self.log.known)
         for message in settled:
             self.node.reply(message, known=known)
 
     def forget_dead(self) -> None:
-        """Drops the requests of workers that are gone."""
-        self._held = [message for message in self._held if self.node.members.alive(message)]
+        """Drops the requests of workers that are gone. Called inside `node.lock()`."""
+        self._held.forget_dead()
 
     def settle(self, known: Known) -> dict[Peer, Known]:
         """Waits until all others have these messages; returns what each of them knows."""
@@ -76,6 +76,10 @@ class Settling:
         self.node.log(ReplicaDigest(str(self.node.me), self.log.digest()))
         for peer, answer in self._ask_all(others(self.node), "digest")[0].items():
             self.node.log(ReplicaDigest(str(peer), answer["digest"]))
+
+    def _lacks(self, message: Message) -> bool:
+        """True if this worker lacks messages that the request names."""
+        return self.log.lacks(read_known(message))
 
     def _ask_all(
         self, peers: Iterable[Peer], kind: str, **fields: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import PeerLost
+from polyrhythm.core.held_requests import HeldRequests
 from polyrhythm.core.node import others
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class WarmUp:
         self.ended = False  # before its last step
         self.begun = bool(node.incarnation)  # no worker waits for a replacement
         self._all_begun = not steps
-        self._held: list[Message] = []  # not answered yet
+        self._held = HeldRequests(node)
 
     @property
     def over(self) -> bool:
@@ -89,15 +90,14 @@ class WarmUp:
         """Takes a request of another worker; None if a worker joined or left."""
         with self.node.lock():
             if message is None:
-                self._held = [each for each in self._held if self.node.members.alive(each)]
+                self._held.forget_dead()
                 return
-            self._held.append(message)
+            self._held.add(message)
         if self.over if message.kind == "begin" else self.begun:
             self._answer(message.kind)
 
     def _answer(self, kind: str) -> None:
         with self.node.lock():
-            ready = [each for each in self._held if each.kind == kind]
-            self._held = [each for each in self._held if each.kind != kind]
+            ready = list(self._held.take(lambda each: each.kind == kind))
         for message in ready:
             self.node.reply(message, now=self.over)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.core.events import Applied, Dropped, Pulled
+from polyrhythm.core.held_requests import HeldRequests
 from polyrhythm.core.worker import Server
 from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.vectors import copied
@@ -48,7 +49,7 @@ class ServerLoop(Server):
         self.clocks = Clocks([worker.rank for worker in node.members.workers])
         self.seen: dict[int, int] = {}  # the sequence number of each worker's last push
         self.group = PushGroup(strategy, shard, self.transform)  # not applied yet
-        self.readers: list[Message] = []  # requests for parameters that wait for a reply
+        self.readers = HeldRequests(node)  # that wait for parameters
         lockstep = strategy.traits.lockstep
         self.holds = lockstep or strategy.pull == "next-version"  # pushes, until their group is applied
         # Groups of some of the workers, whose pushes are held.
@@ -111,12 +112,12 @@ class ServerLoop(Server):
             case "pull":
                 self.rendezvous.trains(message.sender.rank)
                 self.note(message)
-                self.readers.append(message)
+                self.readers.add(message)
             case "look":
                 if message["final"] and not self.verdicts.follows:
                     self._apply()
                     self.verdicts.announce("final")
-                self.readers.append(message)
+                self.readers.add(message)
             case "initialize":
                 if not self.initialized:  # by worker 0, and not by its replacement
                     copied(message.tensors, self.shard.parameters)
@@ -133,7 +134,7 @@ class ServerLoop(Server):
             case "meet":
                 self.rendezvous.add(message, trained=self.seen)
             case "snapshot":
-                self.readers.append(message)
+                self.readers.add(message)
             case "restore":
                 state = unpack(message.tensors)
                 self.shard.load_state_dict(state["shard"])
@@ -151,7 +152,7 @@ class ServerLoop(Server):
                 self.coded.forget(worker)
         self.rendezvous.membership_changed(present)
         self.initialized |= 0 not in present  # then every server starts from the model that it built itself
-        self.readers = [reader for reader in self.readers if members.alive(reader)]
+        self.readers.forget_dead()
         for push in (*self.group.pushes, *self.verdicts.pending.values()):
             if not members.alive(push.message):
                 push.update = tuple(part.clone() for part in push.update)
@@ -171,7 +172,7 @@ class ServerLoop(Server):
         """Collects a push, unless it came before or is too stale."""
         worker = message.sender.rank
         if message.sequence <= self.seen.get(worker, 0):
-            self.readers.append(message)  # applied already; only its reply was lost
+            self.readers.add(message)  # applied already; only its reply was lost
             return
         self.seen[worker] = message.sequence
         self.rendezvous.refuse_load(worker)
@@ -190,12 +191,12 @@ class ServerLoop(Server):
             self.group.add(push)
         else:
             self.group.add_at_once(push)
-            self.readers.append(message)
+            self.readers.add(message)
 
     def _drop(self, push: PushedUpdate) -> None:
         self.verdicts.announce("drop", [push])
         self._log(Dropped, push)
-        self.readers.append(push.message)
+        self.readers.add(push.message)
 
     def _follow(self) -> None:
         """Carries out the verdicts of the first server."""
@@ -226,7 +227,8 @@ class ServerLoop(Server):
         group.sort()
         self.verdicts.announce("group", group.pushes)
         if not group.summed:
-            self.readers += [push.message for push in turned(group.pushes, self.node.rank)]
+            for push in turned(group.pushes, self.node.rank):
+                self.readers.add(push.message)
         update = group.reduced()
         self.decoder.agree(update)
         update = self._clipped(update)
@@ -256,15 +258,8 @@ class ServerLoop(Server):
     def _reply(self) -> None:
         """Replies to those who may read now."""
         slowest = self.clocks.slowest(self.rendezvous.paused)
-        waiting = []
-        for reader in self.readers:
-            if not self.node.members.alive(reader):
-                continue
-            if self._may_read(reader, slowest):
-                self._reply_to(reader)
-            else:
-                waiting.append(reader)
-        self.readers = waiting
+        for reader in self.readers.take(lambda reader: self._may_read(reader, slowest)):
+            self._reply_to(reader)
 
     def _may_read(self, reader: Message, slowest: int) -> bool:
         """False for a worker more than `max_staleness` steps ahead of the slowest."""
