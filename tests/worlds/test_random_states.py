@@ -13,11 +13,13 @@ from torch import nn
 import polyrhythm as pr
 from polyrhythm.session.seeds import mix, seed_all
 
-Draw = tuple[float, float, float]
+Draw = tuple[float, ...]
 
 
 def draw() -> Draw:
-    return torch.rand(()).item(), float(np.random.random()), random.random()
+    """Numbers of each generator. Normal ones are drawn in pairs, and the second is kept for the next call."""
+    uniform = torch.rand(()).item(), float(np.random.random()), random.random()
+    return *uniform, torch.randn(()).item(), float(np.random.randn()), random.gauss(0, 1)
 
 
 @pytest.mark.parametrize("strategy", ["async", "allreduce", "gossip", "adpsgd"])
@@ -54,3 +56,19 @@ def test_a_worker_draws_one_stream_in_its_script_and_its_optimizer(simulate: Any
     torch.set_rng_state(before[0])
     np.random.set_state(before[1])
     random.setstate(before[2])
+
+
+def test_a_simulation_leaves_the_generators_as_it_found_them(simulate: Any) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(2, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters()))
+        draw()
+
+    def draw_after(run: Any) -> list[Draw]:
+        seed_all(1)
+        first = draw()
+        run()
+        return [first, draw()]
+
+    assert draw_after(lambda: simulate(main, "allreduce", 2)) == draw_after(lambda: None)
