@@ -27,6 +27,7 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
+from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
@@ -83,11 +84,11 @@ class DistributedSession(Session):
             )
         node, traits = self._node, self.strategy.traits
         _check_optimizer(self.strategy, optimizer)
+        runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(model, optimizer)
+            self._serve(model, optimizer, runner)
         memory, sparse = node.memory, traits.sparse_gradients
-        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary)
-        replica.clock, replica.install_random_state = node.now, self._context.install_random_state
+        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary, runner)
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
@@ -267,10 +268,11 @@ class DistributedSession(Session):
 
     # --- a server -----------------------------------------------------------------------------------
 
-    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer, runner: OptimizerRunner) -> None:
         node = self._node
-        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty)
+        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty, runner)
         self._context.request(Prepared(shard.layout.hash))
+        seed_all(mix("server", self.seed, self.rank))
         with torch.no_grad():
             self.strategy.server(node, shard).serve()
         node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)
