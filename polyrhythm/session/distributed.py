@@ -21,6 +21,7 @@ from polyrhythm.core.requests import (
     Prepared,
     ReturnLease,
     ShareEpoch,
+    ShowNote,
     StepsDone,
     TakeLease,
 )
@@ -36,7 +37,7 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.result import digest, safetensors
+from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.settle import planned, settle
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
@@ -87,6 +88,8 @@ class DistributedSession(Session):
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
             self._serve(model, optimizer, runner)
+        if self.rank == 0 and not self._late:
+            self._note_left_out(model)
         memory, sparse = node.memory, traits.sparse_gradients
         replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary, runner)
         replica.layout.check_servers(len(node.members.servers))
@@ -188,7 +191,14 @@ class DistributedSession(Session):
                     self._norms.collect()
                 driver.meter.report()
                 self._context.flush()
-                self._context.bring(digest(final), safetensors(self._shown(replica, final)))
+                shown = self._shown(replica, final)
+                self._note_left_out(shown)
+                self._context.bring(digest(final), safetensors(shown))
+
+    def _note_left_out(self, model: nn.Module) -> None:
+        note = left_out(model)
+        if note is not None:
+            self._context.request(ShowNote(note))
 
     def _fetch(self, worker: FetchOptimizerState) -> None:
         with self._blocking():
