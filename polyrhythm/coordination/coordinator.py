@@ -38,6 +38,7 @@ from polyrhythm.core.requests import (
     Request,
     ReturnLease,
     ShareEpoch,
+    ShowNote,
     StepsDone,
     TakeLease,
     Welcome,
@@ -86,7 +87,7 @@ class Coordinator:
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._settle,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
-            ReleaseMemory: self._release_memory,
+            ReleaseMemory: self._release_memory, ShowNote: self._show_note,
         }  # fmt: skip
         if strategy is not None:
             self.settle(strategy)
@@ -146,8 +147,8 @@ class Coordinator:
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
-        longest = self.strategy.traits.max_lease if self.strategy is not None else 1
-        respond(self.data.take_lease(peer, request, longest))
+        assert self.strategy is not None
+        respond(self.data.take_lease(peer, request, self.strategy.traits.max_lease))
 
     def _return_lease(self, peer: Peer, request: ReturnLease, respond: Respond) -> None:
         self.data.return_lease(peer, request)
@@ -168,6 +169,10 @@ class Coordinator:
     def _log_metrics(self, peer: Peer, request: LogMetrics, respond: Respond) -> None:
         self.tally.metrics.update(request.values)
         self._record.metrics(str(peer), request.t, Metrics(request.step, request.values))
+        respond(None)
+
+    def _show_note(self, peer: Peer, request: ShowNote, respond: Respond) -> None:
+        self._launcher.say(request.text)
         respond(None)
 
     def _settle(self, peer: Peer, request: StepsDone, respond: Respond) -> None:

@@ -137,6 +137,12 @@ class LogMetrics(Request[None], frozen=True, tag="metrics"):
     values: dict[str, Scalar]
 
 
+class ShowNote(Request[None], frozen=True, tag="note"):
+    """Something that a person should know about this run, in one line."""
+
+    text: str
+
+
 class StepsDone(Request[None], frozen=True, tag="done"):
     """The worker has taken its last step, and has the replies to all its requests to others.
 
@@ -183,8 +189,8 @@ class Report(Request[None], frozen=True, tag="report"):
 REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
-        JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, StepsDone,
-        LeaveRun, WhoIsLate, NodeFailed, ReleaseMemory, Report,
+        JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, ShowNote,
+        StepsDone, LeaveRun, WhoIsLate, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

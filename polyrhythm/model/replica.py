@@ -6,7 +6,7 @@ The model's own tensors become views into the flat vectors (see `layout`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from polyrhythm.model.layout import (
     spans_of,
     untouched,
 )
+from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.optimizer_state import OptimizerState
 
 
@@ -41,6 +42,7 @@ class Replica:
         empty: Empty = private,
         sparse: bool = False,
         temporary: Empty = private,
+        runner: OptimizerRunner | None = None,
     ) -> None:
         check_optimizer(optimizer, sparse)
         self.model, self.optimizer = model, optimizer
@@ -48,9 +50,7 @@ class Replica:
         self.steps = 0
         self.samples = 0  # examples trained on so far; borrowed ones do not count
         self.leaves_early = False  # while others go on with the data
-        self.clock: Callable[[], float] = float  # the world's clock
-        self.install_random_state: Callable[[], None] = lambda: None  # of this worker, see `worlds.simulated`
-        self.applying = 0.0  # seconds that the optimizer has taken for its steps
+        self.runner = runner or OptimizerRunner()
         self.empty, self._temporary = empty, temporary
         self.parameters = self.layout.vectors(untouched if sparse else empty)
         for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
@@ -81,10 +81,7 @@ class Replica:
 
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
-        self.install_random_state()  # the optimizer may draw, as that of Langevin dynamics
-        before = self.clock()
-        self._optimizer_step()
-        self.applying += self.clock() - before
+        self.runner.run(self._optimizer_step)
 
     def settings(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each parameter group, as plain values."""

@@ -20,6 +20,7 @@ from polyrhythm.model.layout import (
     private,
     spans_of,
 )
+from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.vectors import copied
 
 
@@ -74,11 +75,12 @@ class Shard:
         index: int,
         count: int,
         empty: Empty = private,
+        runner: OptimizerRunner | None = None,
     ) -> None:
         check_optimizer(optimizer)
         self.layout = Layout(model, optimizer)
         self.layout.check_servers(count)
-        self.optimizer = optimizer
+        self.optimizer, self._runner = optimizer, runner or OptimizerRunner()
         self.start, self.stop = self.layout.ranges(count)[index]
         counts = [0] * len(self.layout.kinds)
         mine = list(self.layout.groups(self.start, self.stop))
@@ -308,7 +310,7 @@ class Shard:
         for unit in self._units:
             if unit.slices[0].index not in missing:
                 unit.parameter.grad = gradient[unit.part][unit.begin : unit.end].view_as(unit.parameter)
-        self.optimizer.step()
+        self._runner.run(self.optimizer.step)
         for unit in self._units:
             unit.parameter.grad = None  # the gradient is lent: it may not outlive the reply
         self.version += 1

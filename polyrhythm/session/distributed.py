@@ -21,12 +21,14 @@ from polyrhythm.core.requests import (
     Prepared,
     ReturnLease,
     ShareEpoch,
+    ShowNote,
     StepsDone,
     TakeLease,
 )
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
+from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
@@ -35,7 +37,7 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.result import digest, safetensors
+from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.settle import planned, settle
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
@@ -83,11 +85,13 @@ class DistributedSession(Session):
             )
         node, traits = self._node, self.strategy.traits
         _check_optimizer(self.strategy, optimizer)
+        runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(model, optimizer)
+            self._serve(model, optimizer, runner)
+        if self.rank == 0 and not self._late:
+            self._note_left_out(model)
         memory, sparse = node.memory, traits.sparse_gradients
-        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary)
-        replica.clock, replica.install_random_state = node.now, self._context.install_random_state
+        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary, runner)
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
@@ -192,7 +196,14 @@ class DistributedSession(Session):
                     self._norms.collect()
                 driver.meter.report()
                 self._context.flush()
-                self._context.bring(digest(final), safetensors(self._shown(replica, final)))
+                shown = self._shown(replica, final)
+                self._note_left_out(shown)
+                self._context.bring(digest(final), safetensors(shown))
+
+    def _note_left_out(self, model: nn.Module) -> None:
+        note = left_out(model)
+        if note is not None:
+            self._context.request(ShowNote(note))
 
     def _fetch(self, worker: FetchOptimizerState) -> None:
         with self._blocking():
@@ -272,10 +283,11 @@ class DistributedSession(Session):
 
     # --- a server -----------------------------------------------------------------------------------
 
-    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer, runner: OptimizerRunner) -> None:
         node = self._node
-        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty)
+        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty, runner)
         self._context.request(Prepared(shard.layout.hash))
+        seed_all(mix("server", self.seed, self.rank))
         with torch.no_grad():
             self.strategy.server(node, shard).serve()
         node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)

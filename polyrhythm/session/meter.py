@@ -37,10 +37,10 @@ class Meter:
     def step(self) -> Iterator[None]:
         """A context for the strategy's step: all of it except the optimizer's work counts as waiting."""
         node, replica = self._node, self._replica
-        before, applying = node.now(), replica.applying
+        before, optimizer = node.now(), replica.runner.seconds
         yield
         after = node.now()
-        wait = after - before + self._exchange - (replica.applying - applying)
+        wait = after - before + self._exchange - (replica.runner.seconds - optimizer)
         compute = after - self._mark - wait
         self._mark, self._exchange = after, 0.0
         self._compute += compute

@@ -6,11 +6,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from polyrhythm.core.errors import UsageError
 
 # The format's names, in the order in which the library writes tensors: wide ones first, so all are aligned.
 _NAMES = {
@@ -21,6 +20,7 @@ _NAMES = {
 }  # fmt: skip
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
 _SMALL = 1 << 16  # bytes: shorter tensors are joined, so that the parts of a file are few
+_NAMED = 3  # entries that a note names
 
 
 def digest(vectors: Sequence[Tensor]) -> str:
@@ -34,12 +34,10 @@ def digest(vectors: Sequence[Tensor]) -> str:
 def safetensors(model: nn.Module) -> list[Tensor]:
     """The state of a model as a file in safetensors format: its parts, large ones in the model's own memory.
 
-    The library would write the same bytes, but needs the whole file in memory beside the model.
+    The library would write the same bytes, but needs the whole file in memory beside the model. Entries that
+    the format cannot hold are left out: see `left_out`.
     """
-    state = model.state_dict()
-    for name, value in state.items():
-        if value.dtype not in _NAMES:
-            raise UsageError(f"{name} is {value.dtype}, which the file of the final parameters cannot hold")
+    state = {name: value for name, value in model.state_dict().items() if _obstacle(value) is None}
     names = sorted(state, key=lambda name: (_ORDER[state[name].dtype], name))
     parts = [_bytes(state[name]) for name in names]
     header, at = {}, 0
@@ -56,8 +54,35 @@ def safetensors(model: nn.Module) -> list[Tensor]:
     return file
 
 
+def left_out(model: nn.Module) -> str | None:
+    """A note that names the entries of the model's state that the file cannot hold; None if it holds all."""
+    kinds = {name: _obstacle(value) for name, value in model.state_dict().items()}
+    entries = [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]
+    if not entries:
+        return None
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return (
+        f"consensus.safetensors leaves out what its format cannot hold: {', '.join(entries[:_NAMED])}{more}"
+    )
+
+
+def _obstacle(value: Any) -> str | None:
+    """What about an entry of a model's state the format cannot hold, such as its type; None if it can."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_meta:
+        return "no data"
+    if value.is_nested:
+        return "nested"
+    if value.layout is not torch.strided:
+        return str(value.layout)
+    return None if value.dtype in _NAMES else str(value.dtype)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # Views that torch conjugates or negates when they are read have other bytes in memory.
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _text(text: bytes) -> Tensor:

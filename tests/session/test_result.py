@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
-from polyrhythm.core.errors import UsageError
+import polyrhythm as pr
 from polyrhythm.session import result
+from tests.support.programs import trained
+from tests.support.runs import WORLDS, run_in
 
 
 class Model(nn.Module):
@@ -35,8 +39,52 @@ def test_the_file_has_the_bytes_that_the_library_would_write() -> None:
     assert len(parts) < 8
 
 
-def test_a_type_that_the_format_does_not_have_is_named() -> None:
-    model = nn.Linear(1, 1)
-    model.register_buffer("waves", torch.zeros(1, dtype=torch.complex128))
-    with pytest.raises(UsageError, match=r"waves is torch\.complex128"):
-        result.safetensors(model)
+class Unusual(nn.Module):
+    """A model with state that the format cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("waves", torch.zeros(1, dtype=torch.complex128))
+        self.register_buffer("eye", torch.eye(2).to_sparse())
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_note_names_what_the_file_leaves_out() -> None:
+    model = Unusual()
+    note = result.left_out(model)
+    entries = "waves (torch.complex128), eye (torch.sparse_coo), _extra_state (dict)"
+    assert note == f"consensus.safetensors leaves out what its format cannot hold: {entries}"
+    model.register_buffer("nothing", torch.empty(1, device="meta"))
+    assert (result.left_out(model) or "").endswith(" and 1 more")
+    assert result.left_out(Model()) is None
+    file = b"".join(part.numpy().tobytes() for part in result.safetensors(model))
+    assert safetensors.torch.load(file).keys() == {"layer.weight", "layer.bias"}
+
+
+def test_conjugate_and_negative_views_are_written_with_their_values() -> None:
+    model = nn.Module()
+    model.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
+    model.register_buffer("negative", torch.tensor([1 + 2j]).conj().imag)
+    file = b"".join(part.numpy().tobytes() for part in result.safetensors(model))
+    state = safetensors.torch.load(file)
+    assert (state["conjugate"].item(), state["negative"].item()) == (1 - 2j, -2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_says_at_its_start_and_its_end_what_the_file_leaves_out(
+    world: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def main() -> None:
+        session = pr.init()
+        model, optimizer = Unusual(), torch.optim.SGD
+        session.prepare(model, optimizer(model.parameters(), lr=0.1))
+
+    summary = run_in(world, main, strategy="allreduce", workers=2, runs=tmp_path)
+    assert capfd.readouterr().err.count("leaves out") == 2
+    assert trained(summary).keys() == {"layer.weight", "layer.bias"}
