@@ -35,8 +35,8 @@ from polyrhythm.core.group import Group
 from polyrhythm.core.registry import describe
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import Worker
-from polyrhythm.strategies.local_sgd import LocalSGD
 from polyrhythm.strategies.diloco import DiLoCo, DiLoCoWorker
+from polyrhythm.strategies.local_sgd import LocalSGD
 from polyrhythm.strategies.rounds import AveragingWorker
 from tests.support.references.descent import SIZE, Descent, Reference, Run, zero
 from tests.support.references.peers import (

@@ -87,7 +87,7 @@ def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
             request = node.receive(kind)
         except WaitError as error:
             silent = [worker for worker in workers if worker not in (*requests, node.me)]
-            raise WaitError(f"{error}; nothing came from {', '.join(map(str, silent))}") from None
+            raise WaitError(f"{error}; no data from {', '.join(map(str, silent))}") from None
         if request is not None:
             requests[request.sender] = request
             continue

@@ -26,20 +26,19 @@ class Message:
     sequence: int
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
-    asked: bool = False
 
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]
 
     @property
     def incarnation(self) -> int:
-        """Which life of its sender sent it: 0, or how many it has lost."""
+        """The sender's incarnation: how many predecessors of that rank have died."""
         return self.sequence >> INCARNATION_SHIFT
 
 
 class Reply(ABC):
-    """An answer that is on its way."""
+    """The reply to a request, once it arrives."""
 
     @abstractmethod
     def wait(self) -> Message:
-        """Blocks until the answer is here and `into` is filled. Ends with `PeerLost` if it never will be."""
+        """Blocks until the reply is here and `into` is filled. Raises `PeerLost` if it never will be."""

@@ -70,7 +70,7 @@ class LateReply(msgspec.Struct, frozen=True):
 
 
 class JoinRun(Request[Welcome], frozen=True, tag="join"):
-    """Joins the run, and proposes a strategy and a batch norm in case they are not settled. Answered when all
+    """Joins the run, and proposes a strategy and a batch norm in case none is set. Answered when all
     nodes are there."""
 
     reply: ClassVar[Any] = Welcome

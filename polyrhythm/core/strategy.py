@@ -38,13 +38,17 @@ class Traits:
     sync_delay: int = 0  # steps from an exchange to the step that uses its result
     identical_optimizers: bool = False  # all optimizers hold identical state after each synchronization
     averages_optimizers: bool = False  # synchronization averages the state of the optimizers
-    weighted_by_examples: bool = False  # the mean weighs workers by their examples, so gradients must not be
+    weighted_by_examples: bool = (
+        False  # the mean is weighted by examples, so the session must not scale gradients
+    )
     parameters_held_by_peers: bool = False  # workers hold the parameters: none leaves before all are done
     inside_sites: bool = False  # workers are equal after each synchronization, so they can be one site
     between_sites: bool = False  # whole sites can be its workers
     optimizer: str = "any"  # or the class in torch.optim that it needs
     sparse_gradients: bool = False  # sparse gradients stay sparse, outside the flat gradient
-    steps_in_place: bool = False  # the optimizer's step is all, so it may compute its own gradients
+    steps_in_place: bool = (
+        False  # calls only the optimizer's step, so optimizers that compute their own gradients work
+    )
     one_host: bool = False  # it works on memory that all workers share
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
 

@@ -237,9 +237,7 @@ class GradientBuffer:
             self.begun, self._begin, self._early = 0, None, False
             return
         if any(math.isnan(present) for present in flags):
-            raise PolyrhythmError(
-                "a backward pass has failed on another worker, whose script went on: a gradient is missing"
-            )
+            raise PolyrhythmError("another worker skipped a failed backward pass, so its gradient is missing")
         for index, present in enumerate(flags):
             has = present > 0
             if has != self._has[index]:

@@ -20,7 +20,7 @@ ONCE = ("step", "mu_product", "eta", "mu")
 class OptimizerState:
     """What a worker's optimizer keeps for each element: momentum_buffer, exp_avg and the like.
 
-    Once asked for, they are flat vectors, and the optimizer works on views of them.
+    Once requested, they are flat vectors, and the optimizer works on views of them.
     """
 
     def __init__(

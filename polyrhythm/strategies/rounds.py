@@ -116,7 +116,7 @@ class Averaging(Rounds):
 
 
 class AveragingWorker(RoundsWorker):
-    """Averages parameters, and the state of the optimizers if asked to."""
+    """Averages parameters, and the state of the optimizers if momentum=average."""
 
     strategy: Averaging
 
@@ -186,8 +186,8 @@ class AveragingWorker(RoundsWorker):
                 return []  # some optimizer has nothing to average yet
             if least != -most:
                 raise PolyrhythmError(
-                    f"{self.strategy}: {self.node.me}'s optimizer keeps {', '.join(mine)}, and another's "
-                    "something else"
+                    f"{self.strategy}: {self.node.me}'s optimizer state has {', '.join(mine)}; another "
+                    "worker's differs; use the same optimizer on all workers"
                 )
             self._moments = mine
         return self._moments

@@ -5,7 +5,7 @@ have come, all can get everything that was sent. Each then takes its snapshot, a
 have taken theirs. They continue in rank order, as they do at the start of a run, so that a resumed simulation
 repeats the order of their steps.
 
-Snapshots are numbered: a worker may already be at the next one while another still waits for the last answer
+Snapshots are numbered: a worker may already be at the next one while another still waits for the last reply
 of this one. A worker that has not started yet, or has finished, does not hold the others up. A worker that
 joins late waits until no snapshot is being taken; otherwise some snapshots would contain its first updates
 and others would not. It runs the script from the beginning, and skips the places where the others have saved
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 class SnapshotBarrier:
     """Where one worker is, and which workers wait for it.
 
-    `level` blocks until all workers have everything that was sent. Pass messages of the kind `kind`, and
-    membership changes, to `hear`.
+    `deliver_all` blocks until all workers have everything that was sent. Pass messages of `kind`, and
+    membership changes, to `on_message`.
     """
 
-    kind: ClassVar[str] = "rest"
+    kind: ClassVar[str] = "barrier"
 
-    def __init__(self, node: Node, level: Callable[[], None]) -> None:
-        self.node, self._level = node, level
+    def __init__(self, node: Node, deliver_all: Callable[[], None]) -> None:
+        self.node, self._deliver_all = node, deliver_all
         self.numbers = [0, 0]  # of the snapshot that this worker came to last, and of the last it has taken
-        self._places = 0  # of the script where it saves, that this worker has come to
+        self._saves = 0  # how often the script of this worker has come to save
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
-        self._held: list[Message] = []  # not answered yet
+        self._held: list[Message] = []  # without a reply yet
 
     def begin(self, later: bool) -> None:
         """From here on this worker may produce something new, and snapshots wait for it.
@@ -50,7 +50,7 @@ class SnapshotBarrier:
         """
         while True:
             known = self.numbers[0]
-            found = self._ask("taken") if later else [known]
+            found = self._wait_for("taken") if later else [known]
             with self.node.lock():
                 self.numbers[0] = max(self.numbers[0], *found)
                 if self.numbers[0] == known:  # and no other snapshot was begun meanwhile
@@ -60,52 +60,51 @@ class SnapshotBarrier:
     def end(self) -> None:
         """From here on this worker produces nothing new."""
         self._at = "idle"
-        self._answer()
+        self._reply()
 
     def come(self) -> bool:
-        """The script has come to a place where it saves. False if the others left it before this worker
-        started: there is nothing to save."""
-        self._places += 1
-        return self._places > self.numbers[1]
+        """Called when the script saves. False if the other workers saved here before this one joined."""
+        self._saves += 1
+        return self._saves > self.numbers[1]
 
-    def take(self, note: Callable[[], None]) -> None:
-        """Waits until all workers have come and have everything, and calls `note` before any continues."""
+    def take(self, save: Callable[[], None]) -> None:
+        """Waits until all workers have come and have everything, and calls `save` before any continues."""
         with self.node.lock():
             self.numbers[0] = self.numbers[1] + 1
             self._at = "waiting"
-        self._answer()
-        found = self._ask("come")
+        self._reply()
+        found = self._wait_for("come")
         with self.node.lock():
             self.numbers[0] = max(found)
-        self._level()
+        self._deliver_all()
         with self.node.lock():
-            note()
+            save()
             self.numbers[1] = self.numbers[0]
             self._at = "taken"
-        self._answer()
-        self._ask("taken")
-        self._ask("left", [peer for peer in others(self.node) if peer < self.node.me])
+        self._reply()
+        self._wait_for("taken")
+        self._wait_for("left", [peer for peer in others(self.node) if peer < self.node.me])
         self._at = "work"
-        self._answer()
+        self._reply()
 
-    def hear(self, message: Message | None) -> None:
-        """Another worker asks if this one has come as far; None if a worker joined or left."""
+    def on_message(self, message: Message | None) -> None:
+        """Takes a request of a worker that waits for this one; None if a worker joined or left."""
         with self.node.lock():
             if message is None:
                 self._held = [each for each in self._held if self.node.members.alive(each)]
             else:
                 self._held.append(message)
-        self._answer()
+        self._reply()
 
-    def _ask(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
+    def _wait_for(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
         """Waits until all others, or these, have come as far.
 
         Returns the number of the snapshot that each is at, this worker's first.
         """
         node, found, late = self.node, [self.numbers[0]], []
         peers = others(node) if peers is None else peers
-        asked = {peer: node.request(peer, self.kind, what=what, number=found[0]) for peer in peers}
-        for peer, reply in asked.items():
+        requests = {peer: node.request(peer, self.kind, what=what, number=found[0]) for peer in peers}
+        for peer, reply in requests.items():
             try:
                 found.append(reply.wait()["number"])
             except PeerLost:
@@ -119,8 +118,8 @@ class SnapshotBarrier:
             )
         return found
 
-    def _answer(self) -> None:
-        """Answers the workers that this one has come as far as."""
+    def _reply(self) -> None:
+        """Replies to the workers that this one has come as far as."""
         with self.node.lock():
             ready = [each for each in self._held if self._has_come(each)]
             self._held = [each for each in self._held if each not in ready]
@@ -129,7 +128,7 @@ class SnapshotBarrier:
             self.node.reply(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
-        """True if this worker has come to a snapshot, has taken it, or has left it, as the message asks."""
+        """True if this worker has come to a snapshot, taken it, or left it, as the message requests."""
         number, idle = message["number"], self._at == "idle"
         if message["what"] == "come" and (idle or self._at == "waiting"):
             self.numbers[0] = max(self.numbers[0], number)

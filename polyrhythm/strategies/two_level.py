@@ -67,20 +67,20 @@ class TwoLevel(Strategy):
             return
         if inside.sync_period is None or between.sync_period is None:
             raise UsageError(
-                "the workers of a site must be together whenever sites exchange: neither period can be auto"
+                "workers of a site must be synchronized when sites exchange: neither period can be auto"
             )
         if over := between.sync_period % inside.sync_period:
             below = between.sync_period - over
             above = below + inside.sync_period
             raise UsageError(
-                f"the workers of a site must be together whenever sites exchange: every {inside.sync_period} "
-                f"steps and every {between.sync_period} do not fit; {f'{below} or ' if below else ''}{above} "
-                f"would, in place of {between.sync_period}"
+                f"workers of a site must be synchronized when sites exchange: the outer period must be a "
+                f"multiple of the inner one, {inside.sync_period}, and is {between.sync_period}; use "
+                f"{f'{below} or ' if below else ''}{above}"
             )
         if between.sync_delay % inside.sync_period:
             raise UsageError(
-                "what sites have agreed on must come when the workers of a site are together: overlap must "
-                f"be a multiple of {inside.sync_period} too, and not {between.sync_delay}"
+                f"overlap must be a multiple of the inner period, {inside.sync_period}, and is "
+                f"{between.sync_delay}"
             )
 
     def __str__(self) -> str:

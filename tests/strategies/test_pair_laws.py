@@ -89,7 +89,7 @@ def test_adpsgd_parameter_sum_changes_by_updates_only(
             return
         total = torch.zeros_like(way[0])
         for rank, worker in plane.workers.items():
-            total += flat(worker.shown(0, worker.replica.layout.total))
+            total += flat(worker.read_parameters(0, worker.replica.layout.total))
             for (peer, key), delivery in worker.published._deliveries.items():
                 fetched = plane.workers[peer.rank].fetched
                 if fetched is not None and fetched.key == key:

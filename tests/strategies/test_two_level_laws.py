@@ -620,10 +620,10 @@ def test_diloco_between_sites_sends_under_a_tenth_of_the_allreduce_bytes(simulat
         ("gossip / diloco", "and not gossip"),
         ("postlocal:3 / diloco:3", "and not postlocal:3"),
         ("streaming-diloco / diloco", "and not streaming-diloco"),
-        ("local:4 / diloco:50", "every 4 steps and every 50 do not fit; 48 or 52 would, in place of 50"),
-        ("local:8 / local:4", "every 8 steps and every 4 do not fit; 8 would, in place of 4"),
-        ("local:3 / streaming-diloco:8,fragments=2", "every 3 steps and every 4 do not fit; 3 or 6 would"),
-        ("local:2 / streaming-diloco:8,fragments=2", "overlap must be a multiple of 2 too, and not 1"),
+        ("local:4 / diloco:50", "multiple of the inner one, 4, and is 50; use 48 or 52"),
+        ("local:8 / local:4", "multiple of the inner one, 8, and is 4; use 8"),
+        ("local:3 / streaming-diloco:8,fragments=2", "multiple of the inner one, 3, and is 4; use 3 or 6"),
+        ("local:2 / streaming-diloco:8,fragments=2", "a multiple of the inner period, 2, and is 1"),
         ("local:auto / diloco", "neither period can be auto"),
         ("local:2 / local:auto", "neither period can be auto"),
         ("local:2 / local:4,momentum=average", "under local:2 each has its own; inside, local, average and"),
@@ -637,7 +637,7 @@ def test_diloco_between_sites_sends_under_a_tenth_of_the_allreduce_bytes(simulat
         ("allreduce+bf61 / diloco", "unknown codec 'bf61'"),
         ("allreduce / diloco:0", "period must be 1 or more"),
         ("allreduce /", "no strategy is named"),
-        ("allreduce / diloco+dgc", "dgc is for gradients, and diloco sends how far each worker has come"),
+        ("allreduce / diloco+dgc", "dgc compresses gradients only; diloco sends parameter updates"),
     ],
 )  # fmt: skip
 def test_two_level_strategies_refuse_invalid_combinations(strategy: str, message: str) -> None:

@@ -65,7 +65,7 @@ class NearestWorker(DecentralizedWorker):
         later = [peer for peer in others(node) if peer > node.me] or others(node)
         for peer in later[:1]:
             try:
-                node.request(peer, "look", into=self.theirs, start=0, stop=replica.layout.total).wait()
+                node.request(peer, "read", into=self.theirs, start=0, stop=replica.layout.total).wait()
             except PeerLost:
                 return
             with node.lock():
@@ -220,7 +220,7 @@ def test_a_request_to_a_lost_peer_fails_when_it_is_awaited() -> None:
         node = ProcessNode(transport.me, transport, 0, 0.0)
         transport.introduce(Peer("worker", 1), "unix:nobody")
         transport.lost(Peer("worker", 1), "was killed")
-        reply = node.request(Peer("worker", 1), "look")
+        reply = node.request(Peer("worker", 1), "read")
         with pytest.raises(PeerLost, match="worker 1 is gone: was killed"):
             reply.wait()
     finally:

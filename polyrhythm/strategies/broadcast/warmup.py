@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class WarmUp:
     """The workers of the ranks below `first` train for `steps` steps before the others begin.
 
-    The others ask the first worker that is alive ("begin"). A save ends the warm-up: all workers must come to
-    the place where they save, so each waits until all others have begun ("begun").
+    The others wait for the first worker that is alive ("begin"). A save ends the warm-up: all workers must
+    save together, so each waits until all others have begun ("begun").
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("begin", "begun")
@@ -27,7 +27,7 @@ class WarmUp:
         self.ended = False  # before its last step
         self.begun = bool(node.incarnation)  # no worker waits for a replacement
         self._all_begun = not steps
-        self._held: list[Message] = []  # not answered yet
+        self._held: list[Message] = []  # without a reply yet
 
     @property
     def over(self) -> bool:
@@ -63,11 +63,11 @@ class WarmUp:
     def begin(self) -> None:
         """This worker begins to train."""
         self.begun = True
-        self._answer("begun")
+        self._reply("begun")
 
     def tell(self) -> None:
-        """Tells the workers that wait to begin if they may. Those that may not yet ask again."""
-        self._answer("begin")
+        """Tells the workers that wait to begin if they may. Those that may not yet repeat their request."""
+        self._reply("begin")
 
     def end(self) -> None:
         """Ends the warm-up."""
@@ -77,8 +77,8 @@ class WarmUp:
     def wait_for_all(self) -> None:
         """Ends the warm-up, and waits until all workers have begun to train."""
         self.end()
-        asked = [] if self._all_begun else [self.node.request(peer, "begun") for peer in others(self.node)]
-        for reply in asked:
+        requests = [] if self._all_begun else [self.node.request(peer, "begun") for peer in others(self.node)]
+        for reply in requests:
             try:
                 reply.wait()
             except PeerLost:
@@ -93,9 +93,9 @@ class WarmUp:
                 return
             self._held.append(message)
         if self.over if message.kind == "begin" else self.begun:
-            self._answer(message.kind)
+            self._reply(message.kind)
 
-    def _answer(self, kind: str) -> None:
+    def _reply(self, kind: str) -> None:
         with self.node.lock():
             ready = [each for each in self._held if each.kind == kind]
             self._held = [each for each in self._held if each.kind != kind]

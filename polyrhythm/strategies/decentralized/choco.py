@@ -114,7 +114,7 @@ class ChocoWorker(NeighborWorker):
         # New neighbors have no estimate of each other, so each publishes its whole parameters once.
         self.exchange.request(lambda _, peer: self.estimate_of(peer))
         self.exchange.publish(self.exchange.copy(copied(self.replica.parameters, self.estimate)))
-        for _ in self.exchange.answers():
+        for _ in self.exchange.received():
             pass
         self.request()
 
@@ -123,7 +123,7 @@ class ChocoWorker(NeighborWorker):
             self.replica.apply()
         self.exchange.publish(self.q())
         given = []
-        for weight, fetch, message in self.exchange.answers():
+        for weight, fetch, message in self.exchange.received():
             h = self.estimate_of(fetch.publisher)
             self.add(message.tensors if self.sender else fetch.into, h)
             given.append((self.gamma * weight, h))

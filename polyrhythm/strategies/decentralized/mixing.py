@@ -53,12 +53,12 @@ def check_weights(weights: NDArray[np.float64], whole: bool = True) -> None:
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
         raise UsageError(f"weights of mixing are a square matrix, and this one is {weights.shape}")
     if not np.isfinite(weights).all() or weights.min() < 0:
-        raise UsageError("unbalanced topology: a weight is negative, or no number")
+        raise UsageError("unbalanced topology: a weight is negative or not finite")
     if np.abs(weights - weights.T).max() > near:
         one, other = np.unravel_index(np.abs(weights - weights.T).argmax(), weights.shape)
         raise UsageError(
-            f"unbalanced topology: {one} counts {weights[other, one]:g} for {other}, and {other} counts "
-            f"{weights[one, other]:g} for {one}; the weights of both must be equal"
+            f"the mixing matrix is not symmetric: W[{one},{other}] = {weights[one, other]:g}, "
+            f"W[{other},{one}] = {weights[other, one]:g}"
         )
     if np.abs(weights.sum(1) - 1).max() > near:
         place = int(np.abs(weights.sum(1) - 1).argmax())

@@ -111,14 +111,14 @@ class PushWorker(TransferWorker):
         self.requested: dict[int, list[Fetch]] = {}  # shares of each round
         self.loaded: dict[int, list[Share]] = {}  # the same, that were on their way when the run was saved
         self.unclaimed: list[Share] = []  # their receivers died
-        self._places: dict[tuple[int, int], Sequence[Tensor]] = {}
+        self._buffers: dict[tuple[int, int], Sequence[Tensor]] = {}
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
         self.finish()
         for fetches in self.requested.values():
             for fetch in fetches:
-                fetch.wait()  # for an empty answer: that round was never begun, and its place is lent
+                fetch.wait()  # for an empty reply: that round was never begun, and its buffers are lent
         self.omega, self.round = ONE, 0
         self.requested, self.loaded, self.unclaimed = {}, {}, []
 
@@ -149,7 +149,7 @@ class PushWorker(TransferWorker):
 
     def push(self) -> None:
         """Gives a share of (x, omega) to each receiver of this round."""
-        receivers = [self.place[0] + distance for distance in self.distances(self.round)]
+        receivers = [self.position[0] + distance for distance in self.distances(self.round)]
         grains = self.omega // (len(receivers) + 1)
         self.omega -= grains * self.transfer(self.round, receivers, self.replica.parameters, grains=grains)
 
@@ -158,8 +158,8 @@ class PushWorker(TransferWorker):
         round_, ahead, fetches = self.round, self.strategy.ahead, []
         for number, distance in enumerate(self.distances(round_)):
             slot = number, round_ % (ahead + 1)
-            into = self._places[slot] = self._places.get(slot) or self.replica.buffer()
-            fetches.append(self.fetch(round_, self.place[0] - distance, into, have=round_ - ahead))
+            into = self._buffers[slot] = self._buffers.get(slot) or self.replica.buffer()
+            fetches.append(self.fetch(round_, self.position[0] - distance, into, have=round_ - ahead))
         self.requested[round_] = [fetch for fetch in fetches if fetch is not None]
 
     def distances(self, round_: int) -> list[int]:
@@ -210,7 +210,7 @@ class PushWorker(TransferWorker):
         try:
             self.group.all_reduce(*z, op="mean")
         except PeerLost:
-            return self.look(z)
+            return self.fetch_mean(z)
         return z
 
     @cached_property

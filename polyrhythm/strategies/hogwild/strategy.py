@@ -61,7 +61,7 @@ class HogWild(Strategy):
             sparse_gradients=True,
             steps_in_place=True,
             one_host=True,
-            max_lease=64,  # steps may be so short that asking for more batches would take most of the time
+            max_lease=64,  # steps may be so short that requesting more batches would take most of the time
         )
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
@@ -102,7 +102,7 @@ class HogWildWorker(Worker):
         self.tally = Tally(node, replica, int(started))
         self.checkpoints = node.memory.shared("checkpoints", int(started), torch.int64)
         self.share_loop(None)
-        node.subscribe(self.barrier.hear, SnapshotBarrier.kind)
+        node.subscribe(self.barrier.on_message, SnapshotBarrier.kind)
         self.barrier.begin(later=bool(node.incarnation))
 
     def share_loop(self, lock: Lock | None) -> bool:
@@ -133,12 +133,12 @@ class HogWildWorker(Worker):
         if not self.barrier.come():  # a replacement runs through epochs that are over
             return state
 
-        def note() -> None:
+        def save() -> None:
             # The script's copy of the model is no snapshot: others may step while it is made.
             counted, lost = self.tally.result()
             state.update(parameters=cloned(self.replica.parameters), counted=counted, lost=lost)
 
-        self.barrier.take(note)
+        self.barrier.take(save)
         return state
 
     def load_state_dict(self, state: State) -> None:

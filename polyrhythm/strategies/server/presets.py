@@ -84,7 +84,8 @@ class Backup(ParameterServer):
             raise UsageError("spare must be 0 or more")
         if (self.wait_for, self.discard, self.pull) != (0, 1, "next-version"):
             raise UsageError(
-                "backup waits for all but `spare`, and drops what is late: set nothing else of that"
+                "backup waits for all but `spare` workers and drops late gradients: "
+                "do not set wait_for, discard or pull"
             )
 
     @property
@@ -95,8 +96,8 @@ class Backup(ParameterServer):
         super().check(plan)
         if self.spare >= plan.workers:
             raise UsageError(
-                f"{self}: {self.spare} of {plan.workers} workers are spare, so nobody counts; "
-                f"use at most {plan.workers - 1}"
+                f"{self}: {self.spare} of {plan.workers} workers are spare, so no worker is left to wait "
+                f"for; use at most {plan.workers - 1}"
             )
 
     def quorum(self, workers: int, started: int) -> int:

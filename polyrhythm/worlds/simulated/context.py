@@ -61,7 +61,7 @@ class SimulatedContext(WorldContext):
         self.node.learn_members()
         return welcome
 
-    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+    def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         parts = [part.numpy().data for part in file]
         self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 

@@ -96,7 +96,7 @@ class SimulatedNode(Node):
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         self._sequence += 1
-        message = SimulatedRequest(self.me, kind, self._sequence, fields, tensors, asked=True)
+        message = SimulatedRequest(self.me, kind, self._sequence, fields, tensors)
         reply = message.reply = SimulatedReply(self, to, kind, into)
         lost = self.members.lost
         if lost and to in lost and to not in self.members.workers:
@@ -195,8 +195,8 @@ class SimulatedNode(Node):
             place.copy_(tensor)
         given = () if reply.into else tuple([tensor.clone() for tensor in tensors])
         self._sequence += 1
-        answer = Message(self.me, message.kind, self._sequence, fields, given)
-        self._carry(reply.node, reply.arrive, answer, tensors)
+        reply_message = Message(self.me, message.kind, self._sequence, fields, given)
+        self._carry(reply.node, reply.arrive, reply_message, tensors)
         return False
 
     def notice(self, change: MembershipChange) -> None:
