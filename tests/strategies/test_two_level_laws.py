@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -502,8 +503,8 @@ def test_cli_reports_the_bytes_between_sites(tmp_path: Path, capfd: pytest.Captu
         assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().out, re.MULTILINE)
 
 
-def sum_over_parts(worker: Worker) -> None:
-    """Sums ranks over parts of the workers that overlap, many at once."""
+def sum_over_parts(folder: Path, worker: Worker) -> None:
+    """Sums ranks over parts of the workers that overlap, many at once; a file counts the steps."""
     me, group = worker.node.me, worker.group
     everyone = list(group.members)
     parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
@@ -522,14 +523,16 @@ def sum_over_parts(worker: Worker) -> None:
         each.broadcast(told, root=each.size - 1)
         assert told.item() == each.members[-1].rank
     worker.replica.apply()
+    with (folder / str(me.rank)).open("a") as file:
+        file.write("step ")
 
 
 @pytest.mark.parametrize(
     "world", ["simulated", "simulated ring", *(f"{way} {listen}" for way, listen in WAYS)]
 )
-def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -> None:
+def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str, tmp_path: Path) -> None:
     """Parts that overlap do not disturb each other, whatever the order in which they are waited for."""
-    made = stepping("parts", sum_over_parts)
+    made = stepping("parts", partial(sum_over_parts, tmp_path))
     way, _, listen = world.partition(" ")
     try:
         if way == "simulated":
@@ -538,6 +541,7 @@ def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -
             pr.run(Trace(3), workers=4, strategy=made, threads=1, runs=None, collective=way, listen=listen)
     finally:
         del pr.Strategy.registry["parts"]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys("0123", "step " * 3)
 
 
 def test_one_site_does_not_wait_for_another(simulate: Any) -> None:
