@@ -1,4 +1,4 @@
-"""Message: what a node receives, and the reply that it waits for."""
+"""Message and Reply: received messages, and replies to requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Field = Scalar | list[Any] | dict[str, Any]
 
 @dataclass
 class Message:
-    """What a node receives: who sent it, what kind it is, small typed fields and tensors."""
+    """A received message: its sender, its kind, small typed fields and tensors."""
 
     sender: Peer
     kind: str

@@ -88,7 +88,7 @@ class Members:
         self.workers: Sequence[Peer] = ()  # by rank
         self.servers: Sequence[Peer] = ()  # by rank
         self.lost: dict[Peer, int] = {}  # workers that died before they finished: their last incarnation
-        self.over = False  # every worker is gone, and none will come
+        self.over = False  # every worker has left, and none will join
         self._left: dict[Peer, int] = {}  # the last incarnation of a peer that has left, for any reason
 
     def alive(self, message: Message) -> bool:
@@ -100,7 +100,7 @@ class Members:
         return message.incarnation <= self.lost.get(message.sender, -1)
 
     def leave(self, peer: Peer, incarnation: int, finished: bool) -> None:
-        """Notes that a worker has left."""
+        """Records that a worker has left."""
         self._left[peer] = incarnation
         if not finished:
             self.lost[peer] = incarnation
@@ -195,7 +195,7 @@ class Node(ABC):
 
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        """Notes what this node has done so far, for progress and the summary."""
+        """Reports the work of this node so far, for progress and the summary."""
 
 
 def others(node: Node) -> list[Peer]:

@@ -123,7 +123,7 @@ class Fetch:
 
 
 class Published:
-    """What a worker has published for others, and their requests for what it has not published yet.
+    """A worker's publications, and the requests of others for those that it has not made yet.
 
     `kind` is that of the requests. `returned` is called, inside `node.lock()`, with each publication of the
     present cohort that a reader cannot have received because it died.
@@ -160,7 +160,7 @@ class Published:
             self._reply_to_held()
 
     def publish_for(self, request: Message, tensors: Sequence[Tensor]) -> None:
-        """Publishes tensors that were made for a held request: its sender gets them, and nobody else."""
+        """Publishes tensors for the sender of a held request only."""
         reader, key = request.sender, key_of(request)
         with self.node.lock():
             self._latest[reader] = key

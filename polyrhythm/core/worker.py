@@ -52,7 +52,7 @@ class Worker(ABC):
         """The parameters that the workers agree on so far, as flat vectors; called by all workers.
 
         `final`: all workers have finished, and only one of them calls this. A result written to
-        `replica.consensus_vectors()` is shown without another copy.
+        `replica.consensus_vectors()` is not copied again.
         """
         return self.replica.parameters
 

@@ -47,7 +47,7 @@ class Replica:
         self.layout = Layout(model, optimizer)
         self.steps = 0
         self.samples = 0  # examples trained on so far; borrowed ones do not count
-        self.leaves_early = False  # while others go on with the data
+        self.leaves_early = False  # while others still train on the data
         self.clock: Callable[[], float] = float  # the world's clock
         self.install_random_state: Callable[[], None] = lambda: None  # of this worker, see `worlds.simulated`
         self.applying = 0.0  # seconds that the optimizer has taken for its steps
@@ -80,7 +80,7 @@ class Replica:
 
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
-        self.install_random_state()  # the optimizer may draw, as that of Langevin dynamics
+        self.install_random_state()  # the optimizer may draw random numbers, as in Langevin dynamics
         before = self.clock()
         self._optimizer_step()
         self.applying += self.clock() - before
@@ -126,7 +126,7 @@ class Replica:
         return vectors
 
     def scratch(self, exact: bool = False) -> tuple[Tensor, ...]:
-        """New flat vectors of the layout, not set, whose memory is freed with them: not while it is lent."""
+        """New uninitialized flat vectors. Their memory is freed with them: do not drop them while lent."""
         return self.layout.vectors(self._temporary, exact)
 
     # --- the model that the workers agree on --------------------------------------------------------

@@ -1,15 +1,15 @@
-"""SnapshotBarrier: where workers that normally wait for nobody meet, so that all save the same state.
+"""SnapshotBarrier: where workers that are not in lockstep meet to save a consistent state.
 
-Each worker comes to the barrier when its script saves. It produces nothing new while it is there, so once all
-have come, all can get everything that was sent. Each then takes its snapshot, and none continues before all
-have taken theirs. They continue in rank order, as they do at the start of a run, so that a resumed simulation
-repeats the order of their steps.
+Each worker arrives at the barrier when its script saves. It produces nothing new while it is there, so once
+all have arrived, all can get everything that was sent. Each then takes its snapshot, and none continues
+before all have taken theirs. They continue in rank order, as at the start of a run, so that a resumed
+simulation repeats the order of their steps.
 
 Snapshots are numbered: a worker may already be at the next one while another still waits for the last reply
 of this one. A worker that has not started yet, or has finished, does not hold the others up. A worker that
 joins late waits until no snapshot is being taken; otherwise some snapshots would contain its first updates
-and others would not. It runs the script from the beginning, and skips the places where the others have saved
-before it joined.
+and others would not. It runs the script from the beginning, and skips the saves of the others from before it
+joined.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class SnapshotBarrier:
 
     def __init__(self, node: Node, deliver_all: Callable[[], None]) -> None:
         self.node, self._deliver_all = node, deliver_all
-        self.numbers = [0, 0]  # of the snapshot that this worker came to last, and of the last it has taken
-        self._saves = 0  # how often the script of this worker has come to save
+        self.numbers = [
+            0,
+            0,
+        ]  # of the last snapshot that this worker has reached, and of the last that it has taken
+        self._saves = 0  # how often this worker has saved
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
         self._held: list[Message] = []  # without a reply yet
 
@@ -113,8 +116,8 @@ class SnapshotBarrier:
                 late.append(str(peer))
         if late:
             raise WaitError(
-                f"{node.me} waits where the state is saved, and {', '.join(late)} did not come to the same "
-                "place: all workers must call session.state_dict() together"
+                f"{node.me} waits to save, but {', '.join(late)} did not: all workers must call "
+                "session.state_dict() at the same point of the script"
             )
         return found
 

@@ -183,7 +183,9 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
         here.load_state_dict(torch.load(tmp_path / f"0.{here.rank}.1.pt"))
 
     torch.save(torch.load(tmp_path / "0.1.1.pt"), tmp_path / "0.0.1.pt")
-    with pytest.raises(UsageError, match="has nothing of what adpsgd saves, so a run cannot resume from it"):
+    with pytest.raises(
+        UsageError, match="has none of the values that adpsgd saves, so a run cannot resume from it"
+    ):
         simulate(resumed, "adpsgd", 1)
 
 

@@ -428,7 +428,7 @@ def test_gossip_request_to_a_replaced_neighbor_does_not_hang(simulate: Any, stra
         ("gossip:0-1/2-3", 4, "disconnected topology"),
         ("gossip:0>1/1>2/2>0", 3, "unbalanced topology"),
         ("gossip:torus", 7, "an odd grid"),
-        ("gossip:hypercube", 6, "no power of two"),
+        ("gossip:hypercube", 6, "not a power of two"),
         ("gossip:0-1/1-5", 3, "names worker 5"),
         ("gossip:order=now", 3, "order takes mix-while-computing or step-then-mix"),
         ("gossip+int8", 3, "gossip takes no codec"),

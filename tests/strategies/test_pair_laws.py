@@ -257,7 +257,7 @@ def test_adpsgd_workers_that_return_together_copy_a_survivor(simulate: Any, who:
 def test_adpsgd_refuses_invalid_topologies(simulate: Any) -> None:
     for text, workers, message in [
         ("adpsgd:0-1/2-3", 4, "disconnected topology"),
-        ("adpsgd:hypercube", 6, "no power of two"),
+        ("adpsgd:hypercube", 6, "not a power of two"),
         ("adpsgd:star", 4, "is unknown; there are ring"),
     ]:
         with pytest.raises(UsageError, match=message):

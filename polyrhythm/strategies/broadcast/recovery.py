@@ -31,8 +31,8 @@ class ResumePoints:
             if resumed != self.mine:
                 raise UsageError(
                     f"worker {origin.partition('.')[0]} resumed from a different checkpoint than "
-                    f"{self.node.me}: either each loads what it has saved itself, all at the same place, or "
-                    "none does"
+                    f"{self.node.me}: either each worker loads the state that it saved itself, all of the "
+                    "same step, or none does"
                 )
 
 
@@ -62,7 +62,7 @@ class Recovery:
         self.outbox.post(self.topology.neighbors, KNOWN)
 
     def request(self, peer: Peer, origin: str, number: int) -> None:
-        """Asks for the messages that are missing before this one.
+        """Requests the messages that are missing before this one.
 
         All of them are sent again, so one request is enough, unless it is lost with its connection.
         It is repeated when other messages are missing, or twice as many.
@@ -104,10 +104,10 @@ class Recovery:
         self._useless[peer] = now, times + 1 if before == now else 0
         if times >= 3:
             raise PolyrhythmError(
-                f"{self.node.me} and {peer} did not hear from each other for so long that neither can get "
+                f"{self.node.me} and {peer} have exchanged nothing for so long that neither can get "
                 "from the other what it lacks: is the network between them too slow for this strategy?"
             )
 
     def forget(self) -> None:
-        """Workers joined or left: questions may have been lost."""
+        """Workers joined or left: requests may have been lost."""
         self._requested.clear()

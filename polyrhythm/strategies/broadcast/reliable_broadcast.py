@@ -91,8 +91,8 @@ class ReliableBroadcast:
         """True if so much is unconfirmed that it is better to send later, in fewer messages."""
         with self.node.lock():
             count, size = self.log.kept(self.origin)
-        room = self._counts_size // len(self.topology.everyone)
-        behind = count > MIN_MESSAGES and size > max(MIN_BYTES, room) and self._behind < PATIENCE
+        share = self._counts_size // len(self.topology.everyone)
+        behind = count > MIN_MESSAGES and size > max(MIN_BYTES, share) and self._behind < PATIENCE
         self._behind = self._behind + 1 if behind else 0
         return behind
 
@@ -235,7 +235,7 @@ class ReliableBroadcast:
                         self.barrier.numbers = reply["snapshots"]
                         self.log.install(read_snapshot(reply, self.log, len(base)))
                         self.ready = True
-                    self.recovery.tell()  # messages that came meanwhile were ignored
+                    self.recovery.tell()  # messages that arrived meanwhile were ignored
                     return self.settling.reply()
                 late.append(peer.rank)
             if node.rank == min(late):  # all workers are replacements: none knows anything

@@ -105,9 +105,9 @@ class Broadcast(Strategy):
         if self.first > plan.workers:
             raise UsageError(f"{self}: first is at most {plan.workers}, the number of workers")
         if self.first > 1 and not self.warmup:
-            raise UsageError(f"{self}: first is for a warmup; say for how many steps, as in warmup=100")
+            raise UsageError(f"{self}: first needs a warmup; set its steps, as in warmup=100")
         if self.fanout != type(self).fanout and self.topology != "tree":
-            raise UsageError(f"{self}: fanout is for topology=tree; in a mesh each sends to all others")
+            raise UsageError(f"{self}: fanout needs topology=tree; in a mesh each worker sends to all others")
 
     @property
     def unit(self) -> float:
@@ -153,7 +153,7 @@ class BroadcastWorker(Worker):
         _refuse_loading(replica.model)
         later = self.warmup.follows or bool(node.incarnation)
         if not later:
-            # Before it replies to requests: another worker may already have come to its first snapshot.
+            # Before it replies to requests: another worker may already be at its first snapshot.
             self.broadcast.barrier.begin(later=False)
         node.subscribe(self.on_message, *WarmUp.kinds, *ReliableBroadcast.kinds)
         if node.incarnation:
@@ -220,8 +220,8 @@ class BroadcastWorker(Worker):
                 most = max(most, selection.add_counts(base, count, unit, place))
         if most >= MAX_PULSES:
             raise PolyrhythmError(
-                f"{self.node.me}: a parameter is {most} pulses from where it began: training has diverged, "
-                f"or tau ({unit:.3g}) is too small"
+                f"{self.node.me}: a parameter is {most} pulses from its initial value: training has "
+                f"diverged, or tau ({unit:.3g}) is too small"
             )
         return into
 
@@ -282,7 +282,7 @@ class BroadcastWorker(Worker):
             copied(state["base"], self.base)
             self.broadcast.resumed.mine = digest(*state["base"], *state["counts"])[:16]
             for place, saved in zip(log.counts, state["counts"], strict=True):
-                place.add_(saved.to(place.device))  # pulses of other workers may have come already
+                place.add_(saved.to(place.device))  # pulses of other workers may have arrived already
         self.broadcast.recovery.tell()
         self._write_parameters(self.replica.parameters)
 
@@ -292,6 +292,8 @@ def _refuse_loading(model: nn.Module) -> None:
 
     def refuse(what: object, *_: object) -> None:
         if what is model:
-            raise UsageError("load_state_dict() comes before session.prepare(): all replicas start from it")
+            raise UsageError(
+                "load_state_dict() must be called before session.prepare(): all replicas start from it"
+            )
 
     model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]

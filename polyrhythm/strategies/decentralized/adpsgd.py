@@ -116,11 +116,11 @@ class AdPsgdWorker(DecentralizedWorker):
 
     def start(self) -> None:
         if not self.node.incarnation:
-            # Before it replies to requests: another worker may already have come to its first snapshot.
+            # Before it replies to requests: another worker may already be at its first snapshot.
             self.barrier.begin(later=False)
         super().start()
         if self.node.incarnation:
-            # Beside the first steps: a snapshot that is being taken goes on without this worker.
+            # Beside the first steps: a snapshot that is being taken does not wait for this worker.
             self._joining = self.node.spawn(self.barrier.begin, True)
 
     def begin(self) -> None:
@@ -198,7 +198,8 @@ class AdPsgdWorker(DecentralizedWorker):
     def on_message(self, message: Message | None) -> None:
         if message is not None and message.kind == self.kind and _shape(message.tensors) != self._shape:
             raise WireError(
-                f"{message.sender} wants to average with other parameters than {self.node.me} has"
+                f"{message.sender} requested an average of different parameters than {self.node.me} has: all "
+                "workers must have the same model"
             )
         if message is None or message.kind == self.barrier.kind:
             self.barrier.on_message(message)
@@ -234,7 +235,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.join_barrier()
         if not self.barrier.come():  # a replacement that runs through past epochs
             return {}
-        self.join()  # once all workers have come to the barrier, no average is on its way
+        self.join()  # once all workers are at the barrier, no average is in flight
         state: State = {}
 
         def save() -> None:

@@ -1,7 +1,7 @@
 """Workers that exchange with each other, without a server.
 
-Each worker answers requests while its script computes. Only the script's own thread sends requests, so no
-answer waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
+Each worker replies to requests while its script computes. Only the script's own thread sends requests, so no
+reply waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
 the last has finished.
 """
 
@@ -43,9 +43,9 @@ class Decentralized(Strategy):
 
 
 class DecentralizedWorker(Worker):
-    """One of the workers: how it starts, what others may read of it, and the mean of all."""
+    """One of the workers: how it starts, which parameters others may read, and the mean of all."""
 
-    kind: ClassVar[str] = "fetch"  # of the requests for what this worker publishes
+    kind: ClassVar[str] = "fetch"  # of requests for this worker's publications
 
     def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
@@ -66,14 +66,12 @@ class DecentralizedWorker(Worker):
         if not node.incarnation:
             self.group.broadcast(*self.replica.parameters)
         elif not self.adopt(self.replica.parameters):
-            raise PeerLost(
-                f"{node.me} came in place of one that died, and all that held the parameters are gone"
-            )
+            raise PeerLost(f"{node.me} is a replacement, and no worker is left to copy the parameters from")
         self.begin()
         node.subscribe(self.on_message, *self.kinds)
 
     def begin(self) -> None:
-        """Runs once the initial parameters are here, before this worker answers requests."""
+        """Runs once the initial parameters are here, before this worker replies to requests."""
 
     def on_message(self, message: Message | None) -> None:
         """Handles a message of another worker while the script computes; None if one joined or left."""
@@ -94,7 +92,7 @@ class DecentralizedWorker(Worker):
         """Called inside `node.lock()` when a publication cannot arrive because its reader died."""
 
     def adopt(self, into: Sequence[Tensor]) -> bool:
-        """Takes the parameters of the first worker that answers; False if there is none."""
+        """Takes the parameters of the first worker that replies; False if there is none."""
         for peer in others(self.node):
             try:
                 self.node.request(peer, "read", into=into, start=0, stop=self.replica.layout.total).wait()
@@ -160,8 +158,8 @@ class DecentralizedWorker(Worker):
     def load_state_dict(self, state: State) -> None:
         if not state:
             raise UsageError(
-                f"this state has nothing of what {self.strategy.name} saves, so a run cannot resume from it; "
-                "leave session.load_state_dict() out to start over with the model that was saved"
+                f"this state has none of the values that {self.strategy.name} saves, so a run cannot resume "
+                "from it; leave out session.load_state_dict() to start from the saved model"
             )
         if self.replica.steps:
             raise UsageError("session.load_state_dict() must be called before the first step")

@@ -80,7 +80,7 @@ class Choco(NeighborMixing):
             return self.gamma
         if self.codec is None:
             return 1.0
-        # Rounded, because all workers need the same, whatever their processors make of the last bits.
+        # Rounded, because all workers need the same value and processors may differ in the last bits.
         return float(f"{energy_kept(reply_codec(self.codec), layout) / 2:.3g}")
 
 
@@ -132,7 +132,7 @@ class ChocoWorker(NeighborWorker):
         self.request()
 
     def q(self) -> Sequence[Tensor]:
-        """What this worker publishes. It updates its own estimate by the very operations of the others."""
+        """The codes to publish. It updates its own estimate by the same operations as the others."""
         self._difference = self._difference or self.replica.scratch(exact=True)
         new = difference(self.replica.parameters, self.estimate, self._difference)
         if self.sender is None:

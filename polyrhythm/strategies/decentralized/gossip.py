@@ -87,8 +87,8 @@ class GossipWorker(NeighborWorker):
 
     def state_dict(self) -> State:
         # Published, and not mixed yet.
-        shown = self.exchange.last_published if self.strategy.order == "mix-while-computing" else None
-        return {**super().state_dict(), "published": None if shown is None else cloned(shown)}
+        published = self.exchange.last_published if self.strategy.order == "mix-while-computing" else None
+        return {**super().state_dict(), "published": None if published is None else cloned(published)}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)

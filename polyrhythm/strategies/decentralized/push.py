@@ -33,7 +33,7 @@ LEAST = 1 << 10  # an omega of less than 1 in so many makes the steps of z too l
 class Push(Decentralized):
     r"""Each worker pushes a share of its parameters and weight to one other per step (SGP).
 
-    The receiver is 1, 2, 4, ... places further, in turn. Messages go one way, so no pair has to agree.
+    The receiver is 1, 2, 4, ... ranks further, in turn. Messages go one way, so no pair has to agree.
 
     $$
     x_i &\leftarrow x_i - \eta g_i(z_i) \\
@@ -77,7 +77,7 @@ class Push(Decentralized):
         if self.fanout > distances > 0:
             raise UsageError(
                 f"{self}: with {plan.workers} workers fanout is at most {distances}: receivers are 1, 2, 4, "
-                "... places further"
+                "... ranks further"
             )
         rounds = int(math.log(LEAST, self.fanout + 1) + 1e-9)
         if self.ahead > rounds:
@@ -163,7 +163,7 @@ class PushWorker(TransferWorker):
         self.requested[round_] = [fetch for fetch in fetches if fetch is not None]
 
     def distances(self, round_: int) -> list[int]:
-        """How many places further the receivers of a round are."""
+        """How many ranks further the receivers of a round are."""
         places = len(self.ranks)
         receivers = min(self.strategy.fanout, (places - 1).bit_length())
         return [exponential_peer(0, places, round_ * self.strategy.fanout + n) for n in range(receivers)]
@@ -201,7 +201,7 @@ class PushWorker(TransferWorker):
         self.unclaimed.append(Share(grains, cloned(publication.tensors)))
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        """The mean of what all workers will have once all shares have arrived."""
+        """The mean of all workers after all shares have arrived."""
         arrived = self.arrived(*self.under_way())
         if final or not arrived or not self.together:
             return super().consensus(final)

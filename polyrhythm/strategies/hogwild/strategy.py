@@ -114,7 +114,7 @@ class HogWildWorker(Worker):
 
     def step(self) -> None:
         if not self.checkpoints[self.node.rank]:
-            self._check_checkpoints()  # others may have loaded one by now
+            self._check_checkpoints()  # others may have loaded one
         self.check_gradients()
         self.replica.apply()
         self.tally.count(self.replica)
@@ -151,7 +151,7 @@ class HogWildWorker(Worker):
                 "model"
             )
         if self.replica.steps:
-            raise UsageError("session.load_state_dict() must come before the first step")
+            raise UsageError("session.load_state_dict() must be called before the first step")
         self.checkpoints[self.node.rank] = _fingerprint(state)
         if self.node.rank == 0:
             copied(state["parameters"], self.replica.parameters)
@@ -166,7 +166,7 @@ class HogWildWorker(Worker):
             if other != mine:
                 raise UsageError(
                     f"worker {rank} resumed from a different checkpoint than {self.node.me}: either each "
-                    "loads what it has saved itself, all at the same place, or none does"
+                    "worker loads the state that it saved itself, all of the same step, or none does"
                 )
 
 
@@ -195,7 +195,7 @@ class LockedHogWildWorker(HogWildWorker):
         super().finish()
 
     def state_dict(self) -> State:
-        self.release()  # others must be able to come to the place where they save
+        self.release()  # others must be able to reach the barrier
         return super().state_dict()
 
     def release(self) -> None:

@@ -147,7 +147,7 @@ class ServerClient:
         return replies
 
     def _receive(self, replies: Replies, request: PushRequest) -> list[Message]:
-        """Waits for the replies to a push; the worker continues from the parameters that they bring."""
+        """Waits for the replies to a push; the worker continues from the parameters in them."""
         if not request.fetch:
             return [reply.wait() for _, reply in replies]
         into = self.replica.parameters if request.into is None else request.into
@@ -253,5 +253,5 @@ class PrefetchingClient(ServerClient):
 
 
 def _versions(replies: Sequence[Message]) -> dict[int, int]:
-    """The versions that replies bring, by server."""
+    """The versions in the replies, by server."""
     return {reply.sender.rank: reply["version"] for reply in replies}

@@ -114,9 +114,9 @@ class DelayedNesterovWorker(ParameterServerWorker):
 
     def consensus(self, final: bool = False) -> Vectors:
         before = self.node.now()
-        shown = super().consensus(final)
+        consensus = super().consensus(final)
         self.since += self.node.now() - before  # waiting is not working
-        return shown
+        return consensus
 
     def exchange(self) -> float:
         """Pushes and pulls. Returns this worker's speed, as a share of the fastest one's."""

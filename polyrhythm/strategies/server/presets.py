@@ -50,7 +50,7 @@ class Synchronous(ParameterServer):
 class Backup(ParameterServer):
     r"""Synchronous with spare workers: the server takes the first gradients and drops the last `spare`.
 
-    A few slow workers then hold nobody up.
+    A few slow workers then do not delay the others.
 
     $$
     w \leftarrow \operatorname{Opt}\Big(w, \frac{1}{N - b} \sum_{i \in F} g_i(w)\Big)
@@ -151,7 +151,7 @@ class Async(ParameterServer):
         if (self.push_every, self.fetch_every) == (1, 1):
             return super().worker(node, replica, group)
         if not all("lr" in settings for settings in replica.optimizer.param_groups):
-            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
+            raise UsageError(f"{self} steps with the optimizer's lr, but this optimizer has none")
         return DownpourWorker(self, node, replica, group)
 
 

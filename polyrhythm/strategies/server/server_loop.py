@@ -168,7 +168,7 @@ class ServerLoop(Server):
         return min(self.strategy.quorum(present, self.started), present)
 
     def _collect(self, message: Message) -> None:
-        """Collects a push, unless it came before or is too stale."""
+        """Collects a push, unless it is a repetition or too stale."""
         worker = message.sender.rank
         if message.sequence <= self.seen.get(worker, 0):
             self.readers.append(message)  # applied already; only its reply was lost

@@ -4,10 +4,10 @@ All workers call `state_dict` at the same place of the script, and `load_state_d
 
 1. Each has received the replies to all of its pushes, and waits at the first server until all do (`meet`).
    The other servers know that it is paused. Nothing is under way now.
-2. One worker, the keeper, fetches the state of every server, or brings it.
+2. One worker, the keeper, fetches the state of every server, or sends it.
 3. All wait at the first server again, and continue in rank order.
 
-A worker that joins later runs through the script from its beginning, and passes the places at which the
+A worker that joins later runs through the script from its beginning, and skips the saves at which the
 others have saved before.
 """
 
@@ -32,7 +32,7 @@ class SnapshotClient:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._saves = 0  # how often the script of this worker has come to save
+        self._saves = 0  # how often this worker has saved
 
     def save(self) -> State | None:
         """The servers' state, on the keeper, and what identifies the snapshot.
@@ -56,19 +56,19 @@ class SnapshotClient:
                 return {"mark": [*meeting["mark"], keeper], "states": states}
 
     def load(self, saved: State) -> None:
-        """Brings the servers' state back, or waits until the keeper has. A new worker has nothing saved."""
+        """Restores the servers' state, or waits until the keeper has. A new worker has no saved state."""
         node, states = self._node, saved.get("states", [])
         meeting = self._meet("load", mark=saved.get("mark", []), keeps=bool(states))
         if meeting["keeper"] == node.rank:
-            brought = [
+            requests = [
                 node.request(server, "restore", *pack(state))
                 for server, state in zip(node.members.servers, states, strict=bool(states))
             ]
-            for reply in brought:
+            for reply in requests:
                 reply.wait()
         if not self._meet("continue")["complete"]:
             raise PolyrhythmError(
-                f"worker {meeting['keeper']} died while it brought the servers their saved state; start again"
+                f"worker {meeting['keeper']} died while it sent the servers their saved state; start again"
             )
 
     def _meet(self, purpose: Purpose, **fields: Field) -> Message:
@@ -82,8 +82,8 @@ class SnapshotClient:
             reply = node.request(first, "meet", into=(), purpose=purpose, save=self._saves, **fields).wait()
         except WaitError as error:
             raise WaitError(
-                f"{node.me} waits to {purpose}, and another worker did not come to the same place of the "
-                f"script: all workers call session.state_dict() and load_state_dict() together ({error})"
+                f"{node.me} waits to {purpose}, but another worker does not: all workers must call "
+                f"session.state_dict() and load_state_dict() at the same point of the script ({error})"
             ) from None
         if "error" in reply.fields:
             raise UsageError(reply["error"])
@@ -112,7 +112,7 @@ class Rendezvous:
         self.paused[message.sender.rank] = message["save"]
 
     def add(self, message: Message, trained: Collection[int]) -> None:
-        """A worker has come. `trained` are the workers that have pushed since the run began."""
+        """A worker has arrived. `trained` are the workers that have pushed since the run began."""
         purpose, number = message["purpose"], message["save"]
         if purpose == "save" and number <= self._saved:
             self._node.reply(message, past=True)

@@ -185,7 +185,7 @@ class SimulatedNode(Node):
             self.locked = before
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
-        assert isinstance(message, SimulatedRequest) and message.reply is not None, "answered already"
+        assert isinstance(message, SimulatedRequest) and message.reply is not None, "replied already"
         reply, message.reply = message.reply, None
         self._unanswered.pop(reply, None)
         if reply.node.crashed:
