@@ -596,14 +596,20 @@ def test_stragglers_are_slow_exactly_as_long_as_told(simulate: Any) -> None:
 # --- what goes wrong is named -----------------------------------------------------------------------
 
 
-def ending_early(sleeper: int | None = None) -> None:
-    """Worker 1 takes one step less than worker 0; `sleeper` comes late to where they part."""
+def ending_early(order: tuple[Path, int] | None = None) -> None:
+    """Worker 1 takes one step less than worker 0.
+
+    In a real run a file says that a worker has come to where they part, and the other is the `last`.
+    """
     session = pr.init()
     model = mlp()
     model, optimizer = session.prepare(model, SGD(model.parameters()))
     for step in range(4):
-        if step == 3 and session.rank == sleeper:
-            time.sleep(0.5)
+        if step == 3 and order is not None:
+            come, last = order
+            while session.rank == last and not come.exists():
+                time.sleep(0.01)
+            come.touch()
         if step == 3 and session.rank == 1:
             return
         model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
@@ -616,11 +622,17 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
         pr.simulate(ending_early, workers=2, strategy="allreduce")
 
 
-@pytest.mark.parametrize("sleeper", [0, 1])
-def test_a_missing_collective_ends_a_real_run(sleeper: int) -> None:
-    """On real processes too the others hear that the one they need is gone, whoever is first."""
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_missing_collective_ends_a_real_run(last: int, tmp_path: Path) -> None:
+    """On real processes too the others are told that the one they need is gone, in either order."""
     with pytest.raises(PolyrhythmError, match=r"worker 0 .*worker 1"):
-        pr.run(partial(ending_early, sleeper), workers=2, strategy="allreduce", runs=None, threads=1)
+        pr.run(
+            partial(ending_early, (tmp_path / "come", last)),
+            workers=2,
+            strategy="allreduce",
+            runs=None,
+            threads=1,
+        )
 
 
 @dataclass

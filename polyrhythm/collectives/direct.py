@@ -34,8 +34,8 @@ def all_reduce(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], o
     replies = []
     for distance in range(1, len(workers)):  # each starts with its neighbour, to spread the requests
         other = (mine + distance) % len(workers)
-        asked = part(other)
-        replies.append(node.request(workers[other], f"reduce {number}", *asked, into=asked))
+        theirs = part(other)
+        replies.append(node.request(workers[other], f"reduce {number}", *theirs, into=theirs))
     own = part(mine)
     requests = gather(node, f"reduce {number}", workers)
     given = {request.sender: request.tensors for request in requests} | {node.me: own}
@@ -87,7 +87,7 @@ def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
             request = node.receive(kind)
         except WaitError as error:
             silent = [worker for worker in workers if worker not in (*requests, node.me)]
-            raise WaitError(f"{error}; nothing came from {', '.join(map(str, silent))}") from None
+            raise WaitError(f"{error}; no data from {', '.join(map(str, silent))}") from None
         if request is not None:
             requests[request.sender] = request
             continue

@@ -62,7 +62,7 @@ class RingLinks(ABC):
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
         """Starts sending segment `out` to the right, and receiving one from the left.
 
-        `out` must not change until `settle`. Without `fold` the segment may be received into `places`.
+        `out` must not change until `wait_sent`. Without `fold` the segment may be received into `places`.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class RingLinks(ABC):
         """Called when the received segment has been used."""
 
     @abstractmethod
-    def settle(self, number: int) -> None:
+    def wait_sent(self, number: int) -> None:
         """Waits until the segment sent with this number, if any, may be overwritten."""
 
 
@@ -130,7 +130,7 @@ def reduce_in_ring(links: RingLinks, tensors: Sequence[Tensor], op: str, trace: 
     def exchange(number: int) -> None:
         turn, segment = divmod(number, segments)
         # In share-only, a received segment overwrites one that was sent this many segments before.
-        links.settle(number - share_only)
+        links.wait_sent(number - share_only)
         out, places = views((p - turn) % n, segment), views((p - turn - 1) % n, segment)
         links.exchange(number, out, places, fold=number < share_only)
 
@@ -157,7 +157,7 @@ def reduce_in_ring(links: RingLinks, tensors: Sequence[Tensor], op: str, trace: 
         if trace is not None and segment == segments - 1:
             trace(_turn(vectors, n, p, turn))
     for number in range(share_only, turns * segments):
-        links.settle(number)
+        links.wait_sent(number)
 
 
 def bounds(count: int, chunks: int, chunk: int, segments: int = 1, segment: int = 0) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
         try:
             message = node.receive(kind, lost)
         except WaitError as error:
-            raise WaitError(f"{error}; nothing came from {left}, which may wait for another") from None
+            raise WaitError(f"{error}; no data from {left}, which may itself be blocked") from None
         if message is None:
             # Workers that have finished may be gone, but the left neighbour leaves after its last segment.
             for peer in (*node.members.lost, left):
@@ -242,7 +242,7 @@ class _NodeLinks(RingLinks):
         self._message: Any = None
 
     def exchange(self, number: int, out: Sequence[Tensor], places: Sequence[Tensor], fold: bool) -> None:
-        self.settle(number - 2 * AHEAD)  # a connection pauses while many messages are unread
+        self.wait_sent(number - 2 * AHEAD)  # a connection pauses while many messages are unread
         self._places[number] = places
         if not fold:
             self._expected[number] = self._node.expect(self._left, f"{self._name} {number}", places)
@@ -266,7 +266,7 @@ class _NodeLinks(RingLinks):
         message, self._message = self._message, None
         self._node.reply(message)
 
-    def settle(self, number: int) -> None:
+    def wait_sent(self, number: int) -> None:
         if (reply := self._replies.pop(number, None)) is not None:
             reply.wait()
 
@@ -330,7 +330,7 @@ class _TorchLinks(RingLinks):
     def release(self, number: int) -> None:
         pass
 
-    def settle(self, number: int) -> None:
+    def wait_sent(self, number: int) -> None:
         self._wait(self._sending.pop(number, ()), self._right, "to")
 
     def _wait(self, works: Sequence[Any], other: int, way: str) -> None:

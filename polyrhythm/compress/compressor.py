@@ -1,7 +1,7 @@
-"""Decompressor and Compressor: both ends of what travels in codes.
+"""Decompressor and Compressor: both ends of a compressed link.
 
 Both cut flat vectors into the same segments (see `segments`) and hand each to the codec. 16-bit numbers are
-encoded as 32-bit ones, and what is kept of them is kept in 32 bits.
+encoded as 32-bit ones, and their residual is kept in 32 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Decompressor:
-    """The receiving end: decodes what a `Compressor` for the same range of the layout sent."""
+    """The receiving end: decodes the codes of a `Compressor` for the same range of the layout."""
 
     def __init__(self, codec: Codec, layout: Layout, start: int = 0, stop: int | None = None) -> None:
         self.codec, self.start = codec, start
@@ -51,7 +51,7 @@ class Decompressor:
         return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
 
     def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
-        """Overwrites the coded segments with the mean of what all workers sent, summed in rank order."""
+        """Overwrites the coded segments with the mean over all workers, summed in rank order."""
         for each in codes:
             self._check_count(each, self.coded)
         for place, segment in enumerate(self.coded):
@@ -66,13 +66,13 @@ class Decompressor:
                 target.copy_(total)
 
     def add_chunk(self, codes: Sequence[Tensor], into: Sequence[Tensor], number: int, count: int) -> None:
-        """Adds what the codes of chunk `number` of `count` stand for to these segments."""
+        """Decodes chunk `number` of `count` and adds it to these segments."""
         for code, segment in zip(codes, into, strict=True):
             low, high = bounds(segment.numel(), count, number)
             self.codec.decode(code, segment[low:high])
 
     def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
-        """Overwrites the coded segments with the mean whose sum came in chunks, one per worker."""
+        """Overwrites the coded segments with the mean, from sums received in chunks, one per worker."""
         for each in chunks:
             self._check_count(each, self.coded)
         for place, segment in enumerate(self.coded):
@@ -88,7 +88,7 @@ class Decompressor:
             target.copy_(source)
 
     def add(self, message: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Adds what `Compressor.encode_all` has made to the vectors."""
+        """Decodes the result of `Compressor.encode_all` and adds it to the vectors."""
         self._check_count(message, self.segments)
         for code, segment in zip(message, self.segments, strict=True):
             target = segment.of(into)
@@ -103,7 +103,7 @@ class Decompressor:
 
     def _check_count(self, given: Sequence[Tensor], wanted: Sequence[Segment]) -> None:
         if len(given) != len(wanted):
-            raise WireError(f"{len(given)} codes came where {self.codec} makes {len(wanted)}")
+            raise WireError(f"received {len(given)} codes where {self.codec} makes {len(wanted)}")
 
 
 class Compressor(Decompressor):
@@ -173,7 +173,7 @@ class Compressor(Decompressor):
 def _add_dense(given: Tensor, target: Tensor) -> None:
     if given.numel() != target.numel() or given.dtype != target.dtype:
         raise WireError(
-            f"{given.numel()} numbers ({given.dtype}) came where {target.numel()} ({target.dtype}) "
-            "travel as they are"
+            f"received {given.numel()} uncompressed numbers ({given.dtype}) in place of {target.numel()} "
+            f"({target.dtype})"
         )
     target.add_(given.to(target.device))

@@ -32,7 +32,7 @@ def encode(codec: Codec, values: Tensor, state: CodecState) -> Tensor:
 
 @cache
 def _is_fused(kind: type[Codec]) -> bool:
-    """Cached, because asking a protocol takes longer than encoding a few thousand numbers."""
+    """Cached, because isinstance of a protocol takes longer than encoding a few thousand numbers."""
     return issubclass(kind, FusedFeedback)
 
 
@@ -40,7 +40,7 @@ def encode_in_three_passes(codec: Codec, values: Tensor, residual: Tensor, state
     """What `FusedFeedback` does in one pass."""
     residual.add_(values)
     code = codec.encode(residual, state)
-    codec.decode(code, residual, -1.0)  # what the receivers get, not what was meant
+    codec.decode(code, residual, -1.0)  # as the receivers decode it
     return code
 
 
@@ -52,7 +52,7 @@ def check_residual(codec: Codec, residual: Tensor | None, worker: int) -> None:
     if residual is None or math.isfinite(float(residual.sum())) or bool(torch.isfinite(residual).all()):
         return
     raise NotFinite(
-        f"worker {worker}: what {codec} has not sent yet has grown beyond the largest number "
+        f"worker {worker}: the residual of {codec} has grown beyond the largest number "
         f"({residual.dtype}): lower the learning rate, clip gradients, or send more of them at a time"
     )
 

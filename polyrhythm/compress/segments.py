@@ -67,7 +67,9 @@ def _check_layers(codec: Codec, layout: Layout, dense: Iterable[str]) -> None:
         if word != "1d" and not any_within((piece.name for piece in layout.pieces), word):
             layers = (piece.name.rpartition(".")[0] or piece.name for piece in layout.pieces)
             known = ", ".join(dict.fromkeys(layers))
-            raise UsageError(f"{codec}: the model has no layer {word!r} to leave as it is; it has: {known}")
+            raise UsageError(
+                f"{codec}: the model has no layer {word!r} to leave uncompressed; it has: {known}"
+            )
 
 
 def any_within(names: Iterable[str], layer: str) -> bool:

@@ -1,4 +1,4 @@
-"""CompressedSender: what a worker sends through a codec, and what it keeps for it."""
+"""CompressedSender: sends a worker's vectors through a codec, and keeps the codec's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CompressedSender:
-    """Sends ranges of a replica's flat vectors through a codec, and keeps what was not sent.
+    """Sends ranges of a replica's flat vectors through a codec, and keeps the residual.
 
     `rank` and `workers` are the place of the sender among those that send, and their number: random codecs
     draw differently on each.
@@ -55,7 +55,7 @@ class CompressedSender:
 
     @property
     def residual(self) -> tuple[Tensor, ...]:
-        """What has not been sent yet of what this worker wanted to send."""
+        """The part of this worker's updates that has not been sent yet."""
         return self.state.vector("residual")
 
     @property

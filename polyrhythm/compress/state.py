@@ -36,7 +36,7 @@ class CodecState:
         seed: int = 0,
         worker: int = 0,
         workers: int = 1,
-        place: str = "",
+        name: str = "",
     ) -> None:
         self.vector = vector  # a vector as long as the segment, by name; kept, and zero at first
         self.shapes = tuple(shapes)  # of the tensors in the segment, in order; one that is cut is flat
@@ -44,10 +44,10 @@ class CodecState:
         self.residual = vector("residual") if feedback else None
         self.norm: float | None = None  # of all that is sent at once, if a transform needs it; not saved
         self.count = 0
-        self._origin = seed, place, worker
+        self._origin = seed, name, worker
         self._own: dict[str, Any] = {}
         self._parts: dict[int, CodecState] = {}
-        self._saved: State = {"own": {}, "parts": {}}  # loaded, and not asked for yet
+        self._saved: State = {"own": {}, "parts": {}}  # loaded, and not used yet
 
     @classmethod
     def alone(
@@ -81,14 +81,14 @@ class CodecState:
 
     def part(self, low: int, high: int) -> CodecState:
         """The state for elements `low` to `high` of the segment, when they are encoded separately."""
-        seed, place, worker = self._origin
+        seed, name, worker = self._origin
         part = self._parts.get(low)
         if part is None or part.shapes != ((high - low,),):
             saved = self._saved["parts"].pop(low, None) if part is None else part.state_dict()
             part = self._parts[low] = CodecState(
                 lambda name: self.vector(name)[low:high], shapes=[(high - low,)],
                 feedback=self.residual is not None, seed=seed, worker=worker, workers=self.workers,
-                place=f"{place} from {low}",
+                name=f"{name} from {low}",
             )  # fmt: skip
             part.load_state_dict(saved or {})
         return part
@@ -103,8 +103,8 @@ class CodecState:
 
     def shared_stream(self) -> int:
         """A 64-bit seed for the next message, equal on all workers that have sent equally many."""
-        seed, place, _ = self._origin
-        return _hashed(seed, place, "all", self.count)
+        seed, name, _ = self._origin
+        return _hashed(seed, name, "all", self.count)
 
     def state_dict(self) -> State:
         """The count and the codec's own state. Vectors are saved by the `SenderState`."""
@@ -153,7 +153,7 @@ class SenderState:
         self.vectors: dict[str, tuple[Tensor, ...]] = {}
         self._empty = empty
         self._segments: dict[str, CodecState] = {}
-        self._saved: State = {}  # loaded, and not asked for yet
+        self._saved: State = {}  # loaded, and not used yet
 
     def vector(self, name: str) -> tuple[Tensor, ...]:
         """Flat vectors by name, in at least 32 bits; kept, and zero at first."""
@@ -169,34 +169,34 @@ class SenderState:
             offset += count
         return tuple(vectors)
 
-    def place(self, segment: Segment, start: int) -> str:
+    def segment_name(self, segment: Segment, start: int) -> str:
         """A name for a segment of the range from `start` on. It is part of the seed of random codecs."""
         return f"{self.name} {start} {segment.part} {segment.low}"
 
     def segment(self, segment: Segment, start: int, stop: int, feedback: bool) -> CodecState:
         """The state for one segment of the range from `start` to `stop`."""
-        place = self.place(segment, start)
-        if place not in self._segments:
+        name = self.segment_name(segment, start)
+        if name not in self._segments:
 
             def vector(name: str) -> Tensor:
                 return segment.of(cut(self.vector(name), start - self.start, stop - self.start))
 
-            state = self._segments[place] = CodecState(
+            state = self._segments[name] = CodecState(
                 vector, shapes=segment.shapes, feedback=feedback, seed=self.seed, worker=self.worker,
-                workers=self.workers, place=place,
+                workers=self.workers, name=name,
             )  # fmt: skip
-            state.load_state_dict(self._saved.pop(place, {}))
-        return self._segments[place]
+            state.load_state_dict(self._saved.pop(name, {}))
+        return self._segments[name]
 
     def segments_dict(self) -> State:
-        """The state of each segment, by its place."""
-        return {**self._saved, **{place: each.state_dict() for place, each in self._segments.items()}}
+        """The state of each segment, by its name."""
+        return {**self._saved, **{name: each.state_dict() for name, each in self._segments.items()}}
 
     def load_segments(self, state: State) -> None:
         """Continues from what `segments_dict` returned."""
         self._saved = copy.deepcopy(state)
-        for place, segment in self._segments.items():
-            segment.load_state_dict(self._saved.pop(place, {}))
+        for name, segment in self._segments.items():
+            segment.load_state_dict(self._saved.pop(name, {}))
 
     def state_dict(self) -> State:
         vectors = {name: cloned(parts) for name, parts in self.vectors.items()}

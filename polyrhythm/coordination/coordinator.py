@@ -85,14 +85,14 @@ class Coordinator:
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
-            BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._settle,
+            BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
             ReleaseMemory: self._release_memory, ShowNote: self._show_note,
         }  # fmt: skip
         if strategy is not None:
-            self.settle(strategy)
+            self.set_strategy(strategy)
 
-    def settle(self, strategy: ResolvedStrategy) -> None:
+    def set_strategy(self, strategy: ResolvedStrategy) -> None:
         """Sets the strategy of the run, and starts its servers."""
         self.strategy = strategy
         servers = self.plan.servers or int(strategy.traits.uses_servers)
@@ -117,7 +117,7 @@ class Coordinator:
 
     def _join(self, peer: Peer, request: JoinRun, respond: Respond) -> None:
         if self.strategy is None:
-            self.settle(request.strategy)
+            self.set_strategy(request.strategy)
         if self.plan.batch_norm is None:
             self.plan = replace(self.plan, batch_norm=request.batch_norm)
         self.membership.join(peer, request.location)
@@ -175,9 +175,9 @@ class Coordinator:
         self._launcher.say(request.text)
         respond(None)
 
-    def _settle(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
+    def _steps_done(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
         if peer in self.membership.members:  # otherwise it died while the request was in flight
-            self._finish.settle(peer, respond)
+            self._finish.wait(peer, respond)
             self._advance()
 
     def _leave_run(self, peer: Peer, request: LeaveRun, respond: Respond) -> None:

@@ -1,7 +1,7 @@
 """Finish: the end of a run whose workers hold the parameters. Logic without I/O.
 
 A worker that has taken its last step stays until all have, because others may still request its parameters.
-Then one worker sends the result, and the others answer its requests until it is done.
+Then one worker sends the result, and the others reply to its requests until it is done.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Finish:
 
     def __init__(self) -> None:
         self.done: set[Peer] = set()  # have taken their last step
-        self._settling: ReplyBarrier[None] = ReplyBarrier()  # wait until all have
+        self._waiting: ReplyBarrier[None] = ReplyBarrier()  # wait until all have
         self._leaving: ReplyBarrier[Farewell] = ReplyBarrier()  # wait until the result has arrived
-        self._bringer: Peer | None = None  # sends the result
+        self._result_sender: Peer | None = None  # sends the result
 
-    def settle(self, peer: Peer, respond: Callable[[None], None]) -> None:
+    def wait(self, peer: Peer, respond: Callable[[None], None]) -> None:
         """A worker has taken its last step and waits for the others."""
         self.done.add(peer)
-        self._settling.add(peer, respond)
+        self._waiting.add(peer, respond)
 
     def leave(self, peer: Peer, respond: Callable[[Farewell], None]) -> None:
         """A worker wants to leave."""
@@ -36,19 +36,19 @@ class Finish:
         """A worker has died. True if it had taken its last step."""
         done = peer in self.done
         self.done.discard(peer)
-        self._settling.forget(peer)
+        self._waiting.forget(peer)
         self._leaving.forget(peer)
-        if peer == self._bringer:
-            self._bringer = None
+        if peer == self._result_sender:
+            self._result_sender = None
         return done
 
     def advance(self, workers: Sequence[Peer]) -> None:
         """Replies to the waiting workers, if all workers of the run are done."""
         if not workers or {*workers} - self.done:
             return
-        self._settling.release_all(lambda peer: None)
-        if self._bringer is None and all(worker in self._leaving for worker in workers):
-            self._bringer = workers[0]
+        self._waiting.release_all(lambda peer: None)
+        if self._result_sender is None and all(worker in self._leaving for worker in workers):
+            self._result_sender = workers[0]
             self._leaving.release(workers[0], Farewell(last=True))
 
     def end(self) -> Iterator[Peer]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reduction(Enum):
-    """How the codes of several workers become the mean of what they stand for."""
+    """How the codes of several workers become the mean of their values."""
 
     ELEMENTWISE = "elementwise"  # summed: a code is one float per number, so parts can be summed separately
     SUM = "sum"  # summed: codes are floats, and their mean is the code of the mean
@@ -71,7 +71,7 @@ class Codec(Configured):
         """Adds the values that a code stands for, times `scale`. Raises WireError if the code is invalid."""
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Does what takes long before the first step, such as compiling, for numbers of this dtype."""
+        """Does slow work before the first step, such as compiling, for numbers of this dtype."""
 
 
 @runtime_checkable
@@ -79,7 +79,7 @@ class FusedFeedback(Protocol):
     """Encodes and updates the residual in one pass. For other codecs `compress.feedback` takes three."""
 
     def encode_with_feedback(self, values: Tensor, residual: Tensor, state: CodecState) -> Tensor:
-        """Adds the values to the residual, encodes it, and subtracts what the code stands for."""
+        """Adds the values to the residual, encodes it, and subtracts the decoded values."""
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ class HasReducer(Protocol):
     """Averages over a group by more than decoding the codes of all."""
 
     def reducer(self) -> Reducer | None:
-        """The reducer to use, or None for the one that `reduction` asks for."""
+        """The reducer to use, or None for the one given by `reduction`."""
 
 
 @runtime_checkable

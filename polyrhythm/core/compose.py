@@ -15,17 +15,17 @@ def refusal(
 ) -> str:
     """Why a strategy cannot send through a codec, in one line; empty if it can.
 
-    A class stands for its default configuration. Pass the collective to ask about that as well.
+    A class stands for its default configuration. Pass the collective to check that too.
 
     >>> import polyrhythm as pr
     >>> refusal(pr.parse("diloco"), pr.parse("allreduce+dgc").codec)
-    'dgc is for gradients, and diloco sends how far each worker has come'
+    'dgc compresses gradients only; diloco sends parameter updates'
     """
     if not strategy.codecs:
         return f"{strategy.name} takes no codec"
     made = codec if isinstance(codec, Codec) else codec()
     if strategy.exchanges != "gradients" and gradients_only(made):
-        return f"{made} is for gradients, and {strategy.name} sends how far each worker has come"
+        return f"{made} compresses gradients only; {strategy.name} sends parameter updates"
     if collective is None or not made.reduction.gathered:
         return ""
     chosen = strategy() if isinstance(strategy, type) else strategy

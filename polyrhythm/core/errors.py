@@ -1,4 +1,4 @@
-"""Every error raised on purpose. Each tells a person what was asked, what is wrong and what would work."""
+"""Every error raised on purpose. Each says what was requested, what is wrong and what would work."""
 
 from __future__ import annotations
 

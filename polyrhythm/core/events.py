@@ -109,7 +109,7 @@ class Dropped(Event, frozen=True, tag="drop"):
 
 
 class Pulled(Event, frozen=True, tag="pull"):
-    """A server has sent its parameters to a worker that asked for them without a push."""
+    """A server has sent its parameters to a worker that pulled without a push."""
 
     frequent: ClassVar[bool] = True
 

@@ -27,7 +27,7 @@ class Task(ABC):
 
 
 class Coding(Protocol):
-    """What a collective needs of a compressor (see `compress.compressor`). Segments are parts of vectors."""
+    """The methods of a compressor that collectives use. Segments are parts of vectors."""
 
     codec: Codec
 
@@ -35,7 +35,7 @@ class Coding(Protocol):
         """The codes of the coded segments."""
 
     def combine(self, codes: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
-        """Overwrites the coded segments with the mean of what all workers sent."""
+        """Overwrites the coded segments with the mean over all workers."""
 
     def codable(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """The coded segments."""
@@ -50,10 +50,10 @@ class Coding(Protocol):
         """The codes of chunk `number` of `count` of each of these segments."""
 
     def add_chunk(self, codes: Sequence[Tensor], into: Sequence[Tensor], number: int, count: int) -> None:
-        """Adds what the codes of a chunk stand for to these segments."""
+        """Decodes a chunk and adds it to these segments."""
 
     def combine_chunks(self, chunks: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
-        """Overwrites the coded segments with the mean whose sum came in chunks, one per worker."""
+        """Overwrites the coded segments with the mean, from sums received in chunks, one per worker."""
 
 
 class Group(ABC):

@@ -1,4 +1,4 @@
-"""Message: what a node receives, and the reply that it waits for."""
+"""Message and Reply: received messages, and replies to requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Field = Scalar | list[Any] | dict[str, Any]
 
 @dataclass
 class Message:
-    """What a node receives: who sent it, what kind it is, small typed fields and tensors."""
+    """A received message: its sender, its kind, small typed fields and tensors."""
 
     sender: Peer
     kind: str
@@ -32,13 +32,13 @@ class Message:
 
     @property
     def incarnation(self) -> int:
-        """Which life of its sender sent it: 0, or how many it has lost."""
+        """The sender's incarnation: how many predecessors of that rank have died."""
         return self.sequence >> INCARNATION_SHIFT
 
 
 class Reply(ABC):
-    """An answer that is on its way."""
+    """The reply to a request, once it arrives."""
 
     @abstractmethod
     def wait(self) -> Message:
-        """Blocks until the answer is here and `into` is filled. Ends with `PeerLost` if it never will be."""
+        """Blocks until the reply is here and `into` is filled. Raises `PeerLost` if it never will be."""

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Lock(ABC):
-    """A lock that all workers of a host see under one name. Whoever waits gets it before one who had it; the
-    death of its holder frees it."""
+    """A lock that all workers of a host see under one name. Fair: waiters go before the last
+    holder. Released if its holder dies."""
 
     @abstractmethod
     def take(self) -> None:
@@ -70,7 +70,7 @@ class Memory(ABC):
     def shared(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all workers of this host see under this name, zero at first.
 
-        It outlives the worker that asked for it first. UsageError if some workers are on another host.
+        It outlives the worker that requested it first. UsageError if some workers are on another host.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Members:
         self.workers: Sequence[Peer] = ()  # by rank
         self.servers: Sequence[Peer] = ()  # by rank
         self.lost: dict[Peer, int] = {}  # workers that died before they finished: their last incarnation
-        self.over = False  # every worker is gone, and none will come
+        self.over = False  # every worker has left, and none will join
         self._left: dict[Peer, int] = {}  # the last incarnation of a peer that has left, for any reason
 
     def alive(self, message: Message) -> bool:
@@ -100,7 +100,7 @@ class Members:
         return message.incarnation <= self.lost.get(message.sender, -1)
 
     def leave(self, peer: Peer, incarnation: int, finished: bool) -> None:
-        """Notes that a worker has left."""
+        """Records that a worker has left."""
         self._left[peer] = incarnation
         if not finished:
             self.lost[peer] = incarnation
@@ -146,7 +146,7 @@ class Node(ABC):
 
     @abstractmethod
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
-        """Answers a request. The sender's `into` is filled before this returns or soon after; the tensors
+        """Replies to a request. The sender's `into` is filled before this returns or soon after; the tensors
         are copied. The message's own tensors must not be used afterwards.
 
         True if the tensors lie in the sender's memory now, so that they cannot be lost on the way.
@@ -195,7 +195,7 @@ class Node(ABC):
 
     @abstractmethod
     def totals(self, *, steps: int, samples: int, compute_s: float, wait_s: float) -> None:
-        """Notes what this node has done so far, for progress and the summary."""
+        """Reports the work of this node so far, for progress and the summary."""
 
 
 def others(node: Node) -> list[Peer]:

@@ -1,4 +1,4 @@
-"""Plan: everything that a run was asked to do."""
+"""Plan: the configuration of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyrhythm.core.mesh import Mesh
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run was asked to do: data only.
+    """The configuration of a run: data only.
 
     It is made once, from the command line or from Python, and passed whole to the launcher, the coordinator
     and all nodes, also those on other hosts. `config.json` in the run folder holds it.

@@ -12,33 +12,33 @@ publisher and the reader count them alike, so that no message has to announce a 
 
 A request and its publication may come in either order:
 
-    request first       it is held, and answered when the publication is made
-    publication first   it is kept, and answers the request at once
-    neither will come   the answer is empty: the key is of an earlier cohort or round, or nothing more is
+    request first       it is held until the publication is made
+    publication first   it is kept, and the request gets its reply at once
+    neither will come   the reply is empty: the key is of an earlier cohort or round, or nothing more is
                         published
 
-A publication is kept until each of its readers has *acknowledged* it. An answer that was sent may be lost
-with its connection. The reader then sends its request again and gets the same answer, so a publication
+A publication is kept until each of its readers has *acknowledged* it. A reply that was sent may be lost
+with its connection. The reader then sends its request again and gets the same reply, so a publication
 reaches each reader exactly once. There are two ways to acknowledge:
 
     - Every request carries `have`: the reader has all rounds before this one. That costs no message, and is
       enough where readers return every round or so.
     - `Fetch.acknowledge` sends a message, where a reader may not return for long.
 
-On one host an answer is written to the memory of its reader, where it cannot get lost: that acknowledges it
+On one host a reply is written to the memory of its reader, where it cannot get lost: that acknowledges it
 too. The published tensors belong to the publication until then. Memory of publications that are done is
-reused (`room`).
+reused (`spare_buffers`).
 
 When a worker dies (`on_message(None)`):
 
     - Its held requests are dropped. It may have been replaced by now, and its memory may be another's.
     - Publications that only it has not acknowledged are done. One that it never requested was certainly not
       received, and is returned to its publisher (`returned`).
-    - Answers that are being written to its memory are waited for. Once a node has processed a death, nothing
-      of it writes there: a replacement relies on that. So requests are answered inside `node.lock()`, and
-      large answers by tasks that are known before the lock is released.
+    - Replies that are being written to its memory are waited for. Once a node has processed a death, nothing
+      of it writes there: a replacement relies on that. So replies are sent inside `node.lock()`, and
+      large ones by tasks that are known before the lock is released.
 
-When a cohort begins (`begin`), requests for the rounds before it get an empty answer. Requests for later
+When a cohort begins (`begin`), requests for the rounds before it get an empty reply. Requests for later
 cohorts stay held: another worker may have begun already.
 
 A run that resumes from a saved state begins at a later round, and all workers must have loaded states of the
@@ -91,12 +91,12 @@ class Delivery:
     publication: Publication
     reader: Peer
     incarnation: int  # of the reader
-    answered: bool = False  # a request for it was answered: whether the answer arrived is not known
-    writing: int = 0  # answers that are being written,
-    tasks: list[Task] = field(default_factory=list)  # by these tasks
+    replied: bool = False  # a reply was sent; it is not known whether it arrived
+    writing: int = 0  # number of replies being written
+    tasks: list[Task] = field(default_factory=list)  # the tasks that write them
 
-    def settle(self) -> None:
-        """Blocks until no answer is being written."""
+    def join_writes(self) -> None:
+        """Blocks until no reply is being written."""
         for task in self.tasks:
             with contextlib.suppress(PolyrhythmError):  # the connection broke, or the reader died
                 task.join()
@@ -112,7 +112,7 @@ class Fetch:
         self._node, self._reply, self._acknowledgment = node, reply, acknowledgment
 
     def wait(self) -> Message | None:
-        """Blocks until it is here. None if it will never be: its publisher died, or the answer is empty."""
+        """Blocks until it is here. None if it will never be: its publisher died, or the reply is empty."""
         try:
             message = self._reply.wait()
         except PeerLost:
@@ -128,7 +128,7 @@ class Fetch:
 
 
 class Published:
-    """What a worker has published for others, and their requests for what it has not published yet.
+    """A worker's publications, and the requests of others for those that it has not made yet.
 
     `kind` is that of the requests. `returned` is called, inside `node.lock()`, with each publication of the
     present cohort that a reader cannot have received because it died.
@@ -140,12 +140,12 @@ class Published:
         self.node, self.kind, self._returned = node, kind, returned
         self.first = Key(0, 0)  # nothing before it is published
         self.origin: str | None = "the start"  # from where this worker continues; None: it follows the others
-        self.rooms: list[Sequence[Tensor]] = []  # memory that was published from
+        self.buffers: list[Sequence[Tensor]] = []  # memory that was published from
         self._begun = self._closed = False
         self._deliveries: dict[tuple[Peer, Key], Delivery] = {}
         self._latest: dict[Peer, Key] = {}  # that was published for each reader
         self._held = HeldRequests(node, key_of)
-        self._released: list[Delivery] = []  # done, but a repeated answer is still being written
+        self._released: list[Delivery] = []  # done, but a repeated reply is still being written
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -162,39 +162,39 @@ class Published:
             for reader in readers:
                 self._latest[reader] = key
                 self._deliveries[reader, key] = Delivery(publication, reader, lost.get(reader, -1) + 1)
-            self._answer_held()
+            self._reply_to_held()
 
-    def answer(self, request: Message, tensors: Sequence[Tensor]) -> None:
-        """Publishes tensors that were made for a held request: its sender gets them, and nobody else."""
+    def publish_for(self, request: Message, tensors: Sequence[Tensor]) -> None:
+        """Publishes tensors for the sender of a held request only."""
         reader, key = request.sender, key_of(request)
         with self.node.lock():
             self._latest[reader] = key
             self._deliveries[reader, key] = Delivery(Publication(tensors, {}), reader, request.incarnation)
-            self._answer_held()
+            self._reply_to_held()
 
     def waiting(self) -> list[Message]:
         """Held requests of workers that continue from where this one does."""
         with self.node.lock():
             return [request for request in self._held if self._same_origin(request)]
 
-    def room(self, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    def spare_buffers(self, like: Sequence[Tensor]) -> Sequence[Tensor]:
         """Memory to publish from: that of a publication that is done, or new."""
         import torch
 
         used = self._used()
-        for room in self.rooms:
-            if id(room) not in used:
-                return room
-        self.rooms.append([torch.empty_like(part) for part in like])
-        return self.rooms[-1]
+        for buffers in self.buffers:
+            if id(buffers) not in used:
+                return buffers
+        self.buffers.append([torch.empty_like(part) for part in like])
+        return self.buffers[-1]
 
     def trim(self) -> None:
         """Frees the memory of publications that are done."""
         used = self._used()
-        self.rooms = [room for room in self.rooms if id(room) in used]
+        self.buffers = [buffers for buffers in self.buffers if id(buffers) in used]
 
     def _used(self) -> set[int]:
-        """The rooms that are still read."""
+        """The ids of the buffers that are still read."""
         with self.node.lock():
             read = (*self._deliveries.values(), *self._released)
             return {id(delivery.publication.tensors) for delivery in read}
@@ -211,7 +211,7 @@ class Published:
         """Begins a cohort, or resumes at a later round: no earlier key is published from here on."""
         with self.node.lock():
             self.first, self.origin = first, origin
-            self._answer_held()
+            self._reply_to_held()
             if origin is not None:
                 self.start()
 
@@ -233,7 +233,7 @@ class Published:
         """Nothing more will be published."""
         with self.node.lock():
             self._closed = True
-            self._answer_held()
+            self._reply_to_held()
 
     # --- the reader ---------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Published:
             else:
                 self._release(message.sender, key_of(message))
         for delivery in undelivered:
-            delivery.settle()
+            delivery.join_writes()
 
     def _on_request(self, message: Message) -> None:
         key = key_of(message)
@@ -278,39 +278,39 @@ class Published:
             if reader == message.sender and earlier < Key(key.cohort, message["have"]):
                 self._release(reader, earlier)
         self._held.add(message)
-        self._answer_held()
+        self._reply_to_held()
 
     def _forget_the_dead(self) -> list[Delivery]:
-        """Returns the deliveries whose readers died: answers may still be written to their memory."""
+        """Returns the deliveries whose readers died: replies may still be written to their memory."""
         lost = self.node.members.lost
-        self._answer_held()
+        self._reply_to_held()
         undelivered = [each for each in self._released if each.incarnation <= lost.get(each.reader, -1)]
         for (reader, key), delivery in list(self._deliveries.items()):
             if delivery.incarnation <= lost.get(reader, -1):
                 del self._deliveries[reader, key]
                 undelivered.append(delivery)
-                if not delivery.answered and key.cohort == self.first.cohort:
+                if not delivery.replied and key.cohort == self.first.cohort:
                     self._returned(delivery.publication)
         return undelivered
 
-    def _answer_held(self) -> None:
-        """Answers the held requests that need not wait any longer, and drops those of the dead."""
-        for request in self._held.take(self._answerable):
-            self._answer(request)
+    def _reply_to_held(self) -> None:
+        """Replies to the held requests that need not wait any longer, and drops those of the dead."""
+        for request in self._held.take(self._can_reply):
+            self._reply_to(request)
 
-    def _answerable(self, request: Message) -> bool:
-        """True if what was requested is published, or will never be."""
+    def _can_reply(self, request: Message) -> bool:
+        """True if the requested publication exists, or never will."""
         reader, key = request.sender, key_of(request)
         return (reader, key) in self._deliveries or not self._may_come(reader, key)
 
-    def _answer(self, request: Message) -> None:
-        """Answers a request that is answerable."""
+    def _reply_to(self, request: Message) -> None:
+        """Replies to a request that `_can_reply`."""
         reader, key = request.sender, key_of(request)
         delivery = self._deliveries.get((reader, key))
         if delivery is None:
             self.node.reply(request, nothing=True)
             return
-        delivery.answered = True
+        delivery.replied = True
         if sum(tensor.nbytes for tensor in delivery.publication.tensors) > LARGE:
             delivery.writing += 1
             delivery.tasks.append(self.node.spawn(self._write, request, delivery))

@@ -33,7 +33,7 @@ def is_builtin(cls: type) -> bool:
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; UsageError says what is wrong with it and what would work."""
     if not isinstance(text, str):
-        raise UsageError(f"a strategy is named by a text, such as 'local:8', and not by {text!r}")
+        raise UsageError(f"a strategy is named by a string such as 'local:8', not by {text!r}")
     text = text.strip(" ")
     load_builtins()
     if len(sides := grammar.levels(text)) > 1:
@@ -132,9 +132,9 @@ def _naming(text: str, instead: Callable[[str], str] = lambda text: "") -> Itera
     try:
         yield
     except UsageError as error:
-        asked, better = text if text.isprintable() else repr(text), instead(text)
+        printable, better = text if text.isprintable() else repr(text), instead(text)
         kind = UnknownName if isinstance(error, UnknownName) and not better else UsageError
-        raise kind(f"{asked}: {better or error}") from None
+        raise kind(f"{printable}: {better or error}") from None
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a node says to the coordinator, and the replies.
+"""Requests of nodes to the coordinator, and the replies.
 
 `pack` and `unpack` turn a request into the kind and the fields of a message, and back.
 """
@@ -30,7 +30,7 @@ class Request(msgspec.Struct, Generic[R], frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """What a node has to know of the run that it has joined."""
+    """The state of the run, for a node that has joined."""
 
     strategy: ResolvedStrategy
     seed: int
@@ -59,7 +59,7 @@ class ShareReply(msgspec.Struct, frozen=True):
 
 
 class Farewell(msgspec.Struct, frozen=True):
-    last: bool  # this worker has to bring the final parameters
+    last: bool  # this worker has to send the final parameters
 
 
 class LateReply(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class LateReply(msgspec.Struct, frozen=True):
 
 
 class JoinRun(Request[Welcome], frozen=True, tag="join"):
-    """Joins the run, and proposes a strategy and a batch norm in case they are not settled. Answered when all
+    """Joins the run, and proposes a strategy and a batch norm in case none is set. The reply comes when all
     nodes are there."""
 
     reply: ClassVar[Any] = Welcome
@@ -81,14 +81,14 @@ class JoinRun(Request[Welcome], frozen=True, tag="join"):
 
 
 class Prepared(Request[None], frozen=True, tag="prepared"):
-    """The node has built its model. Answered when all nodes have."""
+    """The node has built its model. The reply comes when all nodes have."""
 
     layout: str  # the hash of the layout
     part: str = ""  # the name of the part of the model that this node holds; "" is all of it
 
 
 class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):
-    """Asks for the next batches of an epoch."""
+    """Requests the next batches of an epoch."""
 
     reply: ClassVar[Any] = LeaseReply
 
@@ -108,7 +108,7 @@ class ReturnLease(Request[None], frozen=True, tag="return lease"):
 
 
 class ShareEpoch(Request[ShareReply], frozen=True, tag="share epoch"):
-    """Asks which workers share an epoch. Answered when it begins."""
+    """Requests the workers that share an epoch. The reply comes when it begins."""
 
     reply: ClassVar[Any] = ShareReply
 
@@ -146,7 +146,7 @@ class ShowNote(Request[None], frozen=True, tag="note"):
 class StepsDone(Request[None], frozen=True, tag="done"):
     """The worker has taken its last step, and has the replies to all its requests to others.
 
-    Answered when that is true of all workers: what each has sent in training is final from then on.
+    The reply comes when that is true of all workers: from then on their training messages are complete.
     """
 
 
@@ -157,7 +157,7 @@ class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
 
 
 class WhoIsLate(Request[LateReply], frozen=True, tag="late"):
-    """Asks for whom others wait: at the begin of an epoch, or at the end."""
+    """Requests the workers that others wait for, at the start of an epoch or at the end."""
 
     reply: ClassVar[Any] = LateReply
 
@@ -177,7 +177,7 @@ class ReleaseMemory(Request[None], frozen=True, tag="release"):
 
 
 class Report(Request[None], frozen=True, tag="report"):
-    """What a node has done so far, and what it has logged since its last report. Sent one way."""
+    """A node's totals so far, and its events since the last report. Sent one way."""
 
     totals: Totals | None = None
     staleness: dict[int, int] = {}  # how many updates were applied with each staleness
@@ -208,7 +208,7 @@ def pack(request: Request[Any]) -> tuple[str, dict[str, Any]]:
 def unpack(kind: str, fields: dict[str, Any]) -> Request[Any]:
     """The request that `pack` made these from."""
     if kind not in REQUESTS:
-        raise WireError(f"the coordinator knows no {kind!r}")
+        raise WireError(f"unknown request to the coordinator: {kind!r}")
     return _convert({**fields, "type": kind}, REQUESTS[kind], kind)  # type: ignore[no-any-return]
 
 

@@ -54,8 +54,8 @@ def resolved(strategy: Strategy, notes: tuple[str, ...] = ()) -> ResolvedStrateg
         known = registered(each.kind).get(each.name)
         if known is None or class_path(known) != class_path(type(each)):
             raise UsageError(
-                f"{type(each).__qualname__} has no name of its own, so other processes cannot find it; give "
-                'the class one: name = "mine"'
+                f"{type(each).__qualname__} has no name of its own, so other processes cannot find it; set "
+                'name = "mine" in the class'
             )
     return ResolvedStrategy(str(strategy), strategy.traits, class_paths(strategy), notes)
 

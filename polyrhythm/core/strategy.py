@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the rest of the program must know of a strategy."""
+    """The properties of a strategy that the rest of the program uses."""
 
     lockstep: bool = True  # all workers take the same number of steps, together
     survives_loss: bool | None = None  # the others continue when a worker dies; None: if not in lockstep
@@ -38,13 +38,17 @@ class Traits:
     sync_delay: int = 0  # steps from an exchange to the step that uses its result
     identical_optimizers: bool = False  # all optimizers hold identical state after each synchronization
     averages_optimizers: bool = False  # synchronization averages the state of the optimizers
-    weighted_by_examples: bool = False  # the mean weighs workers by their examples, so gradients must not be
+    weighted_by_examples: bool = (
+        False  # the mean is weighted by examples, so the session must not scale gradients
+    )
     parameters_held_by_peers: bool = False  # workers hold the parameters: none leaves before all are done
     inside_sites: bool = False  # workers are equal after each synchronization, so they can be one site
     between_sites: bool = False  # whole sites can be its workers
     optimizer: str = "any"  # or the class in torch.optim that it needs
     sparse_gradients: bool = False  # sparse gradients stay sparse, outside the flat gradient
-    steps_in_place: bool = False  # the optimizer's step is all, so it may compute its own gradients
+    steps_in_place: bool = (
+        False  # calls only the optimizer's step, so optimizers that compute their own gradients work
+    )
     one_host: bool = False  # it works on memory that all workers share
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
 
@@ -61,14 +65,14 @@ class Strategy(Configured):
     kind = "strategy"
     registry: ClassVar[dict[str, type[Strategy]]] = {}
     codecs: ClassVar[bool] = False  # it can send through a codec
-    exchanges: ClassVar[Literal["gradients", "updates"]] = "gradients"  # updates: how far a worker has come
+    exchanges: ClassVar[Literal["gradients", "updates"]] = "gradients"  # updates: changes of parameters
 
     codec: Codec | None = field(default=None, kw_only=True)
 
     def __new__(cls, *values: Any, codec: Codec | None = None, **named: Any) -> Self:
         if codec is not None and not isinstance(codec, Codec):
             raise UsageError(
-                f"{cls.name}: codec takes a codec, as parse_codec('topk:0.01') is, not {codec!r}"
+                f"{cls.name}: codec takes a codec, such as parse_codec('topk:0.01'), not {codec!r}"
             )
         if codec is not None and (why := refusal(cls, codec)):
             raise UsageError(why)
@@ -79,7 +83,7 @@ class Strategy(Configured):
 
     @property
     def traits(self) -> Traits:
-        """What the rest of the program must know of it."""
+        """Its properties that the rest of the program uses."""
         return Traits()
 
     @property
@@ -91,7 +95,7 @@ class Strategy(Configured):
         """Raises UsageError, before any process starts, if it cannot work as planned."""
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Does whatever takes long, such as compiling, once on each host before the workers are started."""
+        """Does slow work, such as compiling, once on each host before the workers are started."""
         for part in self.parts:
             if part.codec is not None:
                 part.codec.prepare(dtype)

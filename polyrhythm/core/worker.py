@@ -9,7 +9,7 @@ The session's driver calls a worker in this order:
     step()                    in place of optimizer.step()
     ...
     finish()
-    consensus(final=True)     on one worker, to bring the result home
+    consensus(final=True)     on one worker, which sends the result
 
 Rare abilities are protocols of one method. The driver looks for them with isinstance.
 """
@@ -52,7 +52,7 @@ class Worker(ABC):
         """The parameters that the workers agree on so far, as flat vectors; called by all workers.
 
         `final`: all workers have finished, and only one of them calls this. A result written to
-        `replica.consensus_vectors()` is shown without another copy.
+        `replica.consensus_vectors()` is not copied again.
         """
         return self.replica.parameters
 
@@ -88,7 +88,7 @@ class BeforeForward(Protocol):
     """Acts before the script reads the parameters for a step."""
 
     def before_forward(self) -> None:
-        """Called before a forward pass that gradients may be wanted of."""
+        """Called before each forward pass in training."""
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class OnMembership(Protocol):
     """Works in lockstep and continues when a worker dies."""
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
-        """Called when other workers than before share the epoch that begins, by all of them.
+        """Called on every worker when the set of workers changes at the start of an epoch.
 
         `number` counts these changes.
         """

@@ -38,7 +38,7 @@ class BucketState(SenderState):
         self._bounds: dict[str, tuple[int, int]] = {}  # start and stop of each segment, by its place
 
     def segment(self, segment: Segment, start: int, stop: int, feedback: bool) -> CodecState:
-        self._bounds[self.place(segment, start)] = segment.low, segment.high
+        self._bounds[self.segment_name(segment, start)] = segment.low, segment.high
         return super().segment(segment, start, stop, feedback)
 
     def scale(self, name: str, factor: float) -> None:

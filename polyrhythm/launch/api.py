@@ -13,7 +13,7 @@ from polyrhythm.core.events import EventPolicy
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch import planning
-from polyrhythm.launch.console import Console, LineStream, shown
+from polyrhythm.launch.console import Console, LineStream, format_metrics
 from polyrhythm.launch.planning import MOST, Servers
 from polyrhythm.launch.program import Program
 from polyrhythm.record.folder import RunFolder, name_run
@@ -230,7 +230,7 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> Summary:
         _record(folder, plan)
         torch.set_num_threads(threads)
         world = Simulated(program.load(), plan, cluster, strategy, folder, console.line)
-        world.loop.beat = lambda: console.progress(_progress(world.coordinator, world.loop.now))
+        world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with _prefixed(console):
             coordinator = world.run()
         return _finish(coordinator, folder)
@@ -283,5 +283,5 @@ def _prefixed(console: Console) -> Iterator[None]:
 def _progress(coordinator: Coordinator, now: float) -> str:
     tally = coordinator.tally
     steps, samples = tally.progress()
-    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *shown(tally.metrics)]
+    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics)]
     return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

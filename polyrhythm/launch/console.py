@@ -113,7 +113,7 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def shown(metrics: dict[str, Any]) -> list[str]:
+def format_metrics(metrics: dict[str, Any]) -> list[str]:
     """Metrics for the progress line."""
     return [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

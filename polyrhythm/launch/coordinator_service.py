@@ -87,7 +87,7 @@ class CoordinatorService:
         if incoming.kind == "result":
             membership = coordinator.membership
             if sender not in membership.members or incarnation != membership.incarnations[sender]:
-                self._transport.reply(incoming)  # it died: a replacement will bring the result again
+                self._transport.reply(incoming)  # it died: a replacement will send the result again
                 return None
             file = [buffer.view for buffer in incoming.buffers]
             digest = incoming.fields["digest"]

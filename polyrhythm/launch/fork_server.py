@@ -153,9 +153,9 @@ class _Server:
         """
         import torch
 
-        from polyrhythm.session.settle import planned, settle
+        from polyrhythm.session.strategy_check import check_strategy, planned
 
-        plan, settled = self._config.plan, self._config.strategy
+        plan, resolved = self._config.plan, self._config.strategy
         extensions.search(self._program.folder)
         extensions.import_modules(plan.imports)
         if plan.strategy is None:
@@ -166,12 +166,12 @@ class _Server:
             if not self._program.may_define(plan.strategy):
                 raise
             return None
-        if settled is None:
-            settled = settle(plan, strategy)
-            self._config = replace(self._config, strategy=settled)
+        if resolved is None:
+            resolved = check_strategy(plan, strategy)
+            self._config = replace(self._config, strategy=resolved)
         with contextlib.suppress(Exception):  # the nodes report it
             strategy.prepare(torch.float32)
-        return settled
+        return resolved
 
     def _handle_command(self) -> bool:
         """Executes the launcher's next command; False when the launcher is gone."""

@@ -22,7 +22,7 @@ from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.launch.arena_pool import ArenaPool
-from polyrhythm.launch.console import Console, shown
+from polyrhythm.launch.console import Console, format_metrics
 from polyrhythm.launch.coordinator_service import CoordinatorService
 from polyrhythm.launch.fork_server import ForkServer
 from polyrhythm.launch.hosts import HOST, listing
@@ -81,7 +81,7 @@ class Launcher:
                 self._console,
                 self._exited,
                 self._broken,
-                self._settled,
+                self._resolved,
             )
             self._nodes.watch(self._wake_read, lambda: os.read(self._wake_read, 4096))
             self._transport = _listen(config, self._console)
@@ -228,11 +228,11 @@ class Launcher:
         with self._lock:
             self.coordinator.fail(why, exit_code)
 
-    def _settled(self, strategy: ResolvedStrategy) -> None:
+    def _resolved(self, strategy: ResolvedStrategy) -> None:
         """Called when the fork server has resolved the strategy, from a module that only it imports."""
         with self._lock:
             if self.coordinator.strategy is None:
-                self.coordinator.settle(strategy)
+                self.coordinator.set_strategy(strategy)
 
     def _progress(self) -> str:
         coordinator = self.coordinator
@@ -245,7 +245,7 @@ class Launcher:
         epoch, epochs = tally.epoch
         parts = [str(coordinator.strategy), f"{seconds:.0f} s"]
         parts += [f"epoch {epoch} of {epochs}"] if epochs else []
-        parts += shown(tally.metrics)
+        parts += format_metrics(tally.metrics)
         parts += [f"{samples / seconds:,.0f} samples/s", f"step {steps:,}"]
         return "  ".join(parts)
 

@@ -25,7 +25,7 @@ class NodeConfig:
     threads: int  # of torch, per worker
     listen: str
     arenas: Arenas | None = None
-    strategy: ResolvedStrategy | None = None  # if it is settled already
+    strategy: ResolvedStrategy | None = None  # if it is known already
 
 
 class NodeStart(NamedTuple):

@@ -30,7 +30,7 @@ GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 class NodeProcesses:
     """Forks nodes, forwards their output, reports their exits, and ends them.
 
-    `exited(peer, status)`, `broken(why, exit_code)` and `settled(strategy)` are called from `poll`, until
+    `exited(peer, status)`, `broken(why, exit_code)` and `resolved(strategy)` are called from `poll`, until
     `end` is called.
     """
 
@@ -41,11 +41,11 @@ class NodeProcesses:
         console: Console,
         exited: Callable[[Peer, int], None],
         broken: Callable[[str, int], None],
-        settled: Callable[[ResolvedStrategy], None] = lambda strategy: None,
+        resolved: Callable[[ResolvedStrategy], None] = lambda strategy: None,
     ) -> None:
         self.ready = False
         self._server, self._pool, self._console = server, pool, console
-        self._exited, self._broken, self._settled = exited, broken, settled
+        self._exited, self._broken, self._resolved = exited, broken, resolved
         self._wanted: list[tuple[Peer, int]] = []
         self._alive: set[Peer] = set()
         self._outputs: dict[int, _LinePrefixer] = {}
@@ -135,7 +135,7 @@ class NodeProcesses:
         elif words[0] == "ready":
             self.ready = True
             if words[1] is not None and not self._ending:
-                self._settled(ResolvedStrategy.from_json(words[1]))
+                self._resolved(ResolvedStrategy.from_json(words[1]))
         elif words[0] == "failed":
             self._fail(words[1], words[2])
         elif words[0] == "exit":

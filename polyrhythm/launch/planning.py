@@ -18,7 +18,7 @@ from polyrhythm.core.resolve import ResolvedStrategy, hinted, resolved
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.launch.program import Program
 from polyrhythm.session import batch_norm as norms
-from polyrhythm.session.settle import planned, settle
+from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.worlds.cluster import Cluster
 
 Servers = int | Literal["colocated"]  # colocated: one beside each worker
@@ -173,4 +173,4 @@ def resolve(plan: Plan, program: Program) -> ResolvedStrategy | None:
     if unknown:
         check_known(plan.strategy)
         return None
-    return settle(plan, planned(plan))
+    return check_strategy(plan, planned(plan))

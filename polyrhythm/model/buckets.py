@@ -1,4 +1,4 @@
-"""Buckets: the gradient in the parts in which it is exchanged while `backward()` goes on.
+"""Buckets: the gradient in the parts in which it is exchanged while `backward()` runs.
 
 A bucket is complete when all its gradients are; then its exchange can begin. The first is small, so that the
 first exchange begins early, and so is the last, so that little is left when backward is over. The order is
@@ -32,9 +32,9 @@ class Bucket:
 
 
 def parcel(sizes: Sequence[int], first: int, later: int) -> list[list[int]]:
-    """Packs things of these sizes, in this order, into buckets of a capacity; each thing in exactly one.
+    """Packs items of these sizes, in this order, into buckets of a capacity; each item in exactly one.
 
-    What is larger than a bucket has one of its own. The last has no more than the first may have, if that is
+    An item larger than a bucket gets its own. The last has no more than the first may have, if that is
     to be had by cutting it in two.
 
     >>> parcel([4, 4, 2], 6, 6)
@@ -65,7 +65,7 @@ def arrange(layout: Layout, gradient: Sequence[Tensor], order: Sequence[int]) ->
     buckets = []
     for places in parcel(sizes, FIRST, LATER):
         indexes = [order[place] for place in places]
-        ranges: list[list[int]] = []  # part, start, stop of what lies side by side
+        ranges: list[list[int]] = []  # part, start, stop of adjacent parameters
         for piece in sorted((layout.pieces[index] for index in indexes), key=lambda p: (p.part, p.start)):
             if ranges and ranges[-1][0] == piece.part and ranges[-1][2] == piece.start:
                 ranges[-1][2] = piece.stop

@@ -115,7 +115,7 @@ class GradientBuffer:
         begun = self.begun
         if begun == len(self.buckets):
             raise PolyrhythmError(
-                "a backward pass failed when its gradient had been exchanged: the others take this step"
+                "a backward pass failed after its gradient was exchanged: the others take this step"
             )
         if begun:
             self.present.fill_(math.nan)
@@ -146,17 +146,17 @@ class GradientBuffer:
     # --- scale --------------------------------------------------------------------------------------
 
     def scale(self, factor: float) -> None:
-        """Sets how much a new gradient counts: 1 for a fair share of the examples."""
+        """Sets the weight of a new gradient: 1 for a fair share of the examples."""
         self._scale = factor
 
     @property
     def scaling(self) -> float:
-        """How much a new gradient counts now."""
+        """The weight of a new gradient now."""
         return self._scale
 
     @property
     def counts(self) -> bool:
-        """False if the present batch is borrowed and counts for nothing."""
+        """False if the present batch is borrowed and has no weight."""
         return self._scale != 0
 
     # --- around backward ----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class GradientBuffer:
         self._before = tuple(torch.zeros_like(vector) for vector in self.vectors) if self._scale != 1 else ()
 
     def after_backward(self) -> None:
-        """Brings the new gradient into the flat vectors, scaled. Its sums keep any NaN for later."""
+        """Copies the new gradient into the flat vectors, scaled. Its sums keep any NaN for later."""
         self.gather()
         if self._scale != 1:
             for vector, before in zip(self.vectors, self._before, strict=True):
@@ -192,7 +192,7 @@ class GradientBuffer:
             self._sums += [gradient._values().sum() for gradient in self._rows.values()]
 
     def gather(self) -> bool:
-        """Brings `.grad` of every parameter into the flat vectors; False if no parameter has a gradient."""
+        """Copies `.grad` of every parameter into the flat vectors; False if no parameter has a gradient."""
         places, found = [], []
         changed = False
         rows: dict[int, Tensor] = {}
@@ -225,21 +225,19 @@ class GradientBuffer:
         return any(self._has)
 
     def revive(self) -> None:
-        """Marks parameters that have a non-zero gradient as present: a residual may have brought one."""
+        """Marks parameters that have a non-zero gradient as present: it may come from a residual."""
         for index in (self.present == 0).nonzero().flatten().tolist():
             if bool(self._views[index].any()):
                 self.present[index] = 1.0
 
     def bind(self) -> None:
-        """Shows the flat vectors in `.grad` again, after an exchange may have added to them."""
+        """Makes `.grad` views of the flat vectors again, after an exchange may have added to them."""
         flags = self.present.tolist()
         if flags == self._has:
             self.begun, self._begin, self._early = 0, None, False
             return
         if any(math.isnan(present) for present in flags):
-            raise PolyrhythmError(
-                "a backward pass has failed on another worker, whose script went on: a gradient is missing"
-            )
+            raise PolyrhythmError("another worker skipped a failed backward pass, so its gradient is missing")
         for index, present in enumerate(flags):
             has = present > 0
             if has != self._has[index]:
@@ -261,7 +259,7 @@ class GradientBuffer:
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         raise NotFinite(
             f"{worker}: the gradient of {layers[0]}{more} at step {step} is not finite (the loss is NaN or "
-            "infinite): lower the learning rate, clip gradients, or look at the data of that step"
+            "infinite): lower the learning rate, clip gradients, or check the data of that step"
         )
 
     @property

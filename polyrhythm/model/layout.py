@@ -29,8 +29,7 @@ Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 State = tuple[list[tuple[int, int, int, dict[str, Any], list[tuple[str, list[int] | None]]]], list[Tensor]]
 
 
-# Optimizers that do to an element what they would do to it in any other tensor. To all others, such as LARS,
-# LAMB, Muon and Adafactor, it matters which elements are a tensor.
+# Element-wise optimizers. All others, such as LARS, LAMB, Muon and Adafactor, need whole tensors.
 ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
     torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
@@ -42,7 +41,7 @@ def private(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, of which only what is written to becomes memory, where the system can do that."""
+    """Zeros. Pages that are never written take no memory, if the system supports that."""
     if device.type != "cpu" or not count:
         return torch.zeros(count, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -132,21 +131,21 @@ class Layout:
         )
 
     def check_servers(self, count: int) -> None:
-        """Refuses more servers than there are parameters, or tensors that stay whole, to share out."""
+        """Raises UsageError for more servers than parameters, or than tensors if those stay whole."""
         if count > self.total:
             raise UsageError(f"{count} servers for {self.total} parameters: use at most one per parameter")
         most = len(self._bounds())
         if self.optimizer not in ELEMENTWISE and count > most:
             raise UsageError(
-                f"{count} servers: {self.optimizer.__name__} may look at whole tensors, so none is cut, and "
+                f"{count} servers: {self.optimizer.__name__} may need whole tensors, so none is split, and "
                 f"the model has {most}; use at most that many servers, or a strategy without any, such as "
                 "allreduce or local"
             )
 
     def ranges(self, count: int) -> list[tuple[int, int]]:
-        """What of the whole each of `count` servers has: near-equal parts.
+        """The range of each of `count` servers: near-equal parts.
 
-        An optimizer that does not treat each element alike needs whole tensors: for it each border moves to
+        An optimizer that is not element-wise needs whole tensors: for it each border moves to
         the nearest one between two tensors.
         """
         if count not in self._ranges:
@@ -172,7 +171,7 @@ class Layout:
     ) -> None:
         """Raises `NotFinite` if parameters, or changes of them, are not; the vectors are a range of this.
 
-        For those who send them through a codec: what it would make of them might look like numbers.
+        Called before a codec, whose output might be finite all the same.
         """
         if all(math.isfinite(float(vector.sum())) for vector in vectors):
             return
@@ -205,9 +204,9 @@ class Layout:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sparse: bool = False) -> None:
-    """Refuses optimizers that no strategy can step in for; `sparse`: it leaves sparse gradients alone."""
+    """Raises UsageError for optimizers that no strategy supports; `sparse`: it keeps sparse gradients."""
     if isinstance(optimizer, torch.optim.SparseAdam) and not sparse:
-        raise UsageError("SparseAdam needs sparse gradients, and flat vectors are dense; use Adam or SGD")
+        raise UsageError("SparseAdam needs sparse gradients, but gradients are dense here; use Adam or SGD")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = type(optimizer).__name__

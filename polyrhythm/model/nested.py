@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NestedReplica(Replica):
-    """A replica as the outer of two strategies sees it: to apply is a step of the inner one."""
+    """The replica of the outer of two strategies: `apply` takes a step of the inner one."""
 
     def __init__(self, replica: Replica, step: Callable[[], None], site_sum: Callable[[int], int]) -> None:
         # Everything else is looked up in the replica itself.

@@ -1,4 +1,4 @@
-"""Moments: what an optimizer keeps for each element, as flat vectors, for those that average it."""
+"""OptimizerState: an optimizer's per-element state as flat vectors, so that it can be averaged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from polyrhythm.model.layout import Empty, Layout
 
-# What PyTorch's optimizers keep once for each parameter, as a tensor of no dimensions.
+# State that PyTorch's optimizers keep once per parameter, as a 0-dimensional tensor.
 ONCE = ("step", "mu_product", "eta", "mu")
 
 
 class OptimizerState:
-    """What a worker's optimizer keeps for each element: momentum_buffer, exp_avg and the like.
+    """The per-element state of a worker's optimizer: momentum_buffer, exp_avg and the like.
 
-    Once asked for, they are flat vectors, and the optimizer works on views of them.
+    Once requested, they are flat vectors, and the optimizer works on views of them.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class OptimizerState:
         empty: Empty,
     ) -> None:
         self._layout, self._optimizer, self._empty = layout, optimizer, empty
-        self._buffers: dict[str, tuple[Tensor, ...]] = {}  # by what the optimizer calls it
+        self._buffers: dict[str, tuple[Tensor, ...]] = {}  # by the optimizer's name for it
         self._held: Tensor | None = None
 
     def names(self) -> list[str]:
-        """What the optimizer keeps for each element, by name, such as exp_avg; nothing before it steps.
+        """The names of the per-element state, such as exp_avg; empty before the first step.
 
-        Beside a parameter that is one number, what it keeps once looks alike: the others tell which is which.
+        For a parameter of one element both kinds of state have one number; other parameters tell which it is.
         """
         parameters = [each for each in self._layout.parameters if each.dim()] or self._layout.parameters
         return sorted(
@@ -49,7 +49,7 @@ class OptimizerState:
         )
 
     def flat(self, names: Sequence[str]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What the optimizer keeps under these names, as flat vectors, and which parameters it has it for.
+        """The state of these names as flat vectors, and which parameters have it.
 
         Its own tensors become views into them, on which it works in place; where it has made new ones, these
         are taken in. Parameters that it keeps nothing for are zero.
@@ -87,7 +87,7 @@ class OptimizerState:
         return self._buffers[name]
 
     def adopt(self, names: Sequence[str]) -> None:
-        """Where others have a state and this optimizer has none, it goes on with theirs."""
+        """Where others have a state and this optimizer has none, it takes theirs."""
         states, held = self._optimizer.state, ([] if self._held is None else self._held.tolist())
         neighbour: dict[str, Any] = next(
             (states[each] for each in self._layout.parameters if states.get(each)), {}
@@ -101,7 +101,7 @@ class OptimizerState:
                         state[name] = self._layout.view(self._buffers[name], piece)
 
     def forget(self) -> None:
-        """The optimizer goes on as a new one would begin."""
+        """Resets the optimizer to its initial state."""
         optimizer = self._optimizer
         taken = inspect.signature(type(optimizer)).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
@@ -113,5 +113,5 @@ class OptimizerState:
 
 
 def _along(value: Any, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether a value of an optimizer's state has a number for each element of its parameter."""
+    """True if a value of an optimizer's state has a number for each element of its parameter."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape

@@ -31,7 +31,7 @@ def unpack(packed: Sequence[Tensor]) -> Any:
         description = json.loads(bytes(packed[0].cpu().numpy()))
         return _restored(description, packed[1:])
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise WireError(f"this is no packed state: {type(error).__name__}: {error}") from None
+        raise WireError(f"not a packed state: {type(error).__name__}: {error}") from None
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:

@@ -49,7 +49,7 @@ class Replica:
         self.layout = Layout(model, optimizer)
         self.steps = 0
         self.samples = 0  # examples trained on so far; borrowed ones do not count
-        self.leaves_early = False  # while others go on with the data
+        self.leaves_early = False  # while others still train on the data
         self.runner = runner or OptimizerRunner()
         self.empty, self._temporary = empty, temporary
         self.parameters = self.layout.vectors(untouched if sparse else empty)
@@ -59,9 +59,9 @@ class Replica:
             parameter.data = place
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
-        # The copy that the script has got from `shown`, if it still has it, and its parameters.
+        # The copy that the script has got from `copy_with`, if it still has it, and its parameters.
         self._copies: WeakKeyDictionary[nn.Module, tuple[Tensor, ...]] = WeakKeyDictionary()
-        self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `shown`
+        self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `copy_with`
         self._abandoned: list[tuple[Tensor, ...]] = []
         self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
 
@@ -124,7 +124,7 @@ class Replica:
         return vectors
 
     def scratch(self, exact: bool = False) -> tuple[Tensor, ...]:
-        """New flat vectors of the layout, not set, whose memory is freed with them: not while it is lent."""
+        """New uninitialized flat vectors. Their memory is freed with them: do not drop them while lent."""
         return self.layout.vectors(self._temporary, exact)
 
     def examples_since(self, samples: int) -> int:
@@ -134,7 +134,7 @@ class Replica:
     # --- the model that the workers agree on --------------------------------------------------------
 
     def consensus_vectors(self) -> tuple[Tensor, ...]:
-        """Flat vectors to write a consensus to. `shown` makes them the parameters of its copy of the model.
+        """Flat vectors to write a consensus to. `copy_with` makes them the parameters of its copy.
 
         They are those of the last copy, as long as the script has that.
         """
@@ -148,7 +148,7 @@ class Replica:
             self._copies.clear()
             self._consensus = None
 
-    def shown(self, vectors: Sequence[Tensor]) -> nn.Module:
+    def copy_with(self, vectors: Sequence[Tensor]) -> nn.Module:
         """The model with these parameters, as a copy that training does not change.
 
         A later call changes the same copy, as long as the script has it.
@@ -157,19 +157,19 @@ class Replica:
         for place, part in zip(held, vectors, strict=True):
             if place.data_ptr() != part.data_ptr():
                 place.copy_(part)
-        shown = next(iter(self._copies), None)
-        if shown is None:
-            shown = self._copy(held)
-            self._copies[shown] = held
-        mine, copied = (dict(model.named_parameters()) for model in (self.model, shown))
+        duplicate = next(iter(self._copies), None)
+        if duplicate is None:
+            duplicate = self._copy(held)
+            self._copies[duplicate] = held
+        mine, copied = (dict(model.named_parameters()) for model in (self.model, duplicate))
         trained = {id(parameter) for parameter in self.layout.parameters}
         with torch.no_grad():
             for name, parameter in mine.items():
                 if id(parameter) not in trained:
                     copied[name].copy_(parameter)
-            for one, other in zip(self.model.buffers(), shown.buffers(), strict=True):
+            for one, other in zip(self.model.buffers(), duplicate.buffers(), strict=True):
                 other.copy_(one)
-        return shown.train(self.model.training)
+        return duplicate.train(self.model.training)
 
     def _copy(self, vectors: Sequence[Tensor]) -> nn.Module:
         """A copy of the model whose trained parameters are views into these vectors."""

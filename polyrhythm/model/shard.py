@@ -248,7 +248,7 @@ class Shard:
         entries = dict(zip(self._slices, state["optimizer"], strict=True))
         device = {slice_: self.parameters[slice_.part].device for slice_ in self._slices}
         self._separate({each: _moved(entry, device[each]) for each, entry in entries.items()})
-        self._settings, self._absent = (), None  # the next update brings its own
+        self._settings, self._absent = (), None  # the next update has its own
 
     def zeros(self, exact: bool = False) -> tuple[Tensor, ...]:
         """New vectors of the size of this range, zero; `exact`: in at least 32 bits."""

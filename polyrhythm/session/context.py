@@ -51,7 +51,7 @@ class WorldContext(ABC):
         """
 
     @abstractmethod
-    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+    def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         """Sends the final parameters to the coordinator, as the parts of a file: tensors of bytes."""
 
     def compute_time(self) -> float:

@@ -39,9 +39,9 @@ from polyrhythm.session.context import ServerDone, WorldContext, session
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
-from polyrhythm.session.settle import planned, settle
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 from polyrhythm.session.step import StepDriver
+from polyrhythm.session.strategy_check import check_strategy, planned
 
 
 class DistributedSession(Session):
@@ -145,13 +145,13 @@ class DistributedSession(Session):
             except BaseException:
                 self._replica.abandon_consensus()
                 raise
-            return self._shown(self._replica, vectors)
+            return self._consensus_model(self._replica, vectors)
 
-    def _shown(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
-        shown = replica.shown(vectors)
+    def _consensus_model(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
+        model = replica.copy_with(vectors)
         if self._norms is not None:
-            self._norms.show(shown)
-        return shown
+            self._norms.show(model)
+        return model
 
     def state_dict(self) -> dict[str, Any]:
         if self._replica is None or self._worker is None:
@@ -177,7 +177,7 @@ class DistributedSession(Session):
                 self._worker.load_state_dict(state["worker"])
 
     def close(self) -> None:
-        """The script is done: the worker finishes, and one worker brings the result home."""
+        """The script is done: the worker finishes, and one worker sends the result."""
         replica, worker, driver = self._replica, self._worker, self.driver
         if replica is None or worker is None or driver is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
@@ -196,9 +196,9 @@ class DistributedSession(Session):
                     self._norms.collect()
                 driver.meter.report()
                 self._context.flush()
-                shown = self._shown(replica, final)
-                self._note_left_out(shown)
-                self._context.bring(digest(final), safetensors(shown))
+                model = self._consensus_model(replica, final)
+                self._note_left_out(model)
+                self._context.send_result(digest(final), safetensors(model))
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)
@@ -298,11 +298,11 @@ class DistributedSession(Session):
 
 def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
     """The strategy that this node proposes when it joins: that of the run, if it is known already."""
-    settled = here.strategy
-    if settled is not None:
-        return load(settled.text, settled.classes), settled
+    resolved = here.strategy
+    if resolved is not None:
+        return load(resolved.text, resolved.classes), resolved
     strategy = planned(here.plan, script)
-    return strategy, settle(here.plan, strategy)
+    return strategy, check_strategy(here.plan, strategy)
 
 
 def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:

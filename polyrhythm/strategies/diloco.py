@@ -87,7 +87,7 @@ class DiLoCoWorker(RoundsWorker):
         if not self.local_steps:
             return self.replica.parameters
         delta = self._mean_delta(self.replica.consensus_vectors(), full=True)
-        return self._outer_step(self.theta, self.m, delta, delta, looks=True)
+        return self._outer_step(self.theta, self.m, delta, delta, preview=True)
 
     def _mean_delta(self, into: Sequence[Tensor], full: bool) -> Sequence[Tensor]:
         import torch
@@ -104,12 +104,12 @@ class DiLoCoWorker(RoundsWorker):
         m: Sequence[Tensor],
         delta: Sequence[Tensor],
         into: Sequence[Tensor],
-        looks: bool = False,
+        preview: bool = False,
     ) -> Sequence[Tensor]:
-        """One outer step from theta. Writes the new theta `into` place, and changes m unless it `looks`."""
+        """One outer step from theta. Writes the new theta to `into`, and changes m unless `preview`."""
         lr, beta = self.strategy.lr, self.strategy.beta
         for start, momentum, change, place in blocks(theta, m, delta, into):
-            after = (momentum.clone() if looks else momentum).mul_(beta).add_(change)
+            after = (momentum.clone() if preview else momentum).mul_(beta).add_(change)
             step = change.add(after, alpha=beta)
             place.copy_(start).sub_(step, alpha=lr)
         return into

@@ -1,4 +1,4 @@
-"""Local SGD: workers take local steps and average their parameters now and then."""
+"""Local SGD: workers take local steps and average their parameters periodically."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LocalSGD(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.period != "auto" and (self.shortest, self.longest, self.overhead) != (1, 128, 0.1):
-            raise UsageError("shortest, longest and overhead are for period=auto")
+            raise UsageError("shortest, longest and overhead need period=auto")
         if not 1 <= self.shortest <= self.longest:
             raise UsageError("shortest must be 1 or more, and longest no less than it")
         if not 0 < self.overhead < math.inf:
@@ -111,9 +111,9 @@ class AutoPeriod(AveragingWorker):
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         begun = self.node.now()
-        shown = super().consensus(final)
+        consensus = super().consensus(final)
         self._since += self.node.now() - begun  # it is not part of a step
-        return shown
+        return consensus
 
     def _measured(self) -> Tensor:
         """This worker's measurements, at its place among those of all. They travel with the average itself.
@@ -131,7 +131,7 @@ class AutoPeriod(AveragingWorker):
         """Chooses the next period from the measurements of all, whose mean holds an N-th of each."""
         told = (figures * self.group.size).tolist()
         if self.steps:  # at the first average no worker has measured one yet
-            # The last worker to arrive waits for nobody: the least time is what the averaging itself takes.
+            # The last worker to arrive does not wait: the least time is that of the averaging itself.
             self.averages.append(min(told[::2]))
         self.steps.append(max(told[1::2]))
         del self.averages[:-WINDOW], self.steps[:-WINDOW]

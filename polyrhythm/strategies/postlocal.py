@@ -57,7 +57,7 @@ class PostLocal(Averaging):
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         if not self.after and not all("lr" in group for group in replica.optimizer.param_groups):
-            raise UsageError(f"{self} waits until lr falls, and this optimizer has none; say after=STEPS")
+            raise UsageError(f"{self} waits until lr falls, but this optimizer has no lr; set after=STEPS")
         return (PostLocalInBuckets if in_buckets(self.codec) else PostLocalWorker)(self, node, replica, group)
 
 
@@ -69,7 +69,7 @@ class PostLocalWorker(AveragingWorker):
     def __init__(self, strategy: PostLocal, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
         self.steps = 0
-        self.local = False  # the change has come
+        self.local = False  # True once it has switched to local steps
         self.fell: int | None = None  # the step at which a learning rate was seen to fall
         self._rates: list[float] = []
         self._falls = numbers(0.0)  # a flag that travels with the gradient

@@ -69,7 +69,7 @@ class RoundsWorker(Worker):
         return self.local_steps >= self.strategy.period
 
     def synchronize(self, full: bool = False) -> None:
-        """Makes all workers equal; `full`: for good, so the codec may not leave anything out."""
+        """Makes all workers equal; `full`: exactly, so the codec may not leave anything out."""
         self.local_steps = 0
 
     def state_dict(self) -> State:
@@ -88,9 +88,9 @@ class RoundsWorker(Worker):
 class Averaging(Rounds):
     """At the end of a round all workers take the mean of their parameters.
 
-    Through a codec go the updates: how far each worker has come since the last synchronization. What the
-    codec leaves out is sent with later rounds. The last synchronization of a run, and a look at the
-    consensus, go without the codec.
+    With a codec, workers send updates: how their parameters changed since the last synchronization. The part
+    that the codec leaves out is sent in later rounds. The last synchronization of a run, and `consensus()`,
+    do not use the codec.
 
     - `momentum`: what becomes of the optimizer's state (momentum, Adam's moments) at a synchronization: each
       worker keeps its own, all take the average, or all reset it
@@ -116,7 +116,7 @@ class Averaging(Rounds):
 
 
 class AveragingWorker(RoundsWorker):
-    """Averages parameters, and the state of the optimizers if asked to."""
+    """Averages parameters, and the state of the optimizers if momentum=average."""
 
     strategy: Averaging
 
@@ -177,7 +177,7 @@ class AveragingWorker(RoundsWorker):
             part.add_(base)
 
     def weight(self) -> float | None:
-        """How much this worker counts in the mean; None on all workers if all count alike."""
+        """The weight of this worker in the mean; None on all workers if all weights are equal."""
         return None
 
     def _moment_names(self) -> list[str]:
@@ -190,8 +190,8 @@ class AveragingWorker(RoundsWorker):
                 return []  # some optimizer has nothing to average yet
             if least != -most:
                 raise PolyrhythmError(
-                    f"{self.strategy}: {self.node.me}'s optimizer keeps {', '.join(mine)}, and another's "
-                    "something else"
+                    f"{self.strategy}: {self.node.me}'s optimizer state has {', '.join(mine)}; another "
+                    "worker's differs; use the same optimizer on all workers"
                 )
             self._moments = mine
         return self._moments

@@ -60,7 +60,7 @@ class SlowMo(Averaging):
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         if not all("lr" in settings for settings in replica.optimizer.param_groups):
-            raise UsageError(f"{self} takes slow steps by the optimizer's lr, and this one has none")
+            raise UsageError(f"{self} scales slow steps by the optimizer's lr, but this optimizer has none")
         return SlowMoWorker(self, node, replica, group)
 
 
@@ -82,13 +82,13 @@ class SlowMoWorker(AveragingWorker):
         self._slow_step(self.replica.parameters, self.u)
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        shown = super().consensus(final)
+        consensus = super().consensus(final)
         if self.local_steps:
-            self._slow_step(shown, cloned(self.u))
-        return shown
+            self._slow_step(consensus, cloned(self.u))
+        return consensus
 
     def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
-        # All must take the same slow step, or they would drift apart for good: so they share their rates.
+        # All must take the same slow step, or they would stay different: so they average their rates.
         rates = numbers(*(float(group["lr"]) for group in self.replica.optimizer.param_groups))
         super().mean(vectors, *flags, rates, full=full)
         self._rates = rates.tolist()

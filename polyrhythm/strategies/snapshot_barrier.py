@@ -1,15 +1,15 @@
-"""SnapshotBarrier: where workers that normally wait for nobody meet, so that all save the same state.
+"""SnapshotBarrier: where workers that are not in lockstep meet to save a consistent state.
 
-Each worker comes to the barrier when its script saves. It produces nothing new while it is there, so once all
-have come, all can get everything that was sent. Each then takes its snapshot, and none continues before all
-have taken theirs. They continue in rank order, as they do at the start of a run, so that a resumed simulation
-repeats the order of their steps.
+Each worker arrives at the barrier when its script saves. It produces nothing new while it is there, so once
+all have arrived, all can get everything that was sent. Each then takes its snapshot, and none continues
+before all have taken theirs. They continue in rank order, as at the start of a run, so that a resumed
+simulation repeats the order of their steps.
 
-Snapshots are numbered: a worker may already be at the next one while another still waits for the last answer
+Snapshots are numbered: a worker may already be at the next one while another still waits for the last reply
 of this one. A worker that has not started yet, or has finished, does not hold the others up. A worker that
 joins late waits until no snapshot is being taken; otherwise some snapshots would contain its first updates
-and others would not. It runs the script from the beginning, and skips the places where the others have saved
-before it joined.
+and others would not. It runs the script from the beginning, and skips the saves of the others from before it
+joined.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ if TYPE_CHECKING:
 class SnapshotBarrier:
     """Where one worker is, and which workers wait for it.
 
-    `level` blocks until all workers have everything that was sent. Pass messages of the kind `kind`, and
-    membership changes, to `hear`.
+    `deliver_all` blocks until all workers have everything that was sent. Pass messages of `kind`, and
+    membership changes, to `on_message`.
     """
 
-    kind: ClassVar[str] = "rest"
+    kind: ClassVar[str] = "barrier"
 
-    def __init__(self, node: Node, level: Callable[[], None]) -> None:
-        self.node, self._level = node, level
-        self.numbers = [0, 0]  # of the snapshot that this worker came to last, and of the last it has taken
-        self._places = 0  # of the script where it saves, that this worker has come to
+    def __init__(self, node: Node, deliver_all: Callable[[], None]) -> None:
+        self.node, self._deliver_all = node, deliver_all
+        self.numbers = [
+            0,
+            0,
+        ]  # of the last snapshot that this worker has reached, and of the last that it has taken
+        self._saves = 0  # how often this worker has saved
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
         self._held = HeldRequests(node)
 
@@ -51,7 +54,7 @@ class SnapshotBarrier:
         """
         while True:
             known = self.numbers[0]
-            found = self._ask("taken") if later else [known]
+            found = self._wait_for("taken") if later else [known]
             with self.node.lock():
                 self.numbers[0] = max(self.numbers[0], *found)
                 if self.numbers[0] == known:  # and no other snapshot was begun meanwhile
@@ -61,50 +64,49 @@ class SnapshotBarrier:
     def end(self) -> None:
         """From here on this worker produces nothing new."""
         self._at = "idle"
-        self._answer()
+        self._reply()
 
     def come(self) -> bool:
-        """The script has come to a place where it saves. False if the others left it before this worker
-        started: there is nothing to save."""
-        self._places += 1
-        return self._places > self.numbers[1]
+        """Called when the script saves. False if the other workers saved here before this one joined."""
+        self._saves += 1
+        return self._saves > self.numbers[1]
 
-    def take(self, note: Callable[[], None]) -> None:
-        """Waits until all workers have come and have everything, and calls `note` before any continues."""
+    def take(self, save: Callable[[], None]) -> None:
+        """Waits until all workers have come and have everything, and calls `save` before any continues."""
         with self.node.lock():
             self.numbers[0] = self.numbers[1] + 1
             self._at = "waiting"
-        self._answer()
-        found = self._ask("come")
+        self._reply()
+        found = self._wait_for("come")
         with self.node.lock():
             self.numbers[0] = max(found)
-        self._level()
+        self._deliver_all()
         with self.node.lock():
-            note()
+            save()
             self.numbers[1] = self.numbers[0]
             self._at = "taken"
-        self._answer()
-        self._ask("taken")
-        self._ask("left", [peer for peer in others(self.node) if peer < self.node.me])
+        self._reply()
+        self._wait_for("taken")
+        self._wait_for("left", [peer for peer in others(self.node) if peer < self.node.me])
         self._at = "work"
-        self._answer()
+        self._reply()
 
-    def hear(self, message: Message | None) -> None:
-        """Another worker asks if this one has come as far; None if a worker joined or left."""
+    def on_message(self, message: Message | None) -> None:
+        """Takes a request of a worker that waits for this one; None if a worker joined or left."""
         if message is not None:
             with self.node.lock():
                 self._held.add(message)
-        self._answer()
+        self._reply()
 
-    def _ask(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
+    def _wait_for(self, what: str, peers: Iterable[Peer] | None = None) -> list[int]:
         """Waits until all others, or these, have come as far.
 
         Returns the number of the snapshot that each is at, this worker's first.
         """
         node, found, late = self.node, [self.numbers[0]], []
         peers = others(node) if peers is None else peers
-        asked = {peer: node.request(peer, self.kind, what=what, number=found[0]) for peer in peers}
-        for peer, reply in asked.items():
+        requests = {peer: node.request(peer, self.kind, what=what, number=found[0]) for peer in peers}
+        for peer, reply in requests.items():
             try:
                 found.append(reply.wait()["number"])
             except PeerLost:
@@ -113,13 +115,13 @@ class SnapshotBarrier:
                 late.append(str(peer))
         if late:
             raise WaitError(
-                f"{node.me} waits where the state is saved, and {', '.join(late)} did not come to the same "
-                "place: all workers must call session.state_dict() together"
+                f"{node.me} waits to save, but {', '.join(late)} did not: all workers must call "
+                "session.state_dict() at the same point of the script"
             )
         return found
 
-    def _answer(self) -> None:
-        """Answers the workers that this one has come as far as, and forgets the dead."""
+    def _reply(self) -> None:
+        """Replies to the workers that this one has come as far as, and forgets the dead."""
         with self.node.lock():
             ready = list(self._held.take(self._has_come))
             met = [each["number"] for each in ready if each["what"] == "come"]
@@ -128,7 +130,7 @@ class SnapshotBarrier:
             self.node.reply(message, number=number)
 
     def _has_come(self, message: Message) -> bool:
-        """True if this worker has come to a snapshot, has taken it, or has left it, as the message asks."""
+        """True if this worker has come to a snapshot, taken it, or left it, as the message requests."""
         what, number = message["what"], message["number"]
         if what == "left":
             return self._at != "taken" or self.numbers[1] != number

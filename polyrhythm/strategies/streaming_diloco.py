@@ -90,7 +90,7 @@ class UnderWay(NamedTuple):
 
     start: int
     stop: int
-    residual: list[Tensor]  # what the codec had not sent before
+    residual: list[Tensor]  # of the codec before this exchange
     wait: Callable[[], None]
 
 
@@ -130,7 +130,7 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
         return theta
 
     def _begin(self) -> None:
-        """Starts to exchange how far the next fragment has come from theta."""
+        """Starts to exchange the change of the next fragment since theta."""
         number = self.steps // self.strategy.every - 1
         ranges = split(self.replica.layout.total, self.strategy.fragments)
         start, stop = ranges[number % self.strategy.fragments]
@@ -144,7 +144,7 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
         self._under_way = UnderWay(start, stop, residual, _once(begun))
 
     def _residual(self, start: int, stop: int) -> Sequence[Tensor]:
-        """What the codec has not sent of a fragment."""
+        """The codec's residual for a fragment."""
         sender = self.reducer.sender
         if sender is None or not sender.codec.feedback or not self.strategy.mix:
             return ()

@@ -35,10 +35,10 @@ class TwoLevel(Strategy):
 
     `local:5 / diloco:50` (hierarchical local SGD, Lin et al. 2018): the workers of a site are equal after
     every fifth step only. They have to be when sites exchange, so one period must be a multiple of the other.
-    A look at the consensus in between sees the mean of each site.
+    In between, `consensus()` uses the mean of each site.
 
-    In the outer mean every site counts alike, however many workers it has: in the papers one replica is one
-    vote, whatever it runs on. To weigh sites by their examples, use `average` between them.
+    In the outer mean all sites have the same weight, however many workers each has: in the papers one replica
+    is one vote. To weight sites by their examples, use `average` between them.
 
     >>> import polyrhythm as pr
     >>> print(pr.parse("allreduce+bf16/diloco:50+int4"))
@@ -50,9 +50,9 @@ class TwoLevel(Strategy):
 
     def __post_init__(self) -> None:
         if not self.within.traits.inside_sites:
-            raise UsageError(f"inside a site there can be {able('inside_sites')}, and not {self.within}")
+            raise UsageError(f"inside a site use {able('inside_sites')}, not {self.within}")
         if not self.across.traits.between_sites:
-            raise UsageError(f"between sites there can be {able('between_sites')}, and not {self.across}")
+            raise UsageError(f"between sites use {able('between_sites')}, not {self.across}")
         self._check_periods()
 
     def _check_periods(self) -> None:
@@ -60,27 +60,27 @@ class TwoLevel(Strategy):
         inside, between = self.within.traits, self.across.traits
         if between.averages_optimizers and not inside.identical_optimizers:
             raise UsageError(
-                "momentum=average between sites needs workers of a site to have the same, and under "
-                f"{self.within} each has its own; inside, local, average and slowmo have momentum=average too"
+                "momentum=average between sites needs equal optimizer states inside a site, and under "
+                f"{self.within} each worker has its own; use local, average or slowmo with momentum=average"
             )
         if inside.sync_period == 1:
             return
         if inside.sync_period is None or between.sync_period is None:
             raise UsageError(
-                "the workers of a site must be together whenever sites exchange: neither period can be auto"
+                "workers of a site must be synchronized when sites exchange: neither period can be auto"
             )
         if over := between.sync_period % inside.sync_period:
             below = between.sync_period - over
             above = below + inside.sync_period
             raise UsageError(
-                f"the workers of a site must be together whenever sites exchange: every {inside.sync_period} "
-                f"steps and every {between.sync_period} do not fit; {f'{below} or ' if below else ''}{above} "
-                f"would, in place of {between.sync_period}"
+                f"workers of a site must be synchronized when sites exchange: the outer period must be a "
+                f"multiple of the inner one, {inside.sync_period}, and is {between.sync_period}; use "
+                f"{f'{below} or ' if below else ''}{above}"
             )
         if between.sync_delay % inside.sync_period:
             raise UsageError(
-                "what sites have agreed on must come when the workers of a site are together: overlap must "
-                f"be a multiple of {inside.sync_period} too, and not {between.sync_delay}"
+                f"overlap must be a multiple of the inner period, {inside.sync_period}, and is "
+                f"{between.sync_delay}"
             )
 
     def __str__(self) -> str:
@@ -100,18 +100,18 @@ class TwoLevel(Strategy):
             part.check(plan)
         if not plan.sites:
             raise UsageError(
-                f"{self} needs to know who is at which site: give a cluster file (--cluster) in which every "
+                f"{self} needs the site of each worker: give a cluster file (--cluster) in which every "
                 'group of hosts has its site = "name"'
             )
         empty = [name for name, ranks in plan.sites.items() if not ranks]
         if empty:
             raise UsageError(
-                f"{self}: the site {empty[0]} has no worker: they are dealt to the groups of hosts in order; "
-                "use more workers, or lower the counts"
+                f"{self}: the site {empty[0]} has no worker: workers are assigned to the groups of hosts in "
+                "order; use more workers, or lower the counts"
             )
         if len(plan.sites) == 1:
             raise UsageError(
-                f"{self}: there is one site, {next(iter(plan.sites))}; use {self.within}, or name two"
+                f"{self}: there is only one site, {next(iter(plan.sites))}; use {self.within}, or name two"
             )
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:

@@ -67,7 +67,7 @@ def test_layers_that_are_left_out_get_the_dense_mean(
 @pytest.mark.parametrize("world", [pr.simulate, pr.run], ids=["simulated", "real"])
 def test_a_layer_that_is_not_there_is_named(world: Any, strategy: str) -> None:
     """With the layers that are."""
-    with pytest.raises(UsageError, match=r"has no layer 'head' to leave as it is; it has: 0, 1"):
+    with pytest.raises(UsageError, match=r"has no layer 'head' to leave uncompressed; it has: 0, 1"):
         world(Plane(2), workers=2, strategy=f"{strategy}+topk:0.1,dense=1d/head", runs=None, threads=1)
 
 
@@ -370,7 +370,5 @@ def test_an_overflowing_residual_raises_an_error_naming_the_worker(
     simulate: Any, strategy: str, codec: str
 ) -> None:
     """Who owes more than there are numbers for is named, before anybody gets it."""
-    with pytest.raises(
-        PolyrhythmError, match=r"worker 1: what .* has not sent yet has grown beyond the largest"
-    ):
+    with pytest.raises(PolyrhythmError, match=r"worker 1: the residual of .* has grown beyond the largest"):
         simulate(far, f"{strategy}+{codec}", 2)

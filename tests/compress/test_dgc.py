@@ -190,7 +190,7 @@ def test_allreduce_with_dgc_of_density_1_equals_momentum_sgd(
 
 
 def test_a_run_with_dgc_refuses_an_optimizer_with_momentum(simulate: Any) -> None:
-    with pytest.raises(UsageError, match="dgc keeps the momentum itself"):
+    with pytest.raises(UsageError, match="dgc applies momentum itself"):
         simulate(Script(optimizer=programs.MOMENTUM), "allreduce+dgc:0.1", 2)
 
 
@@ -218,7 +218,7 @@ def test_the_optimizer_has_no_momentum_of_its_own(optimizer: Any, fits: bool) ->
     if fits:
         check_optimizer(parse_codec("dgc"), groups)
     else:
-        with pytest.raises(UsageError, match=r"keeps the momentum itself.*SGD with momentum=0"):
+        with pytest.raises(UsageError, match=r"applies momentum itself.*set momentum=0"):
             check_optimizer(parse_codec("dgc"), groups)
 
 

@@ -514,7 +514,7 @@ def test_quantizers_decode_at_any_byte_offset(text: str, dtype: torch.dtype) -> 
         ("terngrad:-1", "clip must be 0 or more"),
         ("terngrad:inf", "clip must be 0 or more"),
         ("sign:vote=yes,momentum=1", "momentum must be from 0"),
-        ("sign:momentum=0.9", "momentum is for vote=yes"),
+        ("sign:momentum=0.9", "momentum needs vote=yes"),
     ],
 )
 def test_quantizers_refuse_invalid_settings(text: str, why: str) -> None:

@@ -55,10 +55,10 @@ def test_refusal_with_a_collective_is_the_error_of_the_run(collective: str) -> N
     ("strategy", "codec", "says"),
     [
         ("gossip", "topk", "gossip takes no codec"),
-        ("local", "dgc", "dgc is for gradients, and local sends how far each worker has come"),
+        ("local", "dgc", "dgc compresses gradients only; local sends parameter updates"),
         ("local", "sign", ""),
         ("allreduce", "sign:vote=yes", ""),
-        ("local", "sign:vote=yes", "is for gradients, and local sends how far each worker has come"),
+        ("local", "sign:vote=yes", "compresses gradients only; local sends parameter updates"),
     ],
 )
 def test_refusal_looks_at_the_configuration_of_a_codec(strategy: str, codec: str, says: str) -> None:

@@ -36,8 +36,10 @@ def test_positional_fields_and_codec_arguments_are_type_checked() -> None:
         local(1.5)
     with pytest.raises(UsageError, match=r"^local: period takes a whole number or auto, not True$"):
         local(True)
-    with pytest.raises(UsageError, match=r"allreduce: codec takes a codec, as parse_codec.* is, not 'int8'"):
+    with pytest.raises(
+        UsageError, match=r"allreduce: codec takes a codec, such as parse_codec.*, not 'int8'"
+    ):
         allreduce(codec="int8")
-    with pytest.raises(UsageError, match="a strategy is named by a text, such as 'local:8', and not by 8"):
+    with pytest.raises(UsageError, match="a strategy is named by a string such as 'local:8', not by 8"):
         parse(8)
     assert local(8) == parse("local") and copy.deepcopy(local(4)) == replace(local(), period=4)

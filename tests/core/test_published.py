@@ -201,7 +201,7 @@ def test_an_answer_that_is_made_for_a_request_is_kept_like_others(a: Loopback, b
     request = a.inbox[0]
     a.deliver()
     assert a.published.waiting() == [request] and float(request.tensors[0][0]) == 2
-    a.published.answer(request, vectors(4))
+    a.published.publish_for(request, vectors(4))
     assert value(fetch) == 4 and not a.published.waiting()
     a.published.on_message(request)
     assert value(fetch) == 4 and len(a.replied) == 2
@@ -214,7 +214,7 @@ def test_an_answer_that_is_made_for_a_request_is_kept_like_others(a: Loopback, b
 def test_a_repeated_request_gets_the_same_answer_until_it_is_acknowledged(
     a: Loopback, b: Loopback, large: bool
 ) -> None:
-    tensors = a.published.room(vectors(0, LARGE if large else 3))
+    tensors = a.published.spare_buffers(vectors(0, LARGE if large else 3))
     tensors[0].fill_(5)
     a.published.publish(R0, [B], tensors)
     fetch = b.published.fetch(A, R0)
@@ -231,9 +231,9 @@ def test_a_repeated_request_gets_the_same_answer_until_it_is_acknowledged(
     a.published.on_message(request)
     assert value(fetch) is None
     if large:  # memory is not reused while the last answer is still being written
-        assert a.published.room(tensors) is not tensors
+        assert a.published.spare_buffers(tensors) is not tensors
         a.tasks[-1].join()
-    assert a.published.room(tensors) is tensors
+    assert a.published.spare_buffers(tensors) is tensors
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -242,20 +242,20 @@ def test_on_one_host_an_answer_that_is_written_needs_no_acknowledgment(
 ) -> None:
     """Its memory is free at once: to publish the next round, or for the system."""
     a.one_host = True
-    tensors = a.published.room(vectors(0, LARGE if large else 3))
+    tensors = a.published.spare_buffers(vectors(0, LARGE if large else 3))
     b.published.fetch(A, Key(0, 0), into=vectors(7, LARGE if large else 3))
     a.deliver()
     a.published.publish(Key(0, 0), [B], tensors)
     if large:  # a task writes it
         a.published.trim()
-        assert a.published.rooms
+        assert a.published.buffers
         a.tasks[0].join()
-    assert a.published.room(tensors) is tensors
+    assert a.published.spare_buffers(tensors) is tensors
     gone = weakref.ref(tensors[0])
     a.published.trim()
     del tensors
     a.tasks.clear()
-    assert not a.published.rooms and gone() is None
+    assert not a.published.buffers and gone() is None
 
 
 def test_a_repeated_request_that_is_held_is_answered_once(a: Loopback, b: Loopback) -> None:
@@ -284,18 +284,18 @@ def test_a_request_acknowledges_the_rounds_that_it_has(nodes: dict[Peer, Loopbac
     """Of this reader, and no other; memory is reused when all have it."""
     rooms = []
     for key in (R0, R1, R2):
-        rooms.append(a.published.room(vectors(0)))
+        rooms.append(a.published.spare_buffers(vectors(0)))
         a.published.publish(key, [B, C], rooms[-1])
     assert len({id(room) for room in rooms}) == 3
     nodes[B].published.fetch(A, R2)
     nodes[C].published.fetch(A, R2, have=1)
     a.deliver()
-    assert a.published.room(vectors(0)) is rooms[0]
+    assert a.published.spare_buffers(vectors(0)) is rooms[0]
     assert set(a.published._deliveries) == {(B, R2), (C, R1), (C, R2)}
     nodes[C].published.fetch(A, Key(0, 3))
     a.deliver()
-    a.published.publish(Key(0, 3), [C], a.published.room(vectors(0)))
-    assert a.published.room(vectors(0)) is rooms[1] and len(a.published.rooms) == 3
+    a.published.publish(Key(0, 3), [C], a.published.spare_buffers(vectors(0)))
+    assert a.published.spare_buffers(vectors(0)) is rooms[1] and len(a.published.buffers) == 3
 
 
 @settings(deadline=None)
@@ -310,7 +310,7 @@ def test_no_loss_and_no_order_of_events_changes_what_readers_get(events: list[in
     for event in [*events, *([0, 1, 2, 3, 4] * 40)]:
         reader = readers[event % 2]
         if event == 0 and published < 5:
-            room = publisher.published.room(vectors(0))
+            room = publisher.published.spare_buffers(vectors(0))
             room[0].fill_(published)
             publisher.published.publish(Key(0, published), [B, C], room)
             published += 1
@@ -330,7 +330,7 @@ def test_no_loss_and_no_order_of_events_changes_what_readers_get(events: list[in
                 reader._replies[request.sequence].message = None
                 publisher.published.on_message(request)
     assert seen == {B: [0, 1, 2, 3, 4], C: [0, 1, 2, 3, 4]}
-    assert len(publisher.published.rooms) <= 5
+    assert len(publisher.published.buffers) <= 5
 
 
 # --- deaths -----------------------------------------------------------------------------------------

@@ -275,8 +275,8 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
             "every / every / every",
             "every / every / every: takes two levels at most, one inside sites and one between them",
         ),
-        ("plain / every", "plain / every: inside a site there can be every, and not plain"),
-        ("every/plain", "every/plain: between sites there can be every, and not plain"),
+        ("plain / every", "plain / every: inside a site use every, not plain"),
+        ("every/plain", "every/plain: between sites use every, not plain"),
     ],
 )
 def test_invalid_strategy_text_raises_a_one_line_error(text: str, message: str) -> None:

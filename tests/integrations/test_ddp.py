@@ -149,7 +149,7 @@ def test_ddp_hook_sends_excluded_layers_uncompressed(ranks: Found) -> None:
         (0, "topk:dense=head: DDP does not know which layer is 'head'; pass the model too"),
         (1, "topk:dense=head: the model has no layer 'head'"),
         (2, "topq: unknown codec 'topq'; did you mean 'topk'?"),
-        (3, "dgc keeps the momentum itself"),
+        (3, "dgc applies momentum itself"),
         (4, "this state was saved with powersgd, but the hook uses topk"),
         (
             5,

@@ -235,5 +235,5 @@ def test_momentum_average_refuses_different_optimizers_on_workers() -> None:
 
         Trace(2, optimizer=either)()
 
-    with pytest.raises(PolyrhythmError, match=r"worker \d's optimizer keeps (momentum_buffer|exp_avg), "):
+    with pytest.raises(PolyrhythmError, match=r"worker \d's optimizer state has (momentum_buffer|exp_avg)"):
         pr.simulate(main, workers=2, strategy="local:1,momentum=average", threads=1)

@@ -75,5 +75,5 @@ def test_only_plain_values_are_packed() -> None:
     ],
 )
 def test_bad_bytes_are_refused(packed: list[Tensor]) -> None:
-    with pytest.raises(WireError, match="no packed state"):
+    with pytest.raises(WireError, match="not a packed state"):
         unpack(packed)

@@ -177,12 +177,12 @@ def test_replica_shown_model_is_an_independent_copy(make: Any) -> None:
     replica, plain, _ = pair(make)
     for model in (replica.model, plain):
         backward(model)
-    shown = replica.shown(replica.parameters)
+    shown = replica.copy_with(replica.parameters)
     assert equal(shown, plain) and shown.state_dict().keys() == plain.state_dict().keys()
     for vector in replica.parameters:
         vector.zero_()
     assert equal(shown, plain)
-    assert replica.shown(replica.parameters) is shown and not equal(shown, plain)
+    assert replica.copy_with(replica.parameters) is shown and not equal(shown, plain)
 
 
 def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
@@ -197,14 +197,14 @@ def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
 
     replica._temporary = noted
     consensus = copied(replica.parameters, replica.consensus_vectors())
-    shown = replica.shown(consensus)
+    shown = replica.copy_with(consensus)
     assert equal(shown, plain) and len(made) == 1
     assert {each.untyped_storage().data_ptr() for each in shown.parameters()} == {consensus[0].data_ptr()}
     kept = shown.state_dict()
     del shown, consensus
     gc.collect()
     replica.parameters[0].zero_()
-    again = replica.shown(replica.parameters)
+    again = replica.copy_with(replica.parameters)
     assert len(made) == 2 and all(
         torch.equal(kept[name], value) for name, value in plain.state_dict().items()
     )

@@ -314,7 +314,7 @@ def test_elementwise_optimizers_are_cut_anywhere() -> None:
 def test_more_servers_than_tensors_are_refused(world: str, strategy: str) -> None:
     """It says what is wrong and what would work, before the first step."""
     how = pr.simulate if world == "simulated" else pr.run
-    message = r"5 servers: LARS may look at whole tensors.*the model has 4; use at most that many.*allreduce"
+    message = r"5 servers: LARS may need whole tensors.*the model has 4; use at most that many.*allreduce"
     with pytest.raises(UsageError, match=message):
         how(Script(optimizer=LARS), workers=2, strategy=strategy, servers=5, threads=1, runs=None)
 

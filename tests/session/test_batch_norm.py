@@ -890,7 +890,11 @@ class Called:
 def test_recompute_calls_the_model_as_the_script_does(world: str, tmp_path: Path) -> None:
     """Parts of a dict, by name, cast and reshaped, beside a number; and a copy of the model has no hook."""
     call = lambda model, batch: model(2.0, y=batch["target"], x=batch["input"].float().unsqueeze(2))  # noqa: E731
-    run_in(world, Called(call), runs=tmp_path, batch_norm="recompute")
+    result = trained(run_in(world, Called(call), runs=tmp_path, batch_norm="recompute"))
+    x, y = Examples(50).tensors
+    used = (2 * x + y.unsqueeze(1)).float()
+    torch.testing.assert_close(result["norm.running_mean"], used.mean(0))
+    torch.testing.assert_close(result["norm.running_var"], used.var(0))
 
 
 def test_batch_norm_recompute_refuses_derived_inputs_in_the_first_step(tmp_path: Path) -> None:
@@ -948,7 +952,10 @@ class Summed:
 @both_worlds
 def test_recompute_takes_lists_and_numbers_out_of_the_batch(world: str, tmp_path: Path) -> None:
     """Those of each batch, and not those of the first; a last batch of two has a shorter list."""
-    run_in(world, Summed(), runs=tmp_path, batch_norm="recompute")
+    result = trained(run_in(world, Summed(), runs=tmp_path, batch_norm="recompute"))
+    used = 2 * torch.tensor([sum(range(3 * row, 3 * row + row % 3 + 1)) for row in range(50)]).float()
+    torch.testing.assert_close(result["norm.running_mean"], used.mean().view(1))
+    torch.testing.assert_close(result["norm.running_var"], used.var().view(1))
 
 
 @pytest.mark.parametrize(

@@ -661,8 +661,8 @@ def test_broadcast_refuses_invalid_settings(text: str, why: str) -> None:
     ("text", "why"),
     [
         ("broadcast:first=9,warmup=5", "first is at most 3, the number of workers"),
-        ("broadcast:first=2", "first is for a warmup; say for how many steps, as in warmup=100"),
-        ("broadcast:fanout=3", "fanout is for topology=tree; in a mesh each sends to all others"),
+        ("broadcast:first=2", "first needs a warmup; set its steps, as in warmup=100"),
+        ("broadcast:fanout=3", "fanout needs topology=tree; in a mesh each worker sends to all others"),
     ],
 )
 def test_broadcast_refuses_settings_that_do_not_fit_three_workers(text: str, why: str) -> None:
@@ -684,8 +684,8 @@ def test_tau_is_the_next_power_of_two() -> None:
 @pytest.mark.parametrize(
     ("fields", "tensors", "why"),
     [
-        ({"origin": "1.0", "number": 1}, (torch.zeros(9, dtype=torch.uint8),), "this is no sparse message"),
-        ({"origin": "1.0", "number": 1}, (), "0 codes came for 1 vectors"),
+        ({"origin": "1.0", "number": 1}, (torch.zeros(9, dtype=torch.uint8),), "not a sparse message"),
+        ({"origin": "1.0", "number": 1}, (), "received 0 codes for 1 vectors"),
         ({"origin": "1.0", "number": 1}, (torch.zeros(9),), "a sparse message is bytes"),
         ({"number": 1}, (), "without an origin and a number"),
     ],
@@ -709,7 +709,7 @@ def test_pulses_of_another_size_are_refused() -> None:
     with pytest.raises(WireError, match=r"its pulses are of 0\.5, not of 0\.25"):
         selection.count(codes[0], torch.zeros(40, dtype=torch.int32), 0.25)
     values = selection.pack(torch.ones(40), torch.arange(3), half=True)[0]
-    with pytest.raises(WireError, match="it has values, and pulses are wanted"):
+    with pytest.raises(WireError, match="it has values in place of pulses"):
         selection.count(values, torch.zeros(40, dtype=torch.int32), 0.25)
 
 
@@ -719,7 +719,7 @@ def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None
         model = mlp()
         model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         here.consensus().load_state_dict(mlp().state_dict())
-        with pytest.raises(UsageError, match=r"load_state_dict\(\) comes before session.prepare"):
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) must be called before session.prepare"):
             model.load_state_dict(mlp().state_dict())
 
     run_in("simulated", main, strategy="broadcast", workers=2, runs=tmp_path)
@@ -727,7 +727,9 @@ def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None
 
 def test_broadcast_raises_if_tau_is_too_small_for_32_bit_counts(tmp_path: Path) -> None:
     """It raises before a count overflows."""
-    with pytest.raises(PolyrhythmError, match=r"pulses from where it began.* tau \(9\.09e-13\) is too small"):
+    with pytest.raises(
+        PolyrhythmError, match=r"pulses from its initial value.* tau \(9\.09e-13\) is too small"
+    ):
         run_in("simulated", Steps(80), strategy=f"broadcast:{2.0**-40}", workers=2, runs=tmp_path)
 
 

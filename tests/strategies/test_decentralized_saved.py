@@ -183,7 +183,9 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
         here.load_state_dict(torch.load(tmp_path / f"0.{here.rank}.1.pt"))
 
     torch.save(torch.load(tmp_path / "0.1.1.pt"), tmp_path / "0.0.1.pt")
-    with pytest.raises(UsageError, match="has nothing of what adpsgd saves, so a run cannot resume from it"):
+    with pytest.raises(
+        UsageError, match="has none of the values that adpsgd saves, so a run cannot resume from it"
+    ):
         simulate(resumed, "adpsgd", 1)
 
 
@@ -219,7 +221,7 @@ def test_states_of_different_steps_are_refused(strategy: str, tmp_path: Path) ->
 @few("strategy", ONE_OF_EACH, quick=2)
 def test_resuming_with_another_number_of_workers_is_refused(strategy: str, tmp_path: Path) -> None:
     digest(Saving(tmp_path, 6), strategy, 3)
-    with pytest.raises(UsageError, match="at place 0 of 3, and this one is at place 0 of 2: a run resumes"):
+    with pytest.raises(UsageError, match="at position 0 of 3, and this worker is at 0 of 2: resume"):
         digest(Saving(tmp_path, 6, resumed=True), strategy, 2)
 
 
@@ -231,5 +233,5 @@ def test_loading_after_the_first_step_is_refused(strategy: str, tmp_path: Path) 
             here.load_state_dict(torch.load(self.folder / f"{here.rank}.pt")["session"])
 
     digest(Saving(tmp_path, 6), strategy, 3)
-    with pytest.raises(UsageError, match="comes before the first step"):
+    with pytest.raises(UsageError, match="must be called before the first step"):
         digest(Late(tmp_path, 6, resumed=True), strategy, 3)

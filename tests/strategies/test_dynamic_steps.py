@@ -217,11 +217,11 @@ def test_server_reports_the_latest_speed_of_the_fastest_live_worker() -> None:
         return Message(Peer("worker", rank), "push", 1, {"speed": speed})
 
     for rank, speed in [(0, 1.0), (1, 9.0), (1, 4.0)]:
-        server.note(push(rank, speed))
+        server.on_request(push(rank, speed))
     assert server.extras(push(0, 1.0)) == {"fastest": 4.0}
     server.forget(1)
     assert server.extras(push(0, 1.0)) == {"fastest": 1.0}
-    server.note(Message(Peer("worker", 0), "pull", 2))
+    server.on_request(Message(Peer("worker", 0), "pull", 2))
     assert server.extras(push(3, 0.5)) == {"fastest": 0.5}
 
 

@@ -208,7 +208,7 @@ def test_gossip_keeps_only_a_few_rounds_of_parameters(simulate: Any, topology: s
     slow += 'step_time = { exponential = "10 ms" }\n'
     plane = Plane(30)
     simulate(plane, f"gossip:{topology}", 8, cluster=slow)
-    assert max(len(worker.published.rooms) for worker in plane.workers.values()) <= most
+    assert max(len(worker.published.buffers) for worker in plane.workers.values()) <= most
 
 
 # --- choco ------------------------------------------------------------------------------------------
@@ -428,14 +428,14 @@ def test_gossip_request_to_a_replaced_neighbor_does_not_hang(simulate: Any, stra
         ("gossip:0-1/2-3", 4, "disconnected topology"),
         ("gossip:0>1/1>2/2>0", 3, "unbalanced topology"),
         ("gossip:torus", 7, "an odd grid"),
-        ("gossip:hypercube", 6, "no power of two"),
+        ("gossip:hypercube", 6, "not a power of two"),
         ("gossip:0-1/1-5", 3, "names worker 5"),
         ("gossip:order=now", 3, "order takes mix-while-computing or step-then-mix"),
         ("gossip+int8", 3, "gossip takes no codec"),
         ("choco:0", 3, "gamma must be auto, or more than 0"),
         ("choco:1.5", 3, "gamma must be auto, or more than 0"),
         ("choco:topology=exponential", 3, "use topology=exponential-all"),
-        ("choco+dgc", 3, "is for gradients"),
+        ("choco+dgc", 3, "compresses gradients only"),
     ],
 )
 def test_gossip_refuses_invalid_topologies_before_starting(strategy: str, workers: int, said: str) -> None:

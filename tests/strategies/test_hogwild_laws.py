@@ -401,7 +401,7 @@ def test_hogwild_refuses_to_load_after_a_step(tmp_path: Path) -> None:
         optimizer.step()
         session.load_state_dict(state)
 
-    with pytest.raises(UsageError, match="must come before the first step"):
+    with pytest.raises(UsageError, match="must be called before the first step"):
         run_hogwild(main, "simulated", 2, tmp_path)
 
 
@@ -568,7 +568,7 @@ def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what:
     with pytest.raises(UsageError) as error:
         run_hogwild(sparse_with(make), world, 2, tmp_path)
     assert str(error.value) == (
-        f"hogwild: table (EmbeddingBag with sparse=True) has sparse gradients, and {what} would make of each "
+        f"hogwild: table (EmbeddingBag with sparse=True) has sparse gradients, and {what} would turn each "
         "an update of all rows: use SGD without momentum and weight decay, Adagrad or SparseAdam for it, or "
         "leave sparse=True out"
     )
@@ -609,7 +609,7 @@ def test_hogwild_refuses_dense_optimizers_at_the_first_sparse_gradient(
     for workers in (1, 2):
         with pytest.raises(UsageError) as error:
             run_hogwild(main, world, workers, tmp_path)
-        assert f"hogwild: rows has sparse gradients, and {what} would make of each an" in str(error.value)
+        assert f"hogwild: rows has sparse gradients, and {what} would turn each into an" in str(error.value)
 
 
 def test_hogwild_refuses_a_codec() -> None:

@@ -434,7 +434,7 @@ def test_postlocal_averages_all_batches_of_the_switching_step(simulate: Any) -> 
         ("local:0", "local:0: period must be 1 or more"),
         ("local:autos", "period takes a whole number or auto, not 'autos'"),
         ("local:8,momentum=forget", "momentum takes keep or average or reset, not 'forget'"),
-        ("local:8,longest=9", "shortest, longest and overhead are for period=auto"),
+        ("local:8,longest=9", "shortest, longest and overhead need period=auto"),
         ("local:auto,shortest=9,longest=3", "shortest must be 1 or more, and longest no less than it"),
         ("local:auto,overhead=0", "overhead must be a finite number above 0"),
         ("local:auto,overhead=inf", "overhead must be a finite number above 0"),

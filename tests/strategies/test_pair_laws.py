@@ -89,7 +89,7 @@ def test_adpsgd_parameter_sum_changes_by_updates_only(
             return
         total = torch.zeros_like(way[0])
         for rank, worker in plane.workers.items():
-            total += flat(worker.shown(0, worker.replica.layout.total))
+            total += flat(worker.read_parameters(0, worker.replica.layout.total))
             for (peer, key), delivery in worker.published._deliveries.items():
                 fetched = plane.workers[peer.rank].fetched
                 if fetched is not None and fetched.key == key:
@@ -257,7 +257,7 @@ def test_adpsgd_workers_that_return_together_copy_a_survivor(simulate: Any, who:
 def test_adpsgd_refuses_invalid_topologies(simulate: Any) -> None:
     for text, workers, message in [
         ("adpsgd:0-1/2-3", 4, "disconnected topology"),
-        ("adpsgd:hypercube", 6, "no power of two"),
+        ("adpsgd:hypercube", 6, "not a power of two"),
         ("adpsgd:star", 4, "is unknown; there are ring"),
     ]:
         with pytest.raises(UsageError, match=message):

@@ -525,8 +525,8 @@ def test_server_strategies_finish_despite_random_deaths_and_returns(
         ("dana-slim:discard=3", "discard cannot be set here"),
         ("dana-zero:max_staleness=0", "use a max_staleness of 1 or more"),
         ("dc-asgd:prefetch=yes", "prefetch cannot be set here"),
-        ("dc-asgd:1,decay=0.5", "decay is for adaptive=yes"),
-        ("async:damping=0.5", "damping is for weight=exp"),
+        ("dc-asgd:1,decay=0.5", "decay needs adaptive=yes"),
+        ("async:damping=0.5", "damping needs weight=exp"),
         ("async:fetch_every=4,discard=3", "leave out fetch_every"),
         ("ssp:nan", "max_staleness takes a number, not 'nan'"),
         ("async:weight=2/tau", "weight takes 1 or 1/tau or exp, not '2/tau'"),
@@ -568,7 +568,7 @@ def test_sgd_corrections_refuse_other_optimizers_and_dampening(simulate: Any, st
         with pytest.raises(UsageError, match="has no dampening"):
             simulate(Script(optimizer=damped), strategy, 2)
     if strategy == "ormo":
-        with pytest.raises(UsageError, match="orders plain momentum"):
+        with pytest.raises(UsageError, match="supports plain momentum only"):
             simulate(Script(optimizer=NESTEROV), strategy, 2)
 
 
@@ -579,7 +579,7 @@ def test_steps_between_pushes_need_a_rate(simulate: Any) -> None:
             for group in self.param_groups:
                 group["rate"] = group.pop("lr")
 
-    with pytest.raises(UsageError, match="takes steps by the optimizer's lr, and this one has none"):
+    with pytest.raises(UsageError, match="steps with the optimizer's lr, but this optimizer has none"):
         simulate(Script(optimizer=Nameless), "async:push_every=2", 2)
 
 

@@ -37,8 +37,8 @@ def test_an_idle_worker_takes_over_the_number_of_a_snapshot() -> None:
     """It does not hold the others up, and continues the count if it begins later."""
     node = RecordingNode()
     barrier = barrier_of(node)
-    barrier.hear(asks(1, "come", 3))
-    barrier.hear(asks(2, "come", 2))
+    barrier.on_message(asks(1, "come", 3))
+    barrier.on_message(asks(2, "come", 2))
     assert node.replied == {1: 3, 2: 3} and barrier.numbers == [3, 0]
 
 
@@ -47,10 +47,10 @@ def test_a_working_worker_answers_when_it_ends_and_gives_all_the_same_number() -
     barrier = barrier_of(node)
     barrier.begin(later=False)
     for rank, number in ((1, 1), (2, 2)):
-        barrier.hear(asks(rank, "come", number))
-    barrier.hear(asks(3, "taken", 5))
+        barrier.on_message(asks(rank, "come", number))
+    barrier.on_message(asks(3, "taken", 5))
     assert not node.replied and barrier.numbers == [0, 0]
     node.members.leave(Peer("worker", 3), 0, finished=False)
-    barrier.hear(None)
+    barrier.on_message(None)
     barrier.end()
     assert node.replied == {1: 2, 2: 2} and barrier.numbers == [2, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -502,8 +503,8 @@ def test_cli_reports_the_bytes_between_sites(tmp_path: Path, capfd: pytest.Captu
         assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().out, re.MULTILINE)
 
 
-def sum_over_parts(worker: Worker) -> None:
-    """Sums ranks over parts of the workers that overlap, many at once."""
+def sum_over_parts(folder: Path, worker: Worker) -> None:
+    """Sums ranks over parts of the workers that overlap, many at once; a file counts the steps."""
     me, group = worker.node.me, worker.group
     everyone = list(group.members)
     parts = [everyone[:2], everyone[1:], everyone[::2], everyone[1:2], everyone]
@@ -522,14 +523,16 @@ def sum_over_parts(worker: Worker) -> None:
         each.broadcast(told, root=each.size - 1)
         assert told.item() == each.members[-1].rank
     worker.replica.apply()
+    with (folder / str(me.rank)).open("a") as file:
+        file.write("step ")
 
 
 @pytest.mark.parametrize(
     "world", ["simulated", "simulated ring", *(f"{way} {listen}" for way, listen in WAYS)]
 )
-def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -> None:
+def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str, tmp_path: Path) -> None:
     """Parts that overlap do not disturb each other, whatever the order in which they are waited for."""
-    made = stepping("parts", sum_over_parts)
+    made = stepping("parts", partial(sum_over_parts, tmp_path))
     way, _, listen = world.partition(" ")
     try:
         if way == "simulated":
@@ -538,6 +541,7 @@ def test_collectives_of_overlapping_worker_groups_do_not_interfere(world: str) -
             pr.run(Trace(3), workers=4, strategy=made, threads=1, runs=None, collective=way, listen=listen)
     finally:
         del pr.Strategy.registry["parts"]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys("0123", "step " * 3)
 
 
 def test_one_site_does_not_wait_for_another(simulate: Any) -> None:
@@ -616,28 +620,28 @@ def test_diloco_between_sites_sends_under_a_tenth_of_the_allreduce_bytes(simulat
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("async / diloco", "inside a site there can be allreduce, average, diloco, local or slowmo, and not"),
-        ("gossip / diloco", "and not gossip"),
-        ("postlocal:3 / diloco:3", "and not postlocal:3"),
-        ("streaming-diloco / diloco", "and not streaming-diloco"),
-        ("local:4 / diloco:50", "every 4 steps and every 50 do not fit; 48 or 52 would, in place of 50"),
-        ("local:8 / local:4", "every 8 steps and every 4 do not fit; 8 would, in place of 4"),
-        ("local:3 / streaming-diloco:8,fragments=2", "every 3 steps and every 4 do not fit; 3 or 6 would"),
-        ("local:2 / streaming-diloco:8,fragments=2", "overlap must be a multiple of 2 too, and not 1"),
+        ("async / diloco", "inside a site use allreduce, average, diloco, local or slowmo, not"),
+        ("gossip / diloco", "not gossip"),
+        ("postlocal:3 / diloco:3", "not postlocal:3"),
+        ("streaming-diloco / diloco", "not streaming-diloco"),
+        ("local:4 / diloco:50", "multiple of the inner one, 4, and is 50; use 48 or 52"),
+        ("local:8 / local:4", "multiple of the inner one, 8, and is 4; use 8"),
+        ("local:3 / streaming-diloco:8,fragments=2", "multiple of the inner one, 3, and is 4; use 3 or 6"),
+        ("local:2 / streaming-diloco:8,fragments=2", "a multiple of the inner period, 2, and is 1"),
         ("local:auto / diloco", "neither period can be auto"),
         ("local:2 / local:auto", "neither period can be auto"),
-        ("local:2 / local:4,momentum=average", "under local:2 each has its own; inside, local, average and"),
-        ("diloco:2 / local:4,momentum=average", "and under diloco:2 each has its own"),
-        ("allreduce / allreduce", "between sites there can be average, diloco, local, slowmo or streaming-"),
-        ("allreduce / ssp:2", "and not ssp:2"),
-        ("allreduce / postlocal:3", "and not postlocal:3"),
+        ("local:2 / local:4,momentum=average", "under local:2 each worker has its own; use local"),
+        ("diloco:2 / local:4,momentum=average", "and under diloco:2 each worker has its own"),
+        ("allreduce / allreduce", "between sites use average, diloco, local, slowmo or streaming-"),
+        ("allreduce / ssp:2", "not ssp:2"),
+        ("allreduce / postlocal:3", "not postlocal:3"),
         ("allreduce / local:3 / diloco", "takes two levels at most"),
         ("allreduce / dilco:50", "unknown strategy 'dilco'; did you mean 'diloco'?"),
         ("allreduce/dilco:50", "unknown strategy 'dilco'; did you mean 'diloco'?"),
         ("allreduce+bf61 / diloco", "unknown codec 'bf61'"),
         ("allreduce / diloco:0", "period must be 1 or more"),
         ("allreduce /", "no strategy is named"),
-        ("allreduce / diloco+dgc", "dgc is for gradients, and diloco sends how far each worker has come"),
+        ("allreduce / diloco+dgc", "dgc compresses gradients only; diloco sends parameter updates"),
     ],
 )  # fmt: skip
 def test_two_level_strategies_refuse_invalid_combinations(strategy: str, message: str) -> None:
@@ -653,11 +657,11 @@ def test_two_level_strategies_refuse_invalid_combinations(strategy: str, message
             (
                 None,
                 4,
-                r"allreduce / diloco needs to know who is at which site: give a cluster file \(--cluster\)",
+                r"allreduce / diloco needs the site of each worker: give a cluster file \(--cluster\)",
             ),
             ("[[hosts]]", 4, 'in which every group of hosts has its site = "name"'),
-            (at(2, 2), 2, "the site b has no worker: they are dealt to the groups of hosts in order"),
-            (at(4), 4, "there is one site, a; use allreduce, or name two"),
+            (at(2, 2), 2, "the site b has no worker: workers are assigned to the groups of hosts in order"),
+            (at(4), 4, "there is only one site, a; use allreduce, or name two"),
         ],
     ),
     ("how", [pr.simulate, pr.run]),

@@ -53,3 +53,8 @@ def run_hogwild(
     if world == "simulated":
         options.setdefault("cluster", SPEEDS["exponential"])
     return run_in(world, program, strategy=strategy, workers=workers, runs=runs, **options)
+
+
+def shorten_waits(node: Any, seconds: float) -> None:
+    """From here on a wait of this real node times out after so long: the run has a long timeout to start."""
+    node.transport.wait = node.transport._requests.wait = seconds

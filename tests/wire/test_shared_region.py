@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -280,16 +281,20 @@ def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
 def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
     """While waiting, holding or releasing: after every kill the lock can be taken."""
     lock = SharedRegion(arenas).lock("x", 0, times_out(20))
+    taken = SharedRegion(arenas).memory("taken", 2)
 
-    def child() -> None:
+    def child(number: int) -> None:
         mine = SharedRegion(arenas).lock("x", 1)
         while True:
             mine.take()
+            taken[number] = 1
             mine.release()
 
-    for _ in range(20):
-        children = [forked(child) for _ in range(2)]
-        time.sleep(0.003)
+    for turn in range(20):
+        taken[:] = bytes(2)
+        children = [forked(partial(child, number)) for number in range(2)]
+        wait_until(lambda: bytes(taken) == b"\1\1")
+        time.sleep(turn * 1e-4)  # so that the kills fall on different points
         for each in children:
             os.kill(each, signal.SIGKILL)
         lock.take()

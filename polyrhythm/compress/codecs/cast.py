@@ -76,7 +76,7 @@ class BFloat(Codec):
 
 
 def _shortened(values: Tensor, code: Tensor) -> Tensor:
-    """Finite numbers beyond the range become the largest; infinity stays, or nobody would notice it."""
+    """Finite numbers beyond the range become the largest; infinity stays, so that it is noticed."""
     import torch
 
     beyond = code.isinf()
@@ -88,7 +88,7 @@ def _shortened(values: Tensor, code: Tensor) -> Tensor:
 
 def _add(code: Tensor, into: Tensor, scale: float, dtype: str) -> None:
     if str(code.dtype) != f"torch.{dtype}" or code.shape != into.shape:
-        raise WireError(f"{tuple(code.shape)} of {code.dtype} came, not {tuple(into.shape)} of {dtype}")
+        raise WireError(f"received {tuple(code.shape)} of {code.dtype}, not {tuple(into.shape)} of {dtype}")
     # In pieces: widening all of it at once would allocate a copy of the vector.
     for low in range(0, len(into), PIECE):
         into[low : low + PIECE].add_(code[low : low + PIECE].to(into.device), alpha=scale)

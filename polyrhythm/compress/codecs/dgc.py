@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DGC(TopK):
     r"""Top-k with momentum applied on each worker before the selection (Deep Gradient Compression).
 
-    An entry that waits gathers what momentum would have made of it, so a density of 0.1 % still trains.
+    An entry that is not sent yet accumulates with momentum, so a density of 0.1 % still trains.
 
     $$
     u &\leftarrow \mu u + g, \qquad v \leftarrow v + u \\
@@ -64,7 +64,7 @@ class DGC(TopK):
         if not self.clip > 0:
             raise UsageError("clip must be above 0")
         if not self.feedback:
-            raise UsageError("dgc gathers what it has not sent; without feedback use topk")
+            raise UsageError("dgc accumulates the entries that it has not sent; without feedback use topk")
 
     def transform(self) -> MomentumCorrection:
         return MomentumCorrection(self.momentum, self.nesterov, self.masking, self.clip)

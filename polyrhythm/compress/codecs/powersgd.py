@@ -99,15 +99,15 @@ def _read(code: Tensor, count: int) -> tuple[int, list[MatrixPlace], Tensor]:
     import torch
 
     if code.dtype != torch.uint8 or code.dim() != 1:
-        raise WireError(f"powersgd: {code.dim()}-dimensional {code.dtype} came, not bytes")
+        raise WireError(f"powersgd: {code.dim()}-dimensional {code.dtype} received, not bytes")
     data = code.cpu().contiguous()
     if data.numel() < HEADER.size:
-        raise WireError(f"powersgd: {data.numel()} bytes came, and the header alone has {HEADER.size}")
+        raise WireError(f"powersgd: {data.numel()} bytes received, and the header alone has {HEADER.size}")
     width, rank, values, matrices = HEADER.unpack(bytes(data[: HEADER.size].numpy()))
     body = HEADER.size + PLACE.size * matrices
     if width not in (4, 8) or rank < 1 or values != count or body > data.numel():
         raise WireError(
-            f"powersgd: {matrices} matrices of rank {rank} in {values} numbers of {width} bytes came, in "
+            f"powersgd: {matrices} matrices of rank {rank} in {values} numbers of {width} bytes received, in "
             f"{data.numel()} bytes, for {count} numbers"
         )
     places = [MatrixPlace(*each) for each in PLACE.iter_unpack(bytes(data[HEADER.size : body].numpy()))]
@@ -119,7 +119,9 @@ def _read(code: Tensor, count: int) -> tuple[int, list[MatrixPlace], Tensor]:
         reached = place.stop
     wanted = thin + count - sum(place.rows * place.columns for place in places)
     if data.numel() - body != width * wanted:
-        raise WireError(f"powersgd: {data.numel() - body} bytes came for {wanted} numbers of {width} bytes")
+        raise WireError(
+            f"powersgd: {data.numel() - body} bytes received for {wanted} numbers of {width} bytes"
+        )
     numbers = data[body:].clone().view(torch.float32 if width == 4 else torch.float64)
     if not bool(torch.isfinite(numbers).all()):
         raise WireError("powersgd: a code holds NaN or infinity")

@@ -51,7 +51,7 @@ class Sign(Quantizer):
         if not 0 <= self.momentum < 1:
             raise UsageError("momentum must be from 0 to below 1")
         if self.momentum and not self.vote:
-            raise UsageError("momentum is for vote=yes; otherwise give it to the optimizer")
+            raise UsageError("momentum needs vote=yes; otherwise set it in the optimizer")
         if self.vote:  # a vote has no size, so no residual can be computed
             object.__setattr__(self, "feedback", False)
 

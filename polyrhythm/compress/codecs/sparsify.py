@@ -139,7 +139,7 @@ class RandomK(Sparse):
     def decode(self, code: Tensor, into: Tensor, scale: float = 1.0) -> None:
         count = len(code) - SEED_SIZE
         if not code.dtype.is_floating_point or not 0 <= count <= len(into):
-            raise WireError(f"{len(code)} numbers of {code.dtype} are no draw from {len(into)}")
+            raise WireError(f"{len(code)} numbers of {code.dtype} are not a sample of {len(into)}")
         seed = _seed(code[:SEED_SIZE].double().cpu())
         indexes = _drawn(seed, len(into), count)[0].to(into.device)
         into.index_add_(0, indexes, code[SEED_SIZE:].to(into), alpha=scale)
@@ -170,7 +170,7 @@ def _seed(given: Tensor) -> int:
         seed = int.from_bytes(bytes(int(each) for each in whole[:8]), "little")
         if torch.equal(whole, _seed_code(seed)):
             return seed
-    raise WireError("the seed of a random draw is damaged, or those who drew together were out of step")
+    raise WireError("the seed of a random sample is damaged, or the workers were out of step")
 
 
 def _drawn(seed: int, length: int, count: int) -> tuple[Tensor, Tensor]:

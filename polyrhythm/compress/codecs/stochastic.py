@@ -83,7 +83,7 @@ class QSGD(Quantizer):
         elif mode == 1 and len(body) >= 12:
             count, first, body = _read(body[:6]), _read(body[6:12]), body[12:]
             if count > len(into) or first > len(body):
-                raise WireError(f"qsgd: {count} numbers that are not zero, of {len(into)}")
+                raise WireError(f"qsgd: {count} non-zero numbers of {len(into)}")
             gaps, sizes = self._unpacked(body[:first], count), self._unpacked(body[first:], count)
             whole = _unlisted(gaps, sizes, len(into))
         else:
@@ -217,7 +217,7 @@ class TernGrad(Quantizer):
         body = self.body(code, into, wide + dense.packed_size(len(into), dense.TRITS, 5))
         unit, body = self.units(body, 1, into.dtype, 1), body[wide:]
         if len(body) and int(body.max()) > 242:
-            raise WireError("terngrad: a byte that is no five digits of three")
+            raise WireError("terngrad: a byte that is not five ternary digits")
         dense.backend(into).add_trits(body, into, (unit * scale).item())
 
 

@@ -84,7 +84,7 @@ class Threshold(Codec):
         if self.warmup < 0:
             raise UsageError("warmup must be 0 or more")
         if not self.feedback:
-            raise UsageError("without feedback all that is below tau would be lost: leave feedback=no away")
+            raise UsageError("without feedback all entries below tau would be lost: leave out feedback=no")
 
     def encode(self, values: Tensor, state: CodecState) -> Tensor:
         import torch

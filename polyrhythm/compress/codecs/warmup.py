@@ -1,4 +1,4 @@
-"""Warm-up: early gradients change fast, so sparse codecs start by sending more than they are asked to."""
+"""Warm-up: early gradients change fast, so sparse codecs start with a higher density."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FIRST_TAU = 1 / 64  # of the configured tau
 
 
 def density_now(density: float, warmup: int, count: int) -> float:
-    """The share of entries in message `count`: geometric from 25 % over `warmup` messages, then as asked.
+    """The share of entries in message `count`: geometric from 25 % over `warmup` messages, then constant.
 
     >>> [round(density_now(0.001, 4, count), 4) for count in range(6)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
@@ -16,7 +16,7 @@ def density_now(density: float, warmup: int, count: int) -> float:
 
 
 def tau_now(tau: float, warmup: int, count: int) -> float:
-    """The threshold of message `count`: geometric from a 64th over `warmup` messages, then as asked.
+    """The threshold of message `count`: geometric from a 64th over `warmup` messages, then constant.
 
     >>> [round(tau_now(0.5, 3, count), 4) for count in range(5)]
     [0.0078, 0.0312, 0.125, 0.5, 0.5]

@@ -60,7 +60,7 @@ def threshold(
 
 
 @compiled
-def place(base: Array, counts: Array, tau: Any, into: Array) -> Any:
+def add_counts(base: Array, counts: Array, tau: Any, into: Array) -> Any:
     """into = base + tau · counts. Returns the bitwise or of all |counts|, nearly."""
     kind = base.dtype.type
     bits = np.int32(0)

@@ -254,12 +254,12 @@ def merged(codes: Sequence[Tensor], length: int, tau: float) -> Tensor:
     return torch.from_numpy(entropy.pack_pulses(length, indexes.numpy(), counts[indexes].numpy(), tau))
 
 
-def place(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:
+def add_counts(base: Tensor, counts: Tensor, tau: float, into: Tensor) -> int:
     """into = base + tau · counts. Returns the largest |count|, or less than twice of it."""
     if compiled(base) and compiled(into) and base.dtype == into.dtype:
         array = base.detach().numpy()
         kind = array.dtype.type
-        return int(load().scan.place(array, counts.numpy(), kind(tau), into.detach().numpy()))
+        return int(load().scan.add_counts(array, counts.numpy(), kind(tau), into.detach().numpy()))
     into.copy_(base + counts.to(base.dtype) * tau)
     return int(counts.abs().max()) if len(counts) else 0
 
@@ -291,7 +291,7 @@ def warm(dtype: torch.dtype) -> None:
 
 
 def warm_counts(dtype: torch.dtype) -> None:
-    """The same for `count` and `place`."""
+    """The same for `count` and `add_counts`."""
     import torch
 
     ones = torch.ones(SMALL + 1, dtype=dtype)
@@ -300,4 +300,4 @@ def warm_counts(dtype: torch.dtype) -> None:
     one[7] = 1.0
     for values, tau, many in ((ones, 1.0, False), (ones, 0.5, True), (one, 1.0, False)):
         count(pulses(torch.zeros_like(ones), values, tau, many)[0], counts, tau)
-    place(ones, counts, 0.5, one)
+    add_counts(ones, counts, 0.5, one)

@@ -1,4 +1,4 @@
-"""Reducers: means over a group of what workers send through a codec."""
+"""Reducers: means over a group of vectors sent through a codec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reducer_for(codec: Codec) -> Reducer:
-    """The reducer that a codec has, or else the one that its `reduction` asks for."""
+    """The reducer that a codec has, or else the one given by its `reduction`."""
     from polyrhythm.compress.reducers.codes import GatheredCodes, SummedCodes
 
     own = codec.reducer() if isinstance(codec, HasReducer) else None

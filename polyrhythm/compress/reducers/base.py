@@ -29,7 +29,7 @@ class Reducer(ABC):
         """
 
     def decide(self, mean: Sequence[Tensor], decompressor: Decompressor) -> None:
-        """Turns the mean of what workers sent into the result, in place. Servers call this, too."""
+        """Post-processes the mean of the decoded vectors, in place. Servers call this, too."""
 
 
 class AllReduces(Protocol):

@@ -61,8 +61,8 @@ class MomentumCorrection(GradientTransform):
             own = group.get("momentum") or group.get("betas", (0.0,))[0]
             if self.momentum and own:
                 raise UsageError(
-                    f"dgc keeps the momentum itself, and the optimizer has one too ({float(own):g}): "
-                    "leave it out there (SGD with momentum=0), or use topk in place of dgc"
+                    f"dgc applies momentum itself, and the optimizer has momentum too ({float(own):g}): "
+                    "set momentum=0 in the optimizer, or use topk in place of dgc"
                 )
 
 

@@ -1,6 +1,6 @@
 """Exchanges BatchNorm statistics between workers that continue when one dies.
 
-A collective of all workers would wait for a dead one. So each worker publishes its statistics, and answers
+A collective of all workers would wait for a dead one. So each worker publishes its statistics, and replies to
 requests for them while its script computes (see `core.published`).
 
 Workers in lockstep publish one round at each `agree` and fetch the same round of the others, so all see the

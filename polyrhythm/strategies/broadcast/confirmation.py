@@ -19,7 +19,7 @@ EVERY = 8  # messages from each neighbor, on average, between two confirmations
 
 
 class Confirmations:
-    """Now and then each worker tells its neighbors what all workers on its side of the edge have.
+    """From time to time each worker tells each neighbor what all workers on its side of the edge have.
 
     Messages that all workers on both sides of all edges have are dropped from the log.
     """
@@ -31,7 +31,7 @@ class Confirmations:
         self._new_by_origin: Known = {}
 
     def due(self, origin: str, count: int) -> bool:
-        """Counts new messages of an origin; True if it is time to confirm what has come."""
+        """Counts new messages of an origin; True if it is time to confirm them."""
         self._new += count
         self._new_by_origin[origin] = self._new_by_origin.get(origin, 0) + count
         # Where few train, or one is much faster, its messages are confirmed before it holds updates back.

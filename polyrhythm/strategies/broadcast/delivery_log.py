@@ -98,7 +98,7 @@ class DeliveryLog:
         if number <= known or first != known + 1:
             return "known" if number <= known else "gap" if first > known else "partly known"
         if len(codes) != len(self.counts):
-            raise WireError(f"{len(codes)} codes came for {len(self.counts)} vectors")
+            raise WireError(f"received {len(codes)} codes for {len(self.counts)} vectors")
         self._count(codes)
         self.known[origin] = number
         self._logs.setdefault(origin, OriginLog()).append(Entry(first, number, tuple(codes)))
@@ -205,7 +205,7 @@ class DeliveryLog:
         width, tensors, kept = len(self.counts), snapshot.tensors, snapshot.kept
         alike = [(given.dtype, given.numel()) for given in tensors[:width]]
         if alike != [(vector.dtype, vector.numel()) for vector in self.counts]:
-            raise WireError("counts came of another model")
+            raise WireError("received counts of a different model")
         valid = isinstance(kept, dict) and all(
             isinstance(ends, list)
             and all(isinstance(end, int) for end in ends)
@@ -216,7 +216,7 @@ class DeliveryLog:
             for origin, ends in kept.items()
         )
         if not valid or len(tensors) != width + width * sum(len(ends) - 1 for ends in kept.values()):
-            raise WireError("counts came without the messages that belong to them")
+            raise WireError("received counts without their messages")
 
     def digest(self) -> str:
         """The SHA-256 of the counts."""

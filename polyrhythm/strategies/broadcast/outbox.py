@@ -23,7 +23,7 @@ class Outbox:
 
     `compose` makes a message when its turn comes, inside `node.lock()`, so it says what is known then. It
     returns None for pulses that are no longer kept. The peer is told what this worker knows instead, and
-    asks for what it lacks.
+    requests what it lacks.
     """
 
     def __init__(self, node: Node, compose: Callable[[Peer, Outgoing], Composed | None]) -> None:

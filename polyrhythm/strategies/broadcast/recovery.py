@@ -31,8 +31,8 @@ class ResumePoints:
             if resumed != self.mine:
                 raise UsageError(
                     f"worker {origin.partition('.')[0]} resumed from a different checkpoint than "
-                    f"{self.node.me}: either each loads what it has saved itself, all at the same place, or "
-                    "none does"
+                    f"{self.node.me}: either each worker loads the state that it saved itself, all of the "
+                    "same step, or none does"
                 )
 
 
@@ -52,25 +52,25 @@ class Recovery:
         resumed: ResumePoints,
     ) -> None:
         self.node, self.log, self.outbox, self.topology, self.resumed = node, log, outbox, topology, resumed
-        # The last message that was known, and the length of the gap, when a peer was asked about an origin.
-        self._asked: dict[tuple[Peer, str], tuple[int, int]] = {}
+        # By peer and origin, at the last request: the last known message, and the length of the gap.
+        self._requested: dict[tuple[Peer, str], tuple[int, int]] = {}
         # What both knew when a snapshot could not be used, and how often in a row.
         self._useless: dict[Peer, tuple[tuple[Known, Known], int]] = {}
 
     def tell(self) -> None:
-        """Tells the neighbors what this worker knows. They send what it lacks, and ask for what they lack."""
+        """Tells the neighbors what this worker knows. They send what it lacks, and request what they lack."""
         self.outbox.post(self.topology.neighbors, KNOWN)
 
-    def ask(self, peer: Peer, origin: str, number: int) -> None:
-        """Asks for the messages that are missing before this one.
+    def request(self, peer: Peer, origin: str, number: int) -> None:
+        """Requests the messages that are missing before this one.
 
-        All of them are sent again, so asking once is enough, unless the question is lost with its connection.
-        It is asked again when other messages are missing, or twice as many.
+        All of them are sent again, so one request is enough, unless it is lost with its connection.
+        It is repeated when other messages are missing, or twice as many.
         """
         known = self.log.known.get(origin, 0)
-        before, gap = self._asked.get((peer, origin), (known, 0))
+        before, gap = self._requested.get((peer, origin), (known, 0))
         if before != known or number - known >= 2 * gap:
-            self._asked[peer, origin] = known, max(number - known, EVERY)
+            self._requested[peer, origin] = known, max(number - known, EVERY)
             self.outbox.post([peer], KNOWN)
 
     def on_known(self, message: Message) -> None:
@@ -104,10 +104,10 @@ class Recovery:
         self._useless[peer] = now, times + 1 if before == now else 0
         if times >= 3:
             raise PolyrhythmError(
-                f"{self.node.me} and {peer} did not hear from each other for so long that neither can get "
+                f"{self.node.me} and {peer} have exchanged nothing for so long that neither can get "
                 "from the other what it lacks: is the network between them too slow for this strategy?"
             )
 
     def forget(self) -> None:
-        """Workers joined or left: questions may have been lost."""
-        self._asked.clear()
+        """Workers joined or left: requests may have been lost."""
+        self._requested.clear()

@@ -10,7 +10,7 @@ Messages are numbered by origin, and the delivery log says which are known. The 
 - Messages that a worker has not confirmed for long are merged, by origin. A worker that turns out to have
   some of them gets a snapshot.
 - When a worker joins or leaves, all tell what they know: from now on it may differ, and so may the tree.
-- "settle" is answered when all messages that it names are known; "state" with everything, for a replacement.
+- "settle" gets its reply when all messages that it names are known; the reply to "state" has everything.
 - To save a state that is the same for all, workers meet at a snapshot barrier. Each message of pulses names
   the checkpoint that its origin resumed from: it must be the same for all.
 """
@@ -60,7 +60,7 @@ class ReliableBroadcast:
     def __init__(self, node: Node, log: DeliveryLog, base: Sequence[Tensor], fanout: int | None) -> None:
         self.node, self.log, self.base = node, log, base
         self.origin, self.sent = f"{node.rank}.{node.incarnation}", 0
-        self.ready = not node.incarnation  # a replacement knows nothing before it has asked
+        self.ready = not node.incarnation  # a replacement knows nothing before it has requested it
         self.topology = BroadcastTopology(node, fanout)  # fanout of the tree; None is a mesh
         self.resumed = ResumePoints(node)
         self.outbox = Outbox(node, self._compose)
@@ -91,8 +91,8 @@ class ReliableBroadcast:
         """True if so much is unconfirmed that it is better to send later, in fewer messages."""
         with self.node.lock():
             count, size = self.log.kept(self.origin)
-        room = self._counts_size // len(self.topology.everyone)
-        behind = count > MIN_MESSAGES and size > max(MIN_BYTES, room) and self._behind < PATIENCE
+        share = self._counts_size // len(self.topology.everyone)
+        behind = count > MIN_MESSAGES and size > max(MIN_BYTES, share) and self._behind < PATIENCE
         self._behind = self._behind + 1 if behind else 0
         return behind
 
@@ -148,12 +148,12 @@ class ReliableBroadcast:
     def on_message(self, message: Message | None) -> None:
         """Takes a message of another worker; None if a worker joined or left."""
         if message is None:
-            self.barrier.hear(None)
+            self.barrier.on_message(None)
             self._on_membership()
         elif message.kind == "settle":
             self._on_settle(message)
         elif message.kind == SnapshotBarrier.kind:
-            self.barrier.hear(message)
+            self.barrier.on_message(message)
         elif message.kind == "digest":
             self.node.reply(message, digest=self.log.digest())
         elif message.kind == "state":
@@ -166,7 +166,7 @@ class ReliableBroadcast:
                 "confirm": self.confirmations.on_confirm,
             }[message.kind]
             on_message(message)
-            self.settling.answer()
+            self.settling.reply()
 
     def _on_pulses(self, message: Message) -> None:
         origin, first, number = read_pulses(message)
@@ -178,7 +178,7 @@ class ReliableBroadcast:
         except WireError as error:
             raise WireError(f"{message.sender} sent pulses of {origin}: {error}") from None
         if result == "gap":
-            self.recovery.ask(message.sender, origin, number)
+            self.recovery.request(message.sender, origin, number)
         elif result == "partly known":
             self.outbox.post([message.sender], KNOWN)
         elif result == "new":
@@ -193,8 +193,8 @@ class ReliableBroadcast:
     def _on_settle(self, message: Message) -> None:
         lacks = self.settling.on_settle(message)
         if lacks and self.ready:  # the messages are on their way, or were lost with a connection
-            asked = self.topology.neighbors if self.topology.forwards else [message.sender]
-            self.outbox.post(asked, KNOWN)
+            holders = self.topology.neighbors if self.topology.forwards else [message.sender]
+            self.outbox.post(holders, KNOWN)
 
     def _on_state(self, message: Message) -> None:
         with self.node.lock():
@@ -225,18 +225,18 @@ class ReliableBroadcast:
             late = [node.rank]
             for peer in others(node):
                 try:
-                    answer = node.request(peer, "state").wait()
+                    reply = node.request(peer, "state").wait()
                 except PeerLost:
                     continue
-                if answer["ready"]:
-                    copied(answer.tensors[: len(base)], base)
+                if reply["ready"]:
+                    copied(reply.tensors[: len(base)], base)
                     with node.lock():
-                        self.resumed.mine = answer["resumed"]
-                        self.barrier.numbers = answer["snapshots"]
-                        self.log.install(read_snapshot(answer, self.log, len(base)))
+                        self.resumed.mine = reply["resumed"]
+                        self.barrier.numbers = reply["snapshots"]
+                        self.log.install(read_snapshot(reply, self.log, len(base)))
                         self.ready = True
-                    self.recovery.tell()  # messages that came meanwhile were ignored
-                    return self.settling.answer()
+                    self.recovery.tell()  # messages that arrived meanwhile were ignored
+                    return self.settling.reply()
                 late.append(peer.rank)
             if node.rank == min(late):  # all workers are replacements: none knows anything
                 self.ready = True

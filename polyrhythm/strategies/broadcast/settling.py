@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Settling:
-    """A "settle" request is answered when this worker has all messages that the request names."""
+    """A "settle" request gets its reply when this worker has all messages that the request names."""
 
     def __init__(self, node: Node, log: DeliveryLog, outbox: Outbox) -> None:
         self.node, self.log, self.outbox = node, log, outbox
         self._held = HeldRequests(node)
 
     def on_settle(self, message: Message) -> bool:
-        """Answers the request, or holds it; True if messages are missing for that."""
+        """Replies to the request, or holds it; True if messages are missing for that."""
         with self.node.lock():
             self._held.add(message)
             lacks = self._lacks(message)
-        self.answer()
+        self.reply()
         return lacks
 
-    def answer(self) -> None:
-        """Answers the requests that can be answered by now."""
+    def reply(self) -> None:
+        """Replies to the requests whose messages are all known by now."""
         with self.node.lock():
             settled = list(self._held.take(lambda message: not self._lacks(message)))
             known = dict(self.log.known)
@@ -48,15 +48,15 @@ class Settling:
 
     def settle(self, known: Known) -> dict[Peer, Known]:
         """Waits until all others have these messages; returns what each of them knows."""
-        answers: dict[Peer, Known] = {}
-        asked = set(others(self.node))
-        while asked:
-            found, late = self._ask_all(asked, "settle", known=known)
-            answers |= {peer: read_known(answer) for peer, answer in found.items()}
-            asked = late & set(others(self.node))
-            if asked:  # messages may have been lost with a connection
-                self.outbox.post(sorted(asked), KNOWN)
-        return answers
+        theirs: dict[Peer, Known] = {}
+        waiting = set(others(self.node))
+        while waiting:
+            found, late = self._request_all(waiting, "settle", known=known)
+            theirs |= {peer: read_known(reply) for peer, reply in found.items()}
+            waiting = late & set(others(self.node))
+            if waiting:  # messages may have been lost with a connection
+                self.outbox.post(sorted(waiting), KNOWN)
+        return theirs
 
     def settle_all(self) -> None:
         """Waits until all have everything, once no worker sends anything new."""
@@ -74,25 +74,25 @@ class Settling:
         """Waits until all have everything, and logs the digest of each worker's counts."""
         self.settle_all()
         self.node.log(ReplicaDigest(str(self.node.me), self.log.digest()))
-        for peer, answer in self._ask_all(others(self.node), "digest")[0].items():
-            self.node.log(ReplicaDigest(str(peer), answer["digest"]))
+        for peer, reply in self._request_all(others(self.node), "digest")[0].items():
+            self.node.log(ReplicaDigest(str(peer), reply["digest"]))
 
     def _lacks(self, message: Message) -> bool:
         """True if this worker lacks messages that the request names."""
         return self.log.lacks(read_known(message))
 
-    def _ask_all(
+    def _request_all(
         self, peers: Iterable[Peer], kind: str, **fields: Any
     ) -> tuple[dict[Peer, Message], set[Peer]]:
-        """Asks several workers at once; returns their answers, and the living workers that did not answer."""
-        asked = {peer: self.node.request(peer, kind, **fields) for peer in sorted(peers)}
-        answers: dict[Peer, Message] = {}
+        """Sends a request to several workers; returns the replies, and the living workers that sent none."""
+        requests = {peer: self.node.request(peer, kind, **fields) for peer in sorted(peers)}
+        replies: dict[Peer, Message] = {}
         late: set[Peer] = set()
-        for peer, reply in asked.items():
+        for peer, request in requests.items():
             try:
-                answers[peer] = reply.wait()
+                replies[peer] = request.wait()
             except PeerLost:
                 continue
             except WaitError:
                 late.add(peer)
-        return answers, late
+        return replies, late

@@ -105,9 +105,9 @@ class Broadcast(Strategy):
         if self.first > plan.workers:
             raise UsageError(f"{self}: first is at most {plan.workers}, the number of workers")
         if self.first > 1 and not self.warmup:
-            raise UsageError(f"{self}: first is for a warmup; say for how many steps, as in warmup=100")
+            raise UsageError(f"{self}: first needs a warmup; set its steps, as in warmup=100")
         if self.fanout != type(self).fanout and self.topology != "tree":
-            raise UsageError(f"{self}: fanout is for topology=tree; in a mesh each sends to all others")
+            raise UsageError(f"{self}: fanout needs topology=tree; in a mesh each worker sends to all others")
 
     @property
     def unit(self) -> float:
@@ -153,7 +153,7 @@ class BroadcastWorker(Worker):
         _refuse_loading(replica.model)
         later = self.warmup.follows or bool(node.incarnation)
         if not later:
-            # Before it answers requests: another worker may already have come to its first snapshot.
+            # Before it replies to requests: another worker may already be at its first snapshot.
             self.broadcast.barrier.begin(later=False)
         node.subscribe(self.on_message, *WarmUp.kinds, *ReliableBroadcast.kinds)
         if node.incarnation:
@@ -163,7 +163,7 @@ class BroadcastWorker(Worker):
         if later:
             self.broadcast.barrier.begin(later=True)
         self.warmup.begin()
-        self._place(replica.parameters)
+        self._write_parameters(replica.parameters)
 
     def on_message(self, message: Message | None) -> None:
         """Takes a message of another worker; None if a worker joined or left."""
@@ -180,7 +180,7 @@ class BroadcastWorker(Worker):
         codes = self._emit()
         if codes:
             self.broadcast.add(codes)
-        self._place(self.replica.parameters)
+        self._write_parameters(self.replica.parameters)
         if codes:
             self.broadcast.publish()
         self.warmup.tell()
@@ -212,16 +212,16 @@ class BroadcastWorker(Worker):
         found = [selection.pulses(*pair, self.strategy.unit, many=many) for pair in pairs]
         return [code for code, _ in found] if any(count for _, count in found) else []
 
-    def _place(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _write_parameters(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
         """w = w0 + tau k."""
         unit, most = self.strategy.unit, 0
         with self.node.lock():
             for base, count, place in zip(self.base, self.broadcast.log.counts, into, strict=True):
-                most = max(most, selection.place(base, count, unit, place))
+                most = max(most, selection.add_counts(base, count, unit, place))
         if most >= MAX_PULSES:
             raise PolyrhythmError(
-                f"{self.node.me}: a parameter is {most} pulses from where it began: training has diverged, "
-                f"or tau ({unit:.3g}) is too small"
+                f"{self.node.me}: a parameter is {most} pulses from its initial value: training has "
+                f"diverged, or tau ({unit:.3g}) is too small"
             )
         return into
 
@@ -245,7 +245,7 @@ class BroadcastWorker(Worker):
         if final:
             self.broadcast.settling.agree()
         self.update = ()  # its memory is free between two steps
-        return self._place(self.replica.consensus_vectors())
+        return self._write_parameters(self.replica.consensus_vectors())
 
     # --- saving -------------------------------------------------------------------------------------
 
@@ -255,13 +255,13 @@ class BroadcastWorker(Worker):
             return state
         self.warmup.wait_for_all()
 
-        def note() -> None:
+        def save() -> None:
             state["base"] = cloned(self.base)
             state["counts"] = cloned(self.broadcast.log.counts)
 
-        barrier.take(note)
+        barrier.take(save)
         state["residual"] = cloned(self.residual)
-        self._place(self.replica.parameters)
+        self._write_parameters(self.replica.parameters)
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -282,9 +282,9 @@ class BroadcastWorker(Worker):
             copied(state["base"], self.base)
             self.broadcast.resumed.mine = digest(*state["base"], *state["counts"])[:16]
             for place, saved in zip(log.counts, state["counts"], strict=True):
-                place.add_(saved.to(place.device))  # pulses of other workers may have come already
+                place.add_(saved.to(place.device))  # pulses of other workers may have arrived already
         self.broadcast.recovery.tell()
-        self._place(self.replica.parameters)
+        self._write_parameters(self.replica.parameters)
 
 
 def _refuse_loading(model: nn.Module) -> None:
@@ -292,6 +292,8 @@ def _refuse_loading(model: nn.Module) -> None:
 
     def refuse(what: object, *_: object) -> None:
         if what is model:
-            raise UsageError("load_state_dict() comes before session.prepare(): all replicas start from it")
+            raise UsageError(
+                "load_state_dict() must be called before session.prepare(): all replicas start from it"
+            )
 
     model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class WarmUp:
     """The workers of the ranks below `first` train for `steps` steps before the others begin.
 
-    The others ask the first worker that is alive ("begin"). A save ends the warm-up: all workers must come to
-    the place where they save, so each waits until all others have begun ("begun").
+    The others wait for the first worker that is alive ("begin"). A save ends the warm-up: all workers must
+    save together, so each waits until all others have begun ("begun").
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("begin", "begun")
@@ -64,11 +64,11 @@ class WarmUp:
     def begin(self) -> None:
         """This worker begins to train."""
         self.begun = True
-        self._answer("begun")
+        self._reply("begun")
 
     def tell(self) -> None:
-        """Tells the workers that wait to begin if they may. Those that may not yet ask again."""
-        self._answer("begin")
+        """Tells the workers that wait to begin if they may. Those that may not yet repeat their request."""
+        self._reply("begin")
 
     def end(self) -> None:
         """Ends the warm-up."""
@@ -78,8 +78,8 @@ class WarmUp:
     def wait_for_all(self) -> None:
         """Ends the warm-up, and waits until all workers have begun to train."""
         self.end()
-        asked = [] if self._all_begun else [self.node.request(peer, "begun") for peer in others(self.node)]
-        for reply in asked:
+        requests = [] if self._all_begun else [self.node.request(peer, "begun") for peer in others(self.node)]
+        for reply in requests:
             try:
                 reply.wait()
             except PeerLost:
@@ -94,9 +94,9 @@ class WarmUp:
                 return
             self._held.add(message)
         if self.over if message.kind == "begin" else self.begun:
-            self._answer(message.kind)
+            self._reply(message.kind)
 
-    def _answer(self, kind: str) -> None:
+    def _reply(self, kind: str) -> None:
         with self.node.lock():
             ready = list(self._held.take(lambda each: each.kind == kind))
         for message in ready:

@@ -40,10 +40,10 @@ class ADPSGD(Decentralized):
     $$
 
     $\hat{x}_i$ is $x_i$ as it was when the batch began. The graph is bipartite: workers of one side request
-    an average at the end of a step, for the next one; those of the other side answer at once, whatever they
+    an average at the end of a step, for the next one; those of the other side reply at once, whatever they
     compute. So no worker waits for one that waits. Edges within a side are not used.
 
-    $d$ is computed once, by the worker that answers: $x_j$ gains what $x_i$ loses, whatever either has done
+    $d$ is computed once, by the worker that replies: $x_j$ gains what $x_i$ loses, whatever either has done
     meanwhile, so only updates move the sum of all $x$. Staleness counts the averages between the start of a
     gradient and its step.
 
@@ -80,7 +80,7 @@ class ADPSGD(Decentralized):
 class AdPsgdWorker(DecentralizedWorker):
     """x is the model's parameters, which stay as they are during a pass, plus the drift.
 
-    An average is a publication for the one worker that requested it: d answers a repeated request too, until
+    An average is a publication for the one worker that requested it: a repeated request gets the same d until
     it is acknowledged. Its key is the incarnation and the step of the worker that requests it.
     """
 
@@ -93,7 +93,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.averages = 0  # that the drift consists of
         self.taken = 0  # averages that the parameters contain since the last step
         self.fetched: Fetch | None = None
-        self.barrier = SnapshotBarrier(node, level=lambda: None)
+        self.barrier = SnapshotBarrier(node, deliver_all=lambda: None)
         self._joining: Task | None = None  # this worker at the barrier
 
     @property
@@ -107,7 +107,7 @@ class AdPsgdWorker(DecentralizedWorker):
 
     @cached_property
     def x(self) -> Sequence[Tensor]:
-        """What this worker sends to request an average; the answer d replaces it."""
+        """What this worker sends to request an average; the reply d replaces it."""
         return self.replica.buffer()
 
     @property
@@ -116,19 +116,19 @@ class AdPsgdWorker(DecentralizedWorker):
 
     def start(self) -> None:
         if not self.node.incarnation:
-            # Before it answers requests: another worker may already have come to its first snapshot.
+            # Before it replies to requests: another worker may already be at its first snapshot.
             self.barrier.begin(later=False)
         super().start()
         if self.node.incarnation:
-            # Beside the first steps: a snapshot that is being taken goes on without this worker.
+            # Beside the first steps: a snapshot that is being taken does not wait for this worker.
             self._joining = self.node.spawn(self.barrier.begin, True)
 
     def begin(self) -> None:
         if self.node.incarnation:
             self.published.begin(Key(0, 0))
 
-    def shown(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        x = super().shown(start, stop)
+    def read_parameters(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        x = super().read_parameters(start, stop)
         if self.averages:
             for part, drift in zip(x, cut(self.drift, start, stop), strict=True):
                 part.add_(drift)
@@ -139,7 +139,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.steps += 1
         self.join()
         with self.node.lock():
-            self.settle()
+            self.apply_drift()
             self.replica.apply()
         self.node.log(Applied(staleness=self.taken))
         self.taken = 0
@@ -151,7 +151,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.barrier.end()
         self.published.trim()
 
-    def settle(self) -> None:
+    def apply_drift(self) -> None:
         """Moves the parameters to x."""
         if self.averages:
             for mine, drift in blocks(self.replica.parameters, self.drift):
@@ -185,7 +185,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.fetched = None
 
     def neighbor(self) -> Peer | None:
-        """A random neighbor for this step; None for workers that only answer."""
+        """A random neighbor for this step; None for workers that only reply."""
         near = requests(self.strategy.topology, tuple(self.ranks), self.node.seed)[self.node.rank]
         if not near:
             return None
@@ -193,30 +193,31 @@ class AdPsgdWorker(DecentralizedWorker):
         drawn = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
         return Peer("worker", near[drawn % len(near)])
 
-    # --- the side that answers ----------------------------------------------------------------------
+    # --- the side that replies -----------------------------------------------------------------------
 
     def on_message(self, message: Message | None) -> None:
         if message is not None and message.kind == self.kind and _shape(message.tensors) != self._shape:
             raise WireError(
-                f"{message.sender} wants to average with other parameters than {self.node.me} has"
+                f"{message.sender} requested an average of different parameters than {self.node.me} has: all "
+                "workers must have the same model"
             )
         if message is None or message.kind == self.barrier.kind:
-            self.barrier.hear(message)
+            self.barrier.on_message(message)
         if message is None or message.kind != self.barrier.kind:
             super().on_message(message)
-            self.answer()
+            self.average_requested()
 
-    def answer(self) -> None:
+    def average_requested(self) -> None:
         """Averages with the workers that have requested it: x_j <- x_j + d."""
         with self.node.lock():
             for request in self.published.waiting():
-                room = self.published.room(self.replica.parameters)
-                theirs = [part.to(d.device) for part, d in zip(request.tensors, room, strict=True)]
-                for d, x_i, mine, drift in blocks(room, theirs, self.replica.parameters, self.drift):
+                average = self.published.spare_buffers(self.replica.parameters)
+                theirs = [part.to(d.device) for part, d in zip(request.tensors, average, strict=True)]
+                for d, x_i, mine, drift in blocks(average, theirs, self.replica.parameters, self.drift):
                     d.copy_(x_i).sub_(mine).sub_(drift).mul_(0.5)
                     drift.add_(d)
                 self.averages += 1
-                self.published.answer(request, room)
+                self.published.publish_for(request, average)
 
     @cached_property
     def _shape(self) -> list[tuple[object, int]]:
@@ -234,27 +235,27 @@ class AdPsgdWorker(DecentralizedWorker):
         self.join_barrier()
         if not self.barrier.come():  # a replacement that runs through past epochs
             return {}
-        self.join()  # once all workers have come to the barrier, no average is on its way
+        self.join()  # once all workers are at the barrier, no average is in flight
         state: State = {}
 
-        def note() -> None:
-            self.settle()
+        def save() -> None:
+            self.apply_drift()
             state.update(DecentralizedWorker.state_dict(self), steps=self.steps, taken=self.taken)
             state["snapshot"] = self.barrier.numbers[0]
 
-        self.barrier.take(note)
+        self.barrier.take(save)
         return state
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self.steps, self.taken = state["steps"], state["taken"]
         self.published.begin(Key(0, 0), f"snapshot {state['snapshot']}")
-        self.answer()  # workers that have loaded their states before this one
+        self.average_requested()  # workers that have loaded their states before this one
 
 
 @lru_cache(maxsize=16)
 def requests(topology: str, ranks: tuple[int, ...], seed: int) -> Mapping[int, Sequence[int]]:
-    """The workers from which each of these may request an average: none, if it is on the side that answers.
+    """The workers from which each of these may request an average: none, if it is on the side that replies.
 
     The sides alternate along a depth-first walk through the graph. So each edge of the walk leads from one
     side to the other, and the edges between the sides connect all workers.

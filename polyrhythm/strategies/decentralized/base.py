@@ -1,7 +1,7 @@
 """Workers that exchange with each other, without a server.
 
-Each worker answers requests while its script computes. Only the script's own thread sends requests, so no
-answer waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
+Each worker replies to requests while its script computes. Only the script's own thread sends requests, so no
+reply waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
 the last has finished.
 """
 
@@ -43,9 +43,9 @@ class Decentralized(Strategy):
 
 
 class DecentralizedWorker(Worker):
-    """One of the workers: how it starts, what others may read of it, and the mean of all."""
+    """One of the workers: how it starts, which parameters others may read, and the mean of all."""
 
-    kind: ClassVar[str] = "fetch"  # of the requests for what this worker publishes
+    kind: ClassVar[str] = "fetch"  # of requests for this worker's publications
 
     def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
@@ -54,7 +54,7 @@ class DecentralizedWorker(Worker):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of messages that `on_message` takes."""
-        return "look", *self.published.kinds
+        return "read", *self.published.kinds
 
     @property
     @abstractmethod
@@ -66,27 +66,25 @@ class DecentralizedWorker(Worker):
         if not node.incarnation:
             self.group.broadcast(*self.replica.parameters)
         elif not self.adopt(self.replica.parameters):
-            raise PeerLost(
-                f"{node.me} came in place of one that died, and all that held the parameters are gone"
-            )
+            raise PeerLost(f"{node.me} is a replacement, and no worker is left to copy the parameters from")
         self.begin()
         node.subscribe(self.on_message, *self.kinds)
 
     def begin(self) -> None:
-        """Runs once the initial parameters are here, before this worker answers requests."""
+        """Runs once the initial parameters are here, before this worker replies to requests."""
 
     def on_message(self, message: Message | None) -> None:
         """Handles a message of another worker while the script computes; None if one joined or left."""
-        if message is None or message.kind != "look":
+        if message is None or message.kind != "read":
             return self.published.on_message(message)
         start, stop, total = message["start"], message["stop"], self.replica.layout.total
         if not 0 <= start <= stop <= total:
-            raise WireError(f"{message.sender} looks at {start} to {stop} of {total}")
+            raise WireError(f"{message.sender} requested elements {start} to {stop}, but there are {total}")
         with self.node.lock():
-            shown = self.shown(start, stop)
-        self.node.reply(message, *shown)
+            parameters = self.read_parameters(start, stop)
+        self.node.reply(message, *parameters)
 
-    def shown(self, start: int, stop: int) -> tuple[Tensor, ...]:
+    def read_parameters(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """A copy of a range of this worker's parameters. They change inside `node.lock()` only."""
         return tuple(part.clone() for part in cut(self.replica.parameters, start, stop))
 
@@ -94,10 +92,10 @@ class DecentralizedWorker(Worker):
         """Called inside `node.lock()` when a publication cannot arrive because its reader died."""
 
     def adopt(self, into: Sequence[Tensor]) -> bool:
-        """Takes the parameters of the first worker that answers; False if there is none."""
+        """Takes the parameters of the first worker that replies; False if there is none."""
         for peer in others(self.node):
             try:
-                self.node.request(peer, "look", into=into, start=0, stop=self.replica.layout.total).wait()
+                self.node.request(peer, "read", into=into, start=0, stop=self.replica.layout.total).wait()
             except PeerLost:
                 continue
             return True
@@ -114,14 +112,14 @@ class DecentralizedWorker(Worker):
                 return mean
             except PeerLost:
                 self.replica.abandon_consensus()
-        return self.look(self.replica.consensus_vectors())
+        return self.fetch_mean(self.replica.consensus_vectors())
 
     @property
     def together(self) -> bool:
         """True if all workers are there, and at the same place of the script."""
         return self.strategy.traits.lockstep and not self.node.incarnation and not self.node.members.lost
 
-    def look(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
+    def fetch_mean(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
         """The mean of all replicas as they are now, summed in rank order."""
         import torch
 
@@ -129,46 +127,47 @@ class DecentralizedWorker(Worker):
         for start in range(0, total, SLICE):
             stop = min(start + SLICE, total)
             with node.lock():
-                shown = {node.me: self.shown(start, stop)}
-            asked = []
+                replicas = {node.me: self.read_parameters(start, stop)}
+            requests = []
             for peer in others(node):
-                places = tuple(torch.empty_like(part) for part in shown[node.me])
-                asked.append((peer, places, node.request(peer, "look", into=places, start=start, stop=stop)))
-            for peer, places, reply in asked:
+                buffers = tuple(torch.empty_like(part) for part in replicas[node.me])
+                requests.append(
+                    (peer, buffers, node.request(peer, "read", into=buffers, start=start, stop=stop))
+                )
+            for peer, buffers, reply in requests:
                 try:
                     reply.wait()
                 except PeerLost:
                     continue
-                shown[peer] = places
+                replicas[peer] = buffers
             for index, place in enumerate(cut(into, start, stop)):
-                reduce([shown[peer][index] for peer in sorted(shown)], "mean", [place])
+                reduce([replicas[peer][index] for peer in sorted(replicas)], "mean", [place])
         return into
 
     # --- saved state --------------------------------------------------------------------------------
 
     @property
-    def place(self) -> list[int]:
-        """The place of this worker among those that exchange, and their number."""
+    def position(self) -> list[int]:
+        """The position of this worker among those that exchange, and their number."""
         return [self.ranks.index(self.node.rank), len(self.ranks)]
 
     def state_dict(self) -> State:
         # Workers differ, and a run starts with the parameters of the first.
-        return {"place": self.place, "parameters": cloned(self.replica.parameters)}
+        return {"place": self.position, "parameters": cloned(self.replica.parameters)}
 
     def load_state_dict(self, state: State) -> None:
         if not state:
             raise UsageError(
-                f"this state has nothing of what {self.strategy.name} saves, so a run cannot resume from it; "
-                "leave session.load_state_dict() out to start over with the model that was saved"
+                f"this state has none of the values that {self.strategy.name} saves, so a run cannot resume "
+                "from it; leave out session.load_state_dict() to start from the saved model"
             )
         if self.replica.steps:
-            raise UsageError("session.load_state_dict() comes before the first step: others count on it")
-        if state["place"] != self.place:
-            (saved, of), (place, places) = state["place"], self.place
+            raise UsageError("session.load_state_dict() must be called before the first step")
+        if state["place"] != self.position:
+            (saved, of), (position, workers) = state["place"], self.position
             raise UsageError(
-                f"this state was saved by the worker at place {saved} of {of}, and this one is at place "
-                f"{place} of {places}: a run resumes with as many workers as it had when it was saved, each "
-                "with its own state"
+                f"this state was saved at position {saved} of {of}, and this worker is at {position} of "
+                f"{workers}: resume with as many workers as before, each with the state that it saved"
             )
         with self.node.lock():
             copied(state["parameters"], self.replica.parameters)

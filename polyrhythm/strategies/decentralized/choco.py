@@ -80,7 +80,7 @@ class Choco(NeighborMixing):
             return self.gamma
         if self.codec is None:
             return 1.0
-        # Rounded, because all workers need the same, whatever their processors make of the last bits.
+        # Rounded, because all workers need the same value and processors may differ in the last bits.
         return float(f"{energy_kept(reply_codec(self.codec), layout) / 2:.3g}")
 
 
@@ -114,7 +114,7 @@ class ChocoWorker(NeighborWorker):
         # New neighbors have no estimate of each other, so each publishes its whole parameters once.
         self.exchange.request(lambda _, peer: self.estimate_of(peer))
         self.exchange.publish(self.exchange.copy(copied(self.replica.parameters, self.estimate)))
-        for _ in self.exchange.answers():
+        for _ in self.exchange.received():
             pass
         self.request()
 
@@ -123,7 +123,7 @@ class ChocoWorker(NeighborWorker):
             self.replica.apply()
         self.exchange.publish(self.q())
         given = []
-        for weight, fetch, message in self.exchange.answers():
+        for weight, fetch, message in self.exchange.received():
             h = self.estimate_of(fetch.publisher)
             self.add(message.tensors if self.sender else fetch.into, h)
             given.append((self.gamma * weight, h))
@@ -132,7 +132,7 @@ class ChocoWorker(NeighborWorker):
         self.request()
 
     def q(self) -> Sequence[Tensor]:
-        """What this worker publishes. It updates its own estimate by the very operations of the others."""
+        """The codes to publish. It updates its own estimate by the same operations as the others."""
         self._difference = self._difference or self.replica.scratch(exact=True)
         new = difference(self.replica.parameters, self.estimate, self._difference)
         if self.sender is None:

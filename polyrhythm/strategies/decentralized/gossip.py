@@ -61,7 +61,7 @@ class GossipWorker(NeighborWorker):
 
     def step(self) -> None:
         mixes_first = self.strategy.order == "mix-while-computing"
-        if mixes_first and self.exchange.shown is not None:  # before the first step all are equal
+        if mixes_first and self.exchange.last_published is not None:  # before the first step all are equal
             self.mix()
         with self.node.lock():
             self.replica.apply()
@@ -73,10 +73,10 @@ class GossipWorker(NeighborWorker):
         self.exchange.publish(self.exchange.copy(x))
 
     def mix(self) -> None:
-        given = [(weight, fetch.into) for weight, fetch, _ in self.exchange.answers()]
+        given = [(weight, fetch.into) for weight, fetch, _ in self.exchange.received()]
         with self.node.lock():
             # Relative to what the neighbors saw, so that changes that the script made since are kept.
-            mix(self.replica.parameters, self.exchange.shown or (), given)
+            mix(self.replica.parameters, self.exchange.last_published or (), given)
         self.request()
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
@@ -87,8 +87,8 @@ class GossipWorker(NeighborWorker):
 
     def state_dict(self) -> State:
         # Published, and not mixed yet.
-        shown = self.exchange.shown if self.strategy.order == "mix-while-computing" else None
-        return {**super().state_dict(), "published": None if shown is None else cloned(shown)}
+        published = self.exchange.last_published if self.strategy.order == "mix-while-computing" else None
+        return {**super().state_dict(), "published": None if published is None else cloned(published)}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)

@@ -43,7 +43,7 @@ def matrix(neighbors: Graph) -> NDArray[np.float64]:
 
 
 def check_weights(weights: NDArray[np.float64], whole: bool = True) -> None:
-    """Raises UsageError unless mixing with these weights brings all to their mean and preserves it.
+    """Raises UsageError unless mixing with these weights converges to the mean of all and preserves it.
 
     `whole`: the graph must be connected; the graph of a single turn need not be.
     """
@@ -51,14 +51,14 @@ def check_weights(weights: NDArray[np.float64], whole: bool = True) -> None:
 
     near = 1e-12
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
-        raise UsageError(f"weights of mixing are a square matrix, and this one is {weights.shape}")
+        raise UsageError(f"the mixing matrix must be square, not {weights.shape}")
     if not np.isfinite(weights).all() or weights.min() < 0:
-        raise UsageError("unbalanced topology: a weight is negative, or no number")
+        raise UsageError("unbalanced topology: a weight is negative or not finite")
     if np.abs(weights - weights.T).max() > near:
         one, other = np.unravel_index(np.abs(weights - weights.T).argmax(), weights.shape)
         raise UsageError(
-            f"unbalanced topology: {one} counts {weights[other, one]:g} for {other}, and {other} counts "
-            f"{weights[one, other]:g} for {one}; the weights of both must be equal"
+            f"the mixing matrix is not symmetric: W[{one},{other}] = {weights[one, other]:g}, "
+            f"W[{other},{one}] = {weights[other, one]:g}"
         )
     if np.abs(weights.sum(1) - 1).max() > near:
         place = int(np.abs(weights.sum(1) - 1).argmax())
@@ -98,9 +98,9 @@ def weights_by_turn(
 
 
 def mix(
-    own: Sequence[Tensor], shown: Sequence[Tensor], given: Sequence[tuple[float, Sequence[Tensor]]]
+    own: Sequence[Tensor], published: Sequence[Tensor], given: Sequence[tuple[float, Sequence[Tensor]]]
 ) -> None:
-    """own <- own + sum_j W_ij (shown_j - shown_i), in rank order.
+    """own <- own + sum_j W_ij (published_j - published_i), in rank order.
 
     In this form vectors that are equal everywhere stay equal to the last bit. Works in blocks that stay in
     the cache, so each vector is read once. 16-bit numbers are summed in 32 bits and rounded once.
@@ -109,7 +109,7 @@ def mix(
 
     if not given:
         return
-    for part, (target, mine) in enumerate(zip(own, shown, strict=True)):
+    for part, (target, mine) in enumerate(zip(own, published, strict=True)):
         exact = torch.promote_types(target.dtype, torch.float32)
         spare = torch.empty(min(BLOCK, target.numel()), dtype=exact, device=target.device)
         for start in range(0, target.numel(), BLOCK):

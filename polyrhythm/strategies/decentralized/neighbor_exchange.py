@@ -69,7 +69,7 @@ class NeighborExchange:
         node, ranks = self.published.node, tuple(cohort.ranks)
         self.cohort = cohort
         self.round = round_  # that this worker publishes next
-        self.shown: Sequence[Tensor] | None = None  # published last; None before the first round
+        self.last_published: Sequence[Tensor] | None = None  # None before the first round
         self._turns: Sequence[Weights] = [  # the neighbors at each turn, in rank order
             {Peer("worker", rank): weight for rank, weight in turn[node.rank].items()}
             for turn in weights_by_turn(self.topology, ranks, node.seed)
@@ -86,14 +86,18 @@ class NeighborExchange:
         """Publishes this worker's part of the next round. The tensors must not change (see `copy`)."""
         with self.published.node.lock():
             self.published.publish(self.cohort.key(self.round), self.neighbors(), tensors)
-        self.shown, self.round = tensors, self.round + 1
+        self.last_published, self.round = tensors, self.round + 1
 
     def copy(self, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
         """A copy to publish: the next step changes the vectors, and a slow neighbor may still read them.
 
-        Empty if there is nobody to mix with, not even one that has answered and died.
+        Empty if there is nobody to mix with, not even one that has replied and died.
         """
-        return copied(vectors, self.published.room(vectors)) if self.neighbors() or self._fetches else ()
+        return (
+            copied(vectors, self.published.spare_buffers(vectors))
+            if self.neighbors() or self._fetches
+            else ()
+        )
 
     def request(self, into: Callable[[int, Peer], Sequence[Tensor]]) -> None:
         """Requests what the neighbors publish in the next round, unless that was done before."""
@@ -102,10 +106,10 @@ class NeighborExchange:
             for number, peer in enumerate(self.neighbors()):
                 self._fetches.append(self.published.fetch(peer, key, into=into(number, peer)))
 
-    def answers(self) -> Iterator[tuple[float, Fetch, Message]]:
+    def received(self) -> Iterator[tuple[float, Fetch, Message]]:
         """What the neighbors published in this round, in rank order, each with the neighbor's weight.
 
-        A neighbor that does not answer is gone for the rest of the cohort.
+        A neighbor that sends no reply is gone for the rest of the cohort.
         """
         near = self._turns[(self.round - 1) % len(self._turns)]
         fetches, self._fetches = self._fetches, []
@@ -119,7 +123,7 @@ class NeighborExchange:
                 self.published.drop(fetch.publisher)
 
     def give_up(self) -> None:
-        """Waits for the requests that are not needed: until they are answered their places are lent."""
+        """Waits for the requests that are not needed: until the replies are here their buffers are lent."""
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
             fetch.wait()
@@ -135,13 +139,13 @@ class NeighborWorker(CohortWorker):
 
     def __init__(self, strategy: NeighborMixing, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
-        self._places: list[Sequence[Tensor]] = []
+        self._buffers: list[Sequence[Tensor]] = []
 
     def into(self, number: int, _: Peer) -> Sequence[Tensor]:
         """Memory for the publication of a neighbor."""
-        if number == len(self._places):
-            self._places.append(self.replica.buffer(exact=self.exact))
-        return self._places[number]
+        if number == len(self._buffers):
+            self._buffers.append(self.replica.buffer(exact=self.exact))
+        return self._buffers[number]
 
     def begin(self) -> None:
         super().begin()

@@ -95,7 +95,7 @@ class NoLoCoWorker(TransferWorker):
 
     def outer_step(self) -> None:
         own, lr, mu = (self.replica.parameters, self.phi), self.strategy.lr, self.strategy.mu
-        partner = partners(len(self.ranks), self.node.seed, self.round).get(self.place[0])
+        partner = partners(len(self.ranks), self.node.seed, self.round).get(self.position[0])
         met = partner is not None and self.swap(self.round, partner, own, self.theirs)
         with self.node.lock():
             for theta, phi, m, their_theta, their_phi in blocks(*own, self.m, *self.theirs):

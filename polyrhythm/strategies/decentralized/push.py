@@ -33,7 +33,7 @@ LEAST = 1 << 10  # an omega of less than 1 in so many makes the steps of z too l
 class Push(Decentralized):
     r"""Each worker pushes a share of its parameters and weight to one other per step (SGP).
 
-    The receiver is 1, 2, 4, ... places further, in turn. Messages go one way, so no pair has to agree.
+    The receiver is 1, 2, 4, ... ranks further, in turn. Messages go one way, so no pair has to agree.
 
     $$
     x_i &\leftarrow x_i - \eta g_i(z_i) \\
@@ -77,7 +77,7 @@ class Push(Decentralized):
         if self.fanout > distances > 0:
             raise UsageError(
                 f"{self}: with {plan.workers} workers fanout is at most {distances}: receivers are 1, 2, 4, "
-                "... places further"
+                "... ranks further"
             )
         rounds = int(math.log(LEAST, self.fanout + 1) + 1e-9)
         if self.ahead > rounds:
@@ -111,14 +111,14 @@ class PushWorker(TransferWorker):
         self.requested: dict[int, list[Fetch]] = {}  # shares of each round
         self.loaded: dict[int, list[Share]] = {}  # the same, that were on their way when the run was saved
         self.unclaimed: list[Share] = []  # their receivers died
-        self._places: dict[tuple[int, int], Sequence[Tensor]] = {}
+        self._buffers: dict[tuple[int, int], Sequence[Tensor]] = {}
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         super().on_membership(ranks, number)
         self.finish()
         for fetches in self.requested.values():
             for fetch in fetches:
-                fetch.wait()  # for an empty answer: that round was never begun, and its place is lent
+                fetch.wait()  # for an empty reply: that round was never begun, and its buffers are lent
         self.omega, self.round = ONE, 0
         self.requested, self.loaded, self.unclaimed = {}, {}, []
 
@@ -149,7 +149,7 @@ class PushWorker(TransferWorker):
 
     def push(self) -> None:
         """Gives a share of (x, omega) to each receiver of this round."""
-        receivers = [self.place[0] + distance for distance in self.distances(self.round)]
+        receivers = [self.position[0] + distance for distance in self.distances(self.round)]
         grains = self.omega // (len(receivers) + 1)
         self.omega -= grains * self.transfer(self.round, receivers, self.replica.parameters, grains=grains)
 
@@ -158,12 +158,12 @@ class PushWorker(TransferWorker):
         round_, ahead, fetches = self.round, self.strategy.ahead, []
         for number, distance in enumerate(self.distances(round_)):
             slot = number, round_ % (ahead + 1)
-            into = self._places[slot] = self._places.get(slot) or self.replica.buffer()
-            fetches.append(self.fetch(round_, self.place[0] - distance, into, have=round_ - ahead))
+            into = self._buffers[slot] = self._buffers.get(slot) or self.replica.buffer()
+            fetches.append(self.fetch(round_, self.position[0] - distance, into, have=round_ - ahead))
         self.requested[round_] = [fetch for fetch in fetches if fetch is not None]
 
     def distances(self, round_: int) -> list[int]:
-        """How many places further the receivers of a round are."""
+        """How many ranks further the receivers of a round are."""
         places = len(self.ranks)
         receivers = min(self.strategy.fanout, (places - 1).bit_length())
         return [exponential_peer(0, places, round_ * self.strategy.fanout + n) for n in range(receivers)]
@@ -201,7 +201,7 @@ class PushWorker(TransferWorker):
         self.unclaimed.append(Share(grains, cloned(publication.tensors)))
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        """The mean of what all workers will have once all shares have arrived."""
+        """The mean of all workers after all shares have arrived."""
         arrived = self.arrived(*self.under_way())
         if final or not arrived or not self.together:
             return super().consensus(final)
@@ -211,7 +211,7 @@ class PushWorker(TransferWorker):
             self.group.all_reduce(*z, op="mean")
         except PeerLost:
             self.replica.abandon_consensus()
-            return self.look(self.replica.consensus_vectors())
+            return self.fetch_mean(self.replica.consensus_vectors())
         return z
 
     @cached_property

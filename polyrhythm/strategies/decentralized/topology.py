@@ -61,7 +61,7 @@ def parse_topology(text: str) -> Topology:
     kind, colon, rest = text.partition(":")
     if kind == "random":
         if not re.fullmatch("[0-9]{1,9}", rest) or int(rest) < 1:
-            raise UsageError(f"topology {text!r}: say how many neighbors each has, as in random:4")
+            raise UsageError(f"topology {text!r}: give the number of neighbors, as in random:4")
         return Topology(text, "random", int(rest))
     if not colon and re.match("[0-9]", text):
         return Topology(text, "edges", edges=tuple(_edges(text)))
@@ -79,7 +79,7 @@ def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = Non
     ((1, 3), (0, 2), (1, 3), (0, 2))
     """
     if places < 1:
-        raise UsageError(f"topology {topology}: a graph needs one place at least")
+        raise UsageError(f"topology {topology}: a graph needs at least one worker")
     if topology.kind == "edges":
         return _listed(topology, places)
     if places == 1:
@@ -95,7 +95,7 @@ def graph(topology: Topology, places: int, seed: int = 0, turn: int | None = Non
             if places & (places - 1):
                 below = 1 << (places.bit_length() - 1)
                 raise UsageError(
-                    f"topology hypercube: {places} workers are no power of two; {below} or {2 * below} "
+                    f"topology hypercube: {places} workers are not a power of two; {below} or {2 * below} "
                     "would work, or the topology exponential"
                 )
             flips = [1 << bit for bit in range(places.bit_length() - 1)]
@@ -191,7 +191,7 @@ def _edges(text: str) -> Iterator[Edge]:
             )
         if not re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", word):
             raise UsageError(
-                f"topology: {word!r} is no edge between two workers; write edges as in 0-1/1-2/2-0"
+                f"topology: {word!r} is not an edge between two workers; write edges as in 0-1/1-2/2-0"
             )
         low, high = sorted(int(end) for end in word.split("-"))
         if low == high:
@@ -242,7 +242,7 @@ def _cell(place: int, rows: int, columns: int) -> tuple[Edge, Edge]:
 def _degree(topology: Topology, places: int) -> int:
     degree = topology.degree
     if degree >= places:
-        raise UsageError(f"topology {topology}: among {places} workers random:{places - 1} is the most")
+        raise UsageError(f"topology {topology}: with {places} workers the most is random:{places - 1}")
     if degree == 1 and places > 2:
         raise UsageError(f"topology {topology}: pairs are not connected; 2 neighbors or more would work")
     if places * degree % 2:

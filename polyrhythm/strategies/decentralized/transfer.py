@@ -32,10 +32,10 @@ class TransferWorker(CohortWorker):
         """Transfers a copy of the vectors to the workers at these places; returns how many are there."""
         if not places:
             return 0
-        copy = copied(vectors, self.published.room(vectors))
+        copy = copied(vectors, self.published.spare_buffers(vectors))
         with self.node.lock():
             there = [self.peer(place) for place in places if self.peer(place) not in self.cohort.gone]
-            for peer in there:  # one after another, so that they are answered in this order
+            for peer in there:  # one after another, so that they get replies in this order
                 self.published.publish(self.cohort.key(round_), [peer], copy, **fields)
         return len(there)
 
@@ -63,7 +63,7 @@ class TransferWorker(CohortWorker):
         there = {self.node.me, *others(self.node)}
         for peer in sorted({Peer("worker", rank) for rank in ranks} - there):
             try:
-                self.node.request(peer, "look", start=0, stop=0).wait()
+                self.node.request(peer, "read", start=0, stop=0).wait()
             except PeerLost:
                 with self.node.lock():
                     self.cohort.gone.add(peer)

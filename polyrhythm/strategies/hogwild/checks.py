@@ -66,9 +66,9 @@ def _refuse(strategy: Strategy, optimizer: Optimizer, sparse: Mapping[int, str])
             wrong = _densifies(optimizer, group)
             if id(parameter) in sparse and wrong:
                 raise UsageError(
-                    f"{strategy}: {sparse[id(parameter)]} has sparse gradients, and {wrong} would make of "
-                    "each an update of all rows: use SGD without momentum and weight decay, Adagrad or "
-                    "SparseAdam for it, or leave sparse=True out"
+                    f"{strategy}: {sparse[id(parameter)]} has sparse gradients, and {wrong} would turn "
+                    "each into an update of all rows: use SGD without momentum and weight decay, Adagrad or "
+                    "SparseAdam for it, or leave out sparse=True"
                 )
 
 

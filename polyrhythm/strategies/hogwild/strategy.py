@@ -61,7 +61,7 @@ class HogWild(Strategy):
             sparse_gradients=True,
             steps_in_place=True,
             one_host=True,
-            max_lease=64,  # steps may be so short that asking for more batches would take most of the time
+            max_lease=64,  # steps may be so short that requesting more batches would take most of the time
         )
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
@@ -102,7 +102,7 @@ class HogWildWorker(Worker):
         self.tally = Tally(node, replica, int(started))
         self.checkpoints = node.memory.shared("checkpoints", int(started), torch.int64)
         self.share_loop(None)
-        node.subscribe(self.barrier.hear, SnapshotBarrier.kind)
+        node.subscribe(self.barrier.on_message, SnapshotBarrier.kind)
         self.barrier.begin(later=bool(node.incarnation))
 
     def share_loop(self, lock: Lock | None) -> bool:
@@ -114,7 +114,7 @@ class HogWildWorker(Worker):
 
     def step(self) -> None:
         if not self.checkpoints[self.node.rank]:
-            self._check_checkpoints()  # others may have loaded one by now
+            self._check_checkpoints()  # others may have loaded one
         self.check_gradients()
         self.replica.apply()
         self.tally.count(self.replica)
@@ -133,12 +133,12 @@ class HogWildWorker(Worker):
         if not self.barrier.come():  # a replacement runs through epochs that are over
             return state
 
-        def note() -> None:
+        def save() -> None:
             # The script's copy of the model is no snapshot: others may step while it is made.
             counted, lost = self.tally.result()
             state.update(parameters=cloned(self.replica.parameters), counted=counted, lost=lost)
 
-        self.barrier.take(note)
+        self.barrier.take(save)
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -151,7 +151,7 @@ class HogWildWorker(Worker):
                 "model"
             )
         if self.replica.steps:
-            raise UsageError("session.load_state_dict() must come before the first step")
+            raise UsageError("session.load_state_dict() must be called before the first step")
         self.checkpoints[self.node.rank] = _fingerprint(state)
         if self.node.rank == 0:
             copied(state["parameters"], self.replica.parameters)
@@ -166,7 +166,7 @@ class HogWildWorker(Worker):
             if other != mine:
                 raise UsageError(
                     f"worker {rank} resumed from a different checkpoint than {self.node.me}: either each "
-                    "loads what it has saved itself, all at the same place, or none does"
+                    "worker loads the state that it saved itself, all of the same step, or none does"
                 )
 
 
@@ -195,7 +195,7 @@ class LockedHogWildWorker(HogWildWorker):
         super().finish()
 
     def state_dict(self) -> State:
-        self.release()  # others must be able to come to the place where they save
+        self.release()  # others must be able to reach the barrier
         return super().state_dict()
 
     def release(self) -> None:

@@ -77,21 +77,21 @@ class ServerClient:
         if self.known:
             copied(into, self.known)
 
-    def look(self, final: bool = False) -> Vectors:
-        """The servers' parameters, only to look at them."""
-        self.settle()
-        shown = self.replica.consensus_vectors()
+    def fetch_parameters(self, final: bool = False) -> Vectors:
+        """The servers' parameters, without any effect on training."""
+        self.join_push()
+        parameters = self.replica.consensus_vectors()
         requests = [
-            self.node.request(server, "look", into=cut(shown, start, stop), final=final)
+            self.node.request(server, "read", into=cut(parameters, start, stop), final=final)
             for server, start, stop in self.ranges
         ]
         for request in requests:
             request.wait()
-        return shown
+        return parameters
 
     def fetch_optimizer_state(self) -> None:
         """Puts the state of the servers' optimizers into the user's own."""
-        self.settle()
+        self.join_push()
         replies = [self.node.request(server, "state").wait() for server in self.node.members.servers]
         self.replica.restore([(reply["slices"], list(reply.tensors)) for reply in replies])
 
@@ -113,7 +113,7 @@ class ServerClient:
         request = PushRequest(rest, settings, self.replica.gradients.absent, fetch=False)
         self._receive(self._send(request, coded=False), request)
 
-    def settle(self) -> None:
+    def join_push(self) -> None:
         """Waits for replies that are under way."""
 
     def finish(self) -> None:
@@ -147,7 +147,7 @@ class ServerClient:
         return replies
 
     def _receive(self, replies: Replies, request: PushRequest) -> list[Message]:
-        """Waits for the replies to a push; the worker continues from the parameters that they bring."""
+        """Waits for the replies to a push; the worker continues from the parameters in them."""
         if not request.fetch:
             return [reply.wait() for _, reply in replies]
         into = self.replica.parameters if request.into is None else request.into
@@ -229,14 +229,14 @@ class PrefetchingClient(ServerClient):
         self.outstanding = self._send(request)
         return []
 
-    def settle(self) -> None:
+    def join_push(self) -> None:
         if self.outstanding:
             replies, self.outstanding = self.outstanding, []
             self.ahead_versions = _versions(self._take(replies, self.ahead))
 
     def finish(self) -> None:
         """Moves the parameters that arrived while the last batch was computed into their place."""
-        self.settle()
+        self.join_push()
         if self.ahead_versions:
             self.versions, self.ahead_versions = self.ahead_versions, {}
             copied(self.ahead, self.replica.parameters)
@@ -253,5 +253,5 @@ class PrefetchingClient(ServerClient):
 
 
 def _versions(replies: Sequence[Message]) -> dict[int, int]:
-    """The versions that replies bring, by server."""
+    """The versions in the replies, by server."""
     return {reply.sender.rank: reply["version"] for reply in replies}

@@ -96,7 +96,7 @@ class DelayCompensated(StalenessCorrection):
         if not 0 <= self.decay < 1:
             raise UsageError("decay must be at least 0 and below 1")
         if self.decay != 0.95 and not self.adaptive:
-            raise UsageError("decay is for adaptive=yes")
+            raise UsageError("decay needs adaptive=yes")
 
     def server(self, node: Node, shard: Shard) -> Server:
         if not self.lam:

@@ -114,9 +114,9 @@ class DelayedNesterovWorker(ParameterServerWorker):
 
     def consensus(self, final: bool = False) -> Vectors:
         before = self.node.now()
-        shown = super().consensus(final)
+        consensus = super().consensus(final)
         self.since += self.node.now() - before  # waiting is not working
-        return shown
+        return consensus
 
     def exchange(self) -> float:
         """Pushes and pulls. Returns this worker's speed, as a share of the fastest one's."""
@@ -178,7 +178,7 @@ class DelayedNesterovServer(ServerLoop):
             part.add_(momentum, alpha=-lr * beta)
             place.zero_()
 
-    def note(self, message: Message) -> None:
+    def on_request(self, message: Message) -> None:
         if message.kind == "pull":  # it starts, and its speed is not known yet
             self.speeds.pop(message.sender.rank, None)
         elif "speed" in message.fields:
@@ -187,7 +187,7 @@ class DelayedNesterovServer(ServerLoop):
     def extras(self, reader: Message) -> dict[str, Field]:
         if "speed" not in reader.fields:
             return {}
-        # Its own too: it may have pushed before the server heard that it has joined.
+        # Its own too: it may have pushed before the server was told that it has joined.
         return {"fastest": max([reader["speed"], *self.speeds.values()])}
 
     def forget(self, worker: int) -> None:

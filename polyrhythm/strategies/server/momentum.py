@@ -76,7 +76,7 @@ class DecayingWorker(GradientWorker):
 
 
 class PlainSGDServer(ServerLoop):
-    """Runs SGD without what is done elsewhere."""
+    """Runs SGD without the momentum and weight decay that are applied elsewhere."""
 
     def update(self, update: Vectors, absent: Sequence[int], settings: Settings) -> None:
         done: dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0, "maximize": False}
@@ -226,7 +226,7 @@ class OrderedMomentum(AsynchronousMomentum):
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         if any(settings["nesterov"] for settings in replica.optimizer.param_groups):
-            raise UsageError(f"{self} orders plain momentum; leave out nesterov, or use dana-slim")
+            raise UsageError(f"{self} supports plain momentum only; leave out nesterov, or use dana-slim")
         return super().worker(node, replica, group)
 
     def server(self, node: Node, shard: Shard) -> Server:

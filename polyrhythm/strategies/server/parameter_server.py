@@ -72,7 +72,7 @@ class ParameterServer(Strategy):
         if self.wait_for < 0:
             raise UsageError("wait_for must be 0 (every worker) or more")
         if self.damping != 0.1 and self.weight != "exp":
-            raise UsageError("damping is for weight=exp")
+            raise UsageError("damping needs weight=exp")
         if not 0 <= self.damping < math.inf:
             raise UsageError("damping must be 0 or more")
         if not self.discard >= 1:

@@ -50,7 +50,7 @@ class Synchronous(ParameterServer):
 class Backup(ParameterServer):
     r"""Synchronous with spare workers: the server takes the first gradients and drops the last `spare`.
 
-    A few slow workers then hold nobody up.
+    A few slow workers then do not delay the others.
 
     $$
     w \leftarrow \operatorname{Opt}\Big(w, \frac{1}{N - b} \sum_{i \in F} g_i(w)\Big)
@@ -84,7 +84,8 @@ class Backup(ParameterServer):
             raise UsageError("spare must be 0 or more")
         if (self.wait_for, self.discard, self.pull) != (0, 1, "next-version"):
             raise UsageError(
-                "backup waits for all but `spare`, and drops what is late: set nothing else of that"
+                "backup waits for all but `spare` workers and drops late gradients: "
+                "do not set wait_for, discard or pull"
             )
 
     @property
@@ -95,8 +96,8 @@ class Backup(ParameterServer):
         super().check(plan)
         if self.spare >= plan.workers:
             raise UsageError(
-                f"{self}: {self.spare} of {plan.workers} workers are spare, so nobody counts; "
-                f"use at most {plan.workers - 1}"
+                f"{self}: {self.spare} of {plan.workers} workers are spare, so no worker is left to wait "
+                f"for; use at most {plan.workers - 1}"
             )
 
     def quorum(self, workers: int, started: int) -> int:
@@ -150,7 +151,7 @@ class Async(ParameterServer):
         if (self.push_every, self.fetch_every) == (1, 1):
             return super().worker(node, replica, group)
         if not all("lr" in settings for settings in replica.optimizer.param_groups):
-            raise UsageError(f"{self} takes steps by the optimizer's lr, and this one has none")
+            raise UsageError(f"{self} steps with the optimizer's lr, but this optimizer has none")
         return DownpourWorker(self, node, replica, group)
 
 

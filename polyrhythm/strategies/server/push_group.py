@@ -43,7 +43,7 @@ class PushGroup:
         self.summed, push.update = True, ()
 
     def sort(self) -> None:
-        """Puts the pushes in rank order, so that the sum does not depend on who came first."""
+        """Puts the pushes in rank order, so that the sum does not depend on the order of arrival."""
         if len(self.pushes) > 1:
             self.pushes.sort(key=lambda push: (push.worker, push.message.sequence))
 

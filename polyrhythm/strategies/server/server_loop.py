@@ -2,7 +2,7 @@
 
 It collects pushes, applies them in groups, and replies to the workers that may read. Each push counts once,
 no worker reads that is too far ahead, and a worker that has left is not waited for. What an update does is up
-to the strategy: its own server overrides `transform`, `update`, `view`, `note`, `extras` and `forget`.
+to the strategy: its own server overrides `transform`, `update`, `view`, `on_request`, `extras` and `forget`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from polyrhythm.strategies.server.parameter_server import ParameterServer
 
 KINDS = (
-    "initialize", "push", "pull", "look", "state", "verdict", "pause", "meet", "snapshot", "restore"
+    "initialize", "push", "pull", "read", "state", "verdict", "pause", "meet", "snapshot", "restore"
 )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ class ServerLoop(Server):
         """The parameters for a worker that pulls or has pushed."""
         return self.shard.parameters
 
-    def note(self, message: Message) -> None:
+    def on_request(self, message: Message) -> None:
         """Called with each pull and with each push that arrives for the first time."""
 
     def extras(self, reader: Message) -> dict[str, Field]:
@@ -111,9 +111,9 @@ class ServerLoop(Server):
                 self._collect(message)
             case "pull":
                 self.rendezvous.trains(message.sender.rank)
-                self.note(message)
+                self.on_request(message)
                 self.readers.add(message)
-            case "look":
+            case "read":
                 if message["final"] and not self.verdicts.follows:
                     self._apply()
                     self.verdicts.announce("final")
@@ -169,7 +169,7 @@ class ServerLoop(Server):
         return min(self.strategy.quorum(present, self.started), present)
 
     def _collect(self, message: Message) -> None:
-        """Collects a push, unless it came before or is too stale."""
+        """Collects a push, unless it is a repetition or too stale."""
         worker = message.sender.rank
         if message.sequence <= self.seen.get(worker, 0):
             self.readers.add(message)  # applied already; only its reply was lost
@@ -177,7 +177,7 @@ class ServerLoop(Server):
         self.seen[worker] = message.sequence
         self.rendezvous.refuse_load(worker)
         self.clocks.tick(worker)
-        self.note(message)
+        self.on_request(message)
         push = PushedUpdate.of(message, self.shard.version)
         if self.verdicts.follows:
             self.decoder.decode(push)
@@ -265,7 +265,7 @@ class ServerLoop(Server):
         """False for a worker more than `max_staleness` steps ahead of the slowest."""
         if reader.kind == "snapshot":
             return self.verdicts.number >= int(reader["verdicts"])
-        if reader.kind == "look":
+        if reader.kind == "read":
             return not (reader["final"] and self.verdicts.follows and not self.verdicts.finals)
         if reader.kind == "push" and not reader["fetch"]:
             return True
@@ -277,7 +277,7 @@ class ServerLoop(Server):
         node, shard = self.node, self.shard
         if reader.kind == "snapshot":
             node.reply(reader, *pack({"shard": shard.state_dict(), "server": self.state_dict()}))
-        elif reader.kind == "look":
+        elif reader.kind == "read":
             self.verdicts.finals -= self.verdicts.follows and reader["final"]
             node.reply(reader, *shard.parameters, version=shard.version)
         elif reader.kind == "push" and not reader["fetch"]:
@@ -295,7 +295,7 @@ class ServerLoop(Server):
     def state_dict(self) -> State:
         """The state of this server, besides its shard; its tensors are not copied.
 
-        It is asked for while no worker waits for a reply. Sequence numbers are left out: those of a resumed
+        Called while no worker waits for a reply. Sequence numbers are left out: those of a resumed
         run begin at 0.
         """
         return {

@@ -4,10 +4,10 @@ All workers call `state_dict` at the same place of the script, and `load_state_d
 
 1. Each has received the replies to all of its pushes, and waits at the first server until all do (`meet`).
    The other servers know that it is paused. Nothing is under way now.
-2. One worker, the keeper, fetches the state of every server, or brings it.
+2. One worker, the keeper, fetches the state of every server, or sends it.
 3. All wait at the first server again, and continue in rank order.
 
-A worker that joins later runs through the script from its beginning, and passes the places at which the
+A worker that joins later runs through the script from its beginning, and skips the saves at which the
 others have saved before.
 """
 
@@ -32,7 +32,7 @@ class SnapshotClient:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._place = 0  # of the script at which a state is saved, where this worker is
+        self._saves = 0  # how often this worker has saved
 
     def save(self) -> State | None:
         """The servers' state, on the keeper, and what identifies the snapshot.
@@ -40,35 +40,35 @@ class SnapshotClient:
         None if the others saved at this place before this worker joined.
         """
         node = self._node
-        self._place += 1
+        self._saves += 1
         while True:
             meeting = self._meet("save")
             if meeting["past"]:
                 return None
             keeper, states = meeting["keeper"], []
             if keeper == node.rank:
-                asked = [
+                requests = [
                     node.request(server, "snapshot", verdicts=meeting["verdicts"])
                     for server in node.members.servers
                 ]
-                states = [unpack(reply.wait().tensors) for reply in asked]
+                states = [unpack(reply.wait().tensors) for reply in requests]
             if self._meet("continue")["complete"]:
                 return {"mark": [*meeting["mark"], keeper], "states": states}
 
     def load(self, saved: State) -> None:
-        """Brings the servers' state back, or waits until the keeper has. A new worker has nothing saved."""
+        """Restores the servers' state, or waits until the keeper has. A new worker has no saved state."""
         node, states = self._node, saved.get("states", [])
         meeting = self._meet("load", mark=saved.get("mark", []), keeps=bool(states))
         if meeting["keeper"] == node.rank:
-            brought = [
+            requests = [
                 node.request(server, "restore", *pack(state))
                 for server, state in zip(node.members.servers, states, strict=bool(states))
             ]
-            for reply in brought:
+            for reply in requests:
                 reply.wait()
         if not self._meet("continue")["complete"]:
             raise PolyrhythmError(
-                f"worker {meeting['keeper']} died while it brought the servers their saved state; start again"
+                f"worker {meeting['keeper']} died while it sent the servers their saved state; start again"
             )
 
     def _meet(self, purpose: Purpose, **fields: Field) -> Message:
@@ -76,15 +76,14 @@ class SnapshotClient:
         node = self._node
         first, *others = node.members.servers
         if purpose == "save":
-            for paused in [node.request(server, "pause", place=self._place) for server in others]:
+            for paused in [node.request(server, "pause", save=self._saves) for server in others]:
                 paused.wait()
         try:
-            asked = node.request(first, "meet", into=(), purpose=purpose, place=self._place, **fields)
-            reply = asked.wait()
+            reply = node.request(first, "meet", into=(), purpose=purpose, save=self._saves, **fields).wait()
         except WaitError as error:
             raise WaitError(
-                f"{node.me} waits to {purpose}, and another worker did not come to the same place of the "
-                f"script: all workers call session.state_dict() and load_state_dict() together ({error})"
+                f"{node.me} waits to {purpose}, but another worker does not: all workers must call "
+                f"session.state_dict() and load_state_dict() at the same point of the script ({error})"
             ) from None
         if "error" in reply.fields:
             raise UsageError(reply["error"])
@@ -97,8 +96,8 @@ class Rendezvous:
     def __init__(self, node: Node, started: int) -> None:
         self._node = node
         self._run = [started, len(node.members.servers)]  # workers and servers of this run
-        self.paused: dict[int, int] = {}  # the place of the script where each paused worker is
-        self._places = 0  # places at which all have saved
+        self.paused: dict[int, int] = {}  # the number of the save at which each paused worker is
+        self._saved = 0  # the number of the last save of all workers
         self._waiting: dict[int, Message] = {}  # by worker
         self._keeper: int | None = None  # while a snapshot is taken or loaded
         self._present: set[int] = set()  # the workers that take part in it
@@ -110,12 +109,12 @@ class Rendezvous:
 
     def pause(self, message: Message) -> None:
         """A worker waits at the first server."""
-        self.paused[message.sender.rank] = message["place"]
+        self.paused[message.sender.rank] = message["save"]
 
     def add(self, message: Message, trained: Collection[int]) -> None:
-        """A worker has come. `trained` are the workers that have pushed since the run began."""
-        purpose, place = message["purpose"], message["place"]
-        if purpose == "save" and place <= self._places:
+        """A worker has arrived. `trained` are the workers that have pushed since the run began."""
+        purpose, number = message["purpose"], message["save"]
+        if purpose == "save" and number <= self._saved:
             self._node.reply(message, past=True)
         elif purpose == "load" and trained:
             self._node.reply(message, error=_late(message.sender.rank, min(trained)))
@@ -124,10 +123,10 @@ class Rendezvous:
             self._waiting[message.sender.rank] = message
 
     def trains(self, worker: int) -> None:
-        """A worker pushes or pulls: it and all that were paused at the same place have continued."""
+        """A worker pushes or pulls: it and all that were paused at the same save have continued."""
         if worker in self.paused:
-            place = self.paused.pop(worker)
-            self.paused = {other: at for other, at in self.paused.items() if at > place}
+            number = self.paused.pop(worker)
+            self.paused = {other: at for other, at in self.paused.items() if at > number}
 
     def refuse_load(self, worker: int) -> None:
         """A worker has pushed: if others wait to load, it has not loaded its state."""
@@ -140,7 +139,7 @@ class Rendezvous:
         """Forgets workers that have left."""
         alive = self._node.members.alive
         self._waiting = {rank: each for rank, each in self._waiting.items() if alive(each)}
-        self.paused = {rank: place for rank, place in self.paused.items() if rank in workers}
+        self.paused = {rank: number for rank, number in self.paused.items() if rank in workers}
         self._present &= set(workers)
 
     def advance(self, workers: Collection[int], version: int, verdicts: int) -> None:
@@ -158,12 +157,12 @@ class Rendezvous:
             fields = self._loaded(waiting)
         elif purposes == {"save"}:
             self._keeper = waiting[0].sender.rank
-            mark = [*self._run, waiting[0]["place"], version]
+            mark = [*self._run, waiting[0]["save"], version]
             fields = {"past": False, "keeper": self._keeper, "mark": mark, "verdicts": verdicts}
         else:
             complete = self._keeper in {message.sender.rank for message in waiting}
             if complete:
-                self._places = max(self._places, *(message["place"] for message in waiting))
+                self._saved = max(self._saved, *(message["save"] for message in waiting))
             self._keeper = None
             fields = {"complete": complete}
         for message in waiting:

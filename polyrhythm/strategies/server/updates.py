@@ -22,13 +22,13 @@ Name = tuple[int, int, int]  # worker, incarnation, step
 
 @dataclass(frozen=True)
 class PushRequest:
-    """An update that a worker pushes, and what it wants in return."""
+    """An update that a worker pushes, and the reply that it expects."""
 
     update: Vectors
     settings: Settings = ()
     absent: Sequence[int] = ()  # the parameters without a gradient
-    fetch: bool = True  # the reply brings the parameters that result,
-    into: Vectors | None = None  # to this place; None: they become the worker's parameters
+    fetch: bool = True  # the reply has the resulting parameters,
+    into: Vectors | None = None  # which are written here; None: to the worker's parameters
     versions: Mapping[int, int] | None = None  # that it was computed on, by server; None: those it has now
     decoded: Vectors = ()  # a place for the update as the servers decode it
     extras: Mapping[str, Field] = field(default_factory=dict)  # more fields of the message

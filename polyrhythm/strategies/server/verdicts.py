@@ -21,7 +21,7 @@ What = Literal["group", "drop", "final"]
 
 
 class Verdict(NamedTuple):
-    """What the first server decided, and the pushes that it is about, as far as they came here."""
+    """A decision of the first server, and those of its pushes that have arrived here."""
 
     what: What
     pushes: list[PushedUpdate]
@@ -40,7 +40,7 @@ class Verdicts:
         self._arrived: dict[int, Message] = {}  # verdicts that were not carried out yet, by number
 
     def announce(self, what: What, pushes: Sequence[PushedUpdate] = ()) -> None:
-        """Tells the other servers what was decided here, if they wait for it."""
+        """Sends a decision to the other servers, if they wait for it."""
         if not self.leads:
             return
         self.number += 1
@@ -55,7 +55,7 @@ class Verdicts:
         self._node.reply(message)
 
     def next(self) -> Verdict | None:
-        """The next verdict, once all of its pushes are here that may still come."""
+        """The next verdict, once all of its pushes that may still arrive are here."""
         message = self._arrived.get(self.number + 1)
         if message is None:
             return None

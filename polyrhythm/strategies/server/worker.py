@@ -42,11 +42,11 @@ class ParameterServerWorker(Worker):
             self.servers.flush()  # others continue, so the residual still counts
 
     def consensus(self, final: bool = False) -> Vectors:
-        return self.servers.look(final)
+        return self.servers.fetch_parameters(final)
 
     def state_dict(self) -> State:
         """Waits for all workers. One of them has the servers' state too."""
-        self.servers.settle()
+        self.servers.join_push()
         own, servers = self.own_state(), self.snapshots.save()
         return {} if servers is None else {**own, "servers": servers}
 

@@ -67,7 +67,7 @@ class ProcessContext(WorldContext):
         node.start_reports(self.plan.events)
         return welcome
 
-    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+    def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         buffers = [self.node.buffer(part) for part in file]
         self.node.transport.request(COORDINATOR, "result", buffers, fields={"digest": digest}).wait()
 

@@ -38,22 +38,22 @@ class SimulatedContext(WorldContext):
         if self.node.crashed:
             # Closing a loader returns its lease, but the coordinator has taken that back already.
             return None  # type: ignore[return-value]
-        answers: list[R] = []
+        replies: list[R] = []
         fiber = self.node.current()
         blocked = False
 
-        def respond(answer: R) -> None:
-            answers.append(answer)
+        def respond(reply: R) -> None:
+            replies.append(reply)
             if blocked:
                 self.node.world.loop.at(self.node.now(), fiber.resume, None)
 
         self.node.world.coordinator.handle(self.me, request, respond, self.node.incarnation)
         blocked = True
-        if not answers:
+        if not replies:
             with self.blocking():
-                while not answers:
+                while not replies:
                     fiber.block("all nodes to get as far as", repr(kind_of(request)))
-        return answers[0]
+        return replies[0]
 
     def join(self, strategy: ResolvedStrategy, batch_norm: str) -> Welcome:
         welcome = self.request(JoinRun(strategy, batch_norm))
@@ -61,7 +61,7 @@ class SimulatedContext(WorldContext):
         self.node.learn_members()
         return welcome
 
-    def bring(self, digest: str, file: Sequence[Tensor]) -> None:
+    def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         parts = [part.numpy().data for part in file]
         self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 

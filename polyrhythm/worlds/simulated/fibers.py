@@ -24,7 +24,7 @@ class Loop:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self.beat: Callable[[], None] = lambda: None  # called every 0.2 s of wall-clock time
+        self.on_progress: Callable[[], None] = lambda: None  # called every 0.2 s of wall-clock time
         self._queue: list[tuple[float, int, Callable[..., Any], Any]] = []
         self._serial = 0
         self.hub = getcurrent()
@@ -38,14 +38,14 @@ class Loop:
         """Processes events until the queue is empty or `until`, called before each event, returns True."""
         self.hub = getcurrent()
         queue, pop = self._queue, heapq.heappop
-        next_beat = time.monotonic() + 0.2
+        next_report = time.monotonic() + 0.2
         while queue and not until():
             self.now, _, function, argument = pop(queue)
             self.events += 1
             function(argument)
-            if not self.events & 255 and time.monotonic() > next_beat:
-                self.beat()
-                next_beat = time.monotonic() + 0.2
+            if not self.events & 255 and time.monotonic() > next_report:
+                self.on_progress()
+                next_report = time.monotonic() + 0.2
 
 
 class Fiber:

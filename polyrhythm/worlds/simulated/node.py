@@ -185,7 +185,7 @@ class SimulatedNode(Node):
             self.locked = before
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
-        assert isinstance(message, SimulatedRequest) and message.reply is not None, "answered already"
+        assert isinstance(message, SimulatedRequest) and message.reply is not None, "replied already"
         reply, message.reply = message.reply, None
         self._unanswered.pop(reply, None)
         if reply.node.crashed:
@@ -195,8 +195,8 @@ class SimulatedNode(Node):
             place.copy_(tensor)
         given = () if reply.into else tuple([tensor.clone() for tensor in tensors])
         self._sequence += 1
-        answer = Message(self.me, message.kind, self._sequence, fields, given)
-        self._carry(reply.node, reply.arrive, answer, tensors)
+        reply_message = Message(self.me, message.kind, self._sequence, fields, given)
+        self._carry(reply.node, reply.arrive, reply_message, tensors)
         return False
 
     def notice(self, change: MembershipChange) -> None:

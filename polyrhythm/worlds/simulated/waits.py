@@ -30,7 +30,9 @@ class SimulatedReply(Reply):
     def wait(self) -> Message:
         while self.message is None:
             if self.lost:
-                raise PeerLost(f"{self.node.me} waited for {self.to} to answer {self.kind!r}, which is gone")
+                raise PeerLost(
+                    f"{self.node.me} waited for {self.to} to reply to {self.kind!r}, which is gone"
+                )
             self.fiber = self.node.current()
             self.fiber.block(self)
         return self.message
@@ -47,13 +49,13 @@ class SimulatedReply(Reply):
             self.fiber.resume()
 
     def __str__(self) -> str:
-        return f"{self.to} to answer {self.kind!r}"
+        return f"{self.to} to reply to {self.kind!r}"
 
 
 class SimulatedRequest(Message):
     """A request as its receiver sees it."""
 
-    reply: SimulatedReply | None = None  # None once it is answered
+    reply: SimulatedReply | None = None  # None once it is sent
 
 
 class SimulatedTask(Task):

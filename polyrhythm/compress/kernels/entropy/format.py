@@ -51,4 +51,4 @@ def read_only(array: Array) -> Array:
 
 
 def refused(why: str) -> WireError:
-    return WireError(f"this is no sparse message: {why}")
+    return WireError(f"not a sparse message: {why}")

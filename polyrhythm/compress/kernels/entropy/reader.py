@@ -73,7 +73,7 @@ def _pulses(code: Array, length: int, tau: float) -> SparseMessage:
     """Opens a message; WireError unless it has pulses of ±tau."""
     message = open_message(code, length)
     if message.mode > TRITS:
-        raise refused("it has values, and pulses are wanted")
+        raise refused("it has values in place of pulses")
     if message.tau != tau:
         raise refused(f"its pulses are of {message.tau}, not of {tau}")
     return message
@@ -164,7 +164,7 @@ class ByteReader:
                     return number
                 break
             shift += 7
-        raise refused("a number in its header has no end")
+        raise refused("a number in its header is not terminated")
 
 
 def open_message(code: Array, length: int) -> SparseMessage:
@@ -175,9 +175,9 @@ def open_message(code: Array, length: int) -> SparseMessage:
     if code.dtype != np.uint8 or code.ndim != 1 or len(code) < 9:
         raise refused("it is too short")
     if code[:2].tobytes() != MAGIC:
-        raise refused("it does not begin with the bytes of one")
+        raise refused("its first bytes are wrong")
     if code[2] >> 4 != VERSION:
-        raise refused(f"its format has version {code[2] >> 4}, and this one reads {VERSION}")
+        raise refused(f"its format has version {code[2] >> 4}, and this program reads {VERSION}")
     if google_crc32c.value(read_only(code[:-4])) != struct.unpack("<I", code[-4:].tobytes())[0]:
         raise refused("its checksum is wrong")
     mode = int(code[2] & 15)
@@ -186,7 +186,7 @@ def open_message(code: Array, length: int) -> SparseMessage:
     reader = ByteReader(code)
     reader.take(3)
     if (said := reader.number()) != length:
-        raise refused(f"it is about {said} numbers, not {length}")
+        raise refused(f"it is for {said} numbers, not {length}")
     if (count := reader.number()) > length:
         raise refused(f"it has {count} entries for {length} numbers")
     found: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def open_message(code: Array, length: int) -> SparseMessage:
         elif count % 8 and plane[-1] >> count % 8:
             raise refused(WRONG[7])
     if reader.at != reader.end:
-        raise refused(f"it goes on for {reader.end - reader.at} bytes after its end")
+        raise refused(f"{reader.end - reader.at} bytes follow its end")
     return SparseMessage(mode, count, **found)
 
 

@@ -26,7 +26,7 @@ def planned(plan: Plan, script: Strategy | None = None) -> Strategy:
     return script if script is not None else load(DEFAULT)
 
 
-def settle(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
+def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     """Checks a strategy against the plan; raises UsageError if they do not fit."""
     traits = strategy.traits
     norms.check(plan.batch_norm or norms.DEFAULT, strategy)
