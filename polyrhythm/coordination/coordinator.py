@@ -147,8 +147,8 @@ class Coordinator:
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
-        longest = self.strategy.traits.max_lease if self.strategy is not None else 1
-        respond(self.data.take_lease(peer, request, longest))
+        assert self.strategy is not None
+        respond(self.data.take_lease(peer, request, self.strategy.traits.max_lease))
 
     def _return_lease(self, peer: Peer, request: ReturnLease, respond: Respond) -> None:
         self.data.return_lease(peer, request)

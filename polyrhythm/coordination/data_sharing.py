@@ -22,7 +22,7 @@ class DataSharing:
         """Leases at most `longest` batches to a worker."""
         workers = len(self._membership.workers)
         loader, epoch = request.loader, request.epoch
-        lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, request.unseen, longest)
+        lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, longest, request.unseen)
         if lease is not None:
             self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
         return LeaseReply(lease)

@@ -17,8 +17,6 @@ from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import EpochShare, ShareReply
 
-LONGEST = 8
-
 
 def _last(leases: Sequence[Lease], count: int) -> list[Lease]:
     """The last `count` batches of these leases."""
@@ -48,10 +46,10 @@ class Leases:
         epoch: int,
         batches: int,
         workers: int,
+        longest: int,
         unseen: int = 0,
-        longest: int = LONGEST,
     ) -> Lease | None:
-        """The next batches for a worker; None if the epoch is over.
+        """The next batches for a worker, at most `longest`; None if the epoch is over.
 
         The worker has trained on all batches that it held, except the last `unseen` ones, which are
         prefetched.

@@ -26,7 +26,6 @@ class Message:
     sequence: int
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
-    asked: bool = False
 
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]

@@ -5,7 +5,7 @@ sequence numbers of each peer. If a one-way message is repeated, it is dropped. 
 
 - and has no reply yet, its reply goes over the new connection;
 - and its reply was kept (it had no inline tensors), the reply is sent again;
-- otherwise it is delivered again, marked `duplicate`: the receiver replies but must not apply it twice.
+- otherwise it is delivered again: the receiver replies, but must not apply the sequence number twice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Inbox:
                 if sequence in history.replies:
                     self._resend(connection.channel, history.replies[sequence])
                     return True
-                message.duplicate = True
             history.record(sequence)
             message._connection = connection
             if message.wants_reply:

@@ -26,7 +26,6 @@ class Incoming:
     wants_reply: bool
     fields: dict[str, Any]
     buffers: list[Buffer]
-    duplicate: bool = False  # delivered and replied to before, but the reply was lost
     _into: list[Part] = field(default_factory=list, repr=False)  # where the reply may be written
     _connection: Connection | None = field(default=None, repr=False)  # that the reply takes
     _memory: memoryview | None = field(default=None, repr=False)  # of the connection's pool

@@ -23,7 +23,7 @@ class Replies:
 
     A lost reply is not an error here: the peer sees its connection break and sends the request again. A reply
     without inline tensors is then sent again from the history of the peer (see `history`). A reply with
-    tensors is not kept, and the request is delivered again as a duplicate.
+    tensors is not kept, and the request is delivered again.
     """
 
     def __init__(self, options: TransportOptions, headers: HeaderFactory, threads: ThreadGroup) -> None:

@@ -77,7 +77,7 @@ class Loopback:
     def request(self, to: Peer, kind: str, *tensors: Tensor, into: Any = (), **fields: Any) -> HeldReply:
         self._sequence += 1
         reply = self._replies[self._sequence] = HeldReply(into)
-        self._nodes[to].inbox.append(Message(self.me, kind, self._sequence, fields, tensors, asked=True))
+        self._nodes[to].inbox.append(Message(self.me, kind, self._sequence, fields, tensors))
         return reply
 
     def send(self, to: Peer, kind: str, **fields: Any) -> None:

@@ -15,12 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
-from polyrhythm.coordination.leases import LONGEST, Leases
+from polyrhythm.coordination.leases import Leases
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
+from polyrhythm.core.strategy import Traits
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
+
+LONGEST = Traits.max_lease  # batches
 
 
 class Numbers(Dataset[int]):
@@ -223,7 +226,7 @@ def test_range_batches_reach_the_dataset_as_ranges(workers: int) -> None:
     leases = Leases()
 
     def take(rank: int, *args: int) -> Lease | None:
-        return leases.take(rank, 0, *args[:2], workers, args[2])
+        return leases.take(rank, 0, *args[:2], workers, LONGEST, args[2])
 
     seen = [
         each
@@ -279,10 +282,10 @@ def test_iterable_datasets_and_unbatched_loaders_are_refused() -> None:
 def test_leases_are_a_partition(batches: int, workers: int, chance: Any) -> None:
     """Whoever asks when, each batch is leased once, in order, and then the epoch is over for all."""
     leases, given = Leases(), []
-    while (lease := leases.take(chance.randrange(workers), 0, 0, batches, workers)) is not None:
+    while (lease := leases.take(chance.randrange(workers), 0, 0, batches, workers, LONGEST)) is not None:
         given += range(lease.first, lease.first + lease.count)
     assert given == list(range(batches))
-    assert all(leases.take(worker, 0, 0, batches, workers) is None for worker in range(workers))
+    assert all(leases.take(worker, 0, 0, batches, workers, LONGEST) is None for worker in range(workers))
     assert leases.undone == 0
 
 
@@ -290,7 +293,7 @@ def test_leases_are_a_partition(batches: int, workers: int, chance: Any) -> None
 def test_leases_shrink_towards_the_end(batches: int, workers: int) -> None:
     """Sizes never grow, are at most LONGEST and a share of what is left, and end with single batches."""
     leases, sizes, left = Leases(), [], batches
-    while (lease := leases.take(0, 0, 0, batches, workers)) is not None:
+    while (lease := leases.take(0, 0, 0, batches, workers, LONGEST)) is not None:
         assert lease.count <= max(1, left // (2 * workers))
         left -= lease.count
         sizes.append(lease.count)
@@ -315,7 +318,7 @@ def test_leases_of_lost_workers_are_redone_or_counted_as_undone(
             continue
         if (lease := held.pop(worker, None)) is not None:
             done.update((lease.epoch, number) for number in range(lease.first, lease.first + lease.count))
-        lease = leases.take(worker, 0, at[worker], batches, len(at))
+        lease = leases.take(worker, 0, at[worker], batches, len(at), LONGEST)
         if lease is None:
             at[worker] += 1
         else:
@@ -332,7 +335,7 @@ def test_each_loader_has_its_own_leases(batches: list[int], chance: Any) -> None
     open_ = set(range(len(batches)))
     while open_:
         loader = chance.choice(sorted(open_))
-        lease = leases.take(chance.randrange(3), loader, 0, batches[loader], 3)
+        lease = leases.take(chance.randrange(3), loader, 0, batches[loader], 3, LONGEST)
         if lease is None:
             open_.remove(loader)
         else:
@@ -344,38 +347,39 @@ def test_each_loader_has_its_own_leases(batches: list[int], chance: Any) -> None
 def test_a_lost_worker_returns_the_leases_of_all_its_loaders() -> None:
     """What it held of each loader goes back to that loader."""
     leases = Leases()
-    first, second = leases.take(1, 0, 0, 40, 2), leases.take(1, 1, 0, 12, 2)
+    first, second = leases.take(1, 0, 0, 40, 2, LONGEST), leases.take(1, 1, 0, 12, 2, LONGEST)
     assert first == Lease(0, 0, 8) and second == Lease(0, 0, 3)
     assert leases.lose(1) == leases.undone == 11 and leases.lose(1) == 0
-    assert leases.take(0, 1, 0, 12, 1) == second and leases.take(0, 0, 0, 40, 1) == first
+    assert leases.take(0, 1, 0, 12, 1, LONGEST) == second and leases.take(0, 0, 0, 40, 1, LONGEST) == first
     assert leases.undone == 0
 
 
 def test_returned_leases_are_handed_out_again() -> None:
     """The rest of a lease is the next one's, in the same epoch or a later one, but not in an earlier one."""
     leases = Leases()
-    assert leases.take(0, 0, 3, 16, 1) == Lease(3, 0, 8)
+    assert leases.take(0, 0, 3, 16, 1, LONGEST) == Lease(3, 0, 8)
     assert leases.give_back(0, 0, 3) == 3
     assert leases.undone == 3 and leases.lose(0) == 0
-    assert leases.take(1, 0, 2, 1, 1) == Lease(2, 0, 1)
-    assert leases.take(1, 0, 4, 16, 1) == Lease(3, 5, 3)
+    assert leases.take(1, 0, 2, 1, 1, LONGEST) == Lease(2, 0, 1)
+    assert leases.take(1, 0, 4, 16, 1, LONGEST) == Lease(3, 5, 3)
     assert leases.give_back(1, 0, 0) == leases.undone == 0
 
 
 def test_a_lost_worker_returns_batches_prefetched_but_not_seen() -> None:
     """A worker that is lost returns what it had leased and not seen, over several leases, and no more."""
     leases = Leases()
-    assert leases.take(0, 0, 0, 40, 1) == Lease(0, 0, 8)
-    assert leases.take(0, 0, 0, 40, 1, unseen=3) == Lease(0, 8, 8)
+    assert leases.take(0, 0, 0, 40, 1, LONGEST) == Lease(0, 0, 8)
+    assert leases.take(0, 0, 0, 40, 1, LONGEST, unseen=3) == Lease(0, 8, 8)
     assert leases.lose(0) == 3 + 8
-    assert leases.take(1, 0, 0, 40, 1) == Lease(0, 5, 3) and leases.take(1, 0, 0, 40, 1) == Lease(0, 8, 8)
+    assert leases.take(1, 0, 0, 40, 1, LONGEST) == Lease(0, 5, 3)
+    assert leases.take(1, 0, 0, 40, 1, LONGEST) == Lease(0, 8, 8)
 
 
 def leased(leases: Leases, rank: int, workers: int, make: Any, seed: int = 0) -> Shared:
     """A worker's loader that leases from `leases`."""
 
     def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-        return leases.take(rank, 0, epoch, batches, workers, unseen)
+        return leases.take(rank, 0, epoch, batches, workers, LONGEST, unseen)
 
     def give_back(unseen: int) -> None:
         leases.give_back(rank, 0, unseen)

@@ -362,7 +362,7 @@ class ProcessNode(Node):
 def _message(incoming: Incoming) -> _ReceivedMessage:
     message = _ReceivedMessage(
         incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
-        tuple(_tensor(buffer) for buffer in incoming.buffers), incoming.wants_reply,
+        tuple(_tensor(buffer) for buffer in incoming.buffers),
     )  # fmt: skip
     message.origin = incoming
     return message

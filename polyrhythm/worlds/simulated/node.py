@@ -96,7 +96,7 @@ class SimulatedNode(Node):
         self, to: Peer, kind: str, *tensors: Tensor, into: Sequence[Tensor] = (), **fields: Field
     ) -> Reply:
         self._sequence += 1
-        message = SimulatedRequest(self.me, kind, self._sequence, fields, tensors, asked=True)
+        message = SimulatedRequest(self.me, kind, self._sequence, fields, tensors)
         reply = message.reply = SimulatedReply(self, to, kind, into)
         lost = self.members.lost
         if lost and to in lost and to not in self.members.workers:
