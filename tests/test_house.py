@@ -175,7 +175,6 @@ def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
 )
 def test_every_way_to_import_a_room_is_seen(text: str) -> None:
     assert imported_rooms(text, "polyrhythm.strategies.server") == {"wire"}
-    assert ()
 
 
 # --- how large a thing may be -----------------------------------------------------------------------

@@ -196,9 +196,9 @@ class DistributedSession(Session):
                     self._norms.collect()
                 driver.meter.report()
                 self._context.flush()
-                model = self._consensus_model(replica, final)
-                self._note_left_out(model)
-                self._context.send_result(digest(final), safetensors(model))
+                result = self._consensus_model(replica, final)
+                self._note_left_out(result)
+                self._context.send_result(digest(final), safetensors(result))
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)
