@@ -59,6 +59,15 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _refuse(top: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]) -> NoReturn:
+    """Reports arguments that the command does not know. They may be meant for the script."""
+    words, command = " ".join(unknown), f"{top.prog} {options.command}"
+    hint = ""
+    if script := getattr(options, "script", ""):
+        hint = f"; arguments of the script follow --: {command} {script} ... -- {words}"
+    top.exit(2, f"{top.prog}: unknown arguments {words}{hint}; see {command} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -66,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in given:
         rest = given[given.index("--") + 1 :]
         given = given[: given.index("--")]
-    options = parser().parse_args(given)
+    top = parser()
+    options, unknown = top.parse_known_args(given)
+    if unknown:
+        _refuse(top, options, unknown)
     try:
         code: int = options.execute(options, rest)
     except PolyrhythmError as error:

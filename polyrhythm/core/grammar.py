@@ -199,7 +199,8 @@ def make(cls: type[Made], choice: str, **values: Any) -> Made:
             raise UsageError(f"{name!r} after a comma is not field=value, and only the first may be bare")
         if not equals:
             if cls.main is None:
-                raise UsageError("takes no bare value")
+                fields = f"; set a field by name: {_names(types)}" if types else ", and has no fields"
+                raise UsageError(f"takes no bare value{fields}")
             name, value = cls.main, name
         if name not in types:
             raise UsageError(f"no field {name!r}; {cls.name} has: {_names(types)}")

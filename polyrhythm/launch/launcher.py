@@ -8,6 +8,7 @@ host.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -290,7 +291,10 @@ def _listen(config: NodeConfig, console: Console) -> Transport:
         return Transport(COORDINATOR, config.key, options)
     except OSError as error:
         where, why = plan.listen.partition(":")[2], str(error.strerror).partition(" (")[0]
-        raise UsageError(f"cannot listen at {where}: {why}; use another port, or 0 for any") from None
+        remedy = "use another port, or 0 for any"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "use an address of this machine"
+        raise UsageError(f"cannot listen at {where}: {why}; {remedy}") from None
 
 
 def _any_port(listen: str) -> str:

@@ -27,6 +27,8 @@ def read_events(folder: str | Path, *kinds: type[Event]) -> Iterator[Record]:
     Events of one node are in order. Those of different nodes are not sorted by time.
     """
     files = event_files(Path(folder))
+    if not files and not Path(folder).is_dir():
+        raise UsageError(f"there is no folder {folder}; give the folder of a run, such as runs/NAME")
     if not files:
         raise UsageError(f"there is no event log in {folder}; was the run made with --events off?")
     for path in files:

@@ -158,7 +158,8 @@ class DistributedSession(Session):
             return {}
         with self._blocking():
             state = self._worker.state_dict()
-        return {"strategy": str(self.strategy), "layout": self._replica.layout.hash, "worker": state}
+        layout = self._replica.layout.hash
+        return {"strategy": str(self.strategy), "layout": layout, "workers": self.workers, "worker": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._replica is None or self._worker is None:
@@ -171,6 +172,11 @@ class DistributedSession(Session):
             )
         if state and state["layout"] != self._replica.layout.hash:
             raise UsageError("this state was saved with a different model or different parameter groups")
+        if state and (saved := state["workers"]) != self.workers:
+            raise UsageError(
+                f"this state was saved by {saved} workers, but this run has {self.workers}: use --workers "
+                f"{saved}"
+            )
         # A replacement continues from the state of the others, which is newer than the saved one.
         if state and not self._late:
             with self._blocking():

@@ -235,7 +235,7 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
         ("plane", "unknown strategy 'plane'; did you mean 'plain'? Known: every, needy, plain"),
         ("Plain", "unknown strategy 'Plain'; did you mean 'plain'? Known: every, needy, plain"),
         ("zzz", "unknown strategy 'zzz'. Known: every, needy, plain"),
-        ("plain:3", "plain:3: takes no bare value"),
+        ("plain:3", "plain:3: takes no bare value, and has no fields"),
         ("plain:x=3", "plain:x=3: no field 'x'; plain has: no fields"),
         ("plain:", "plain:: nothing after the colon"),
         ("every:x", "every:x: period takes a whole number, not 'x'"),

@@ -77,9 +77,10 @@ def test_a_worker_that_does_not_load_its_saved_state_is_refused(strategy: str, t
 
 
 def test_resuming_with_another_number_of_workers_is_refused(tmp_path: Path) -> None:
-    pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy="push", runs=None)
-    with pytest.raises(UsageError, match="at position 0 of 3, and this worker is at 0 of 2"):
-        pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy="push", runs=None)
+    for strategy in ("push", "diloco:3", "async+topk:0.1"):
+        pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy=strategy, runs=None)
+        with pytest.raises(UsageError, match="saved by 3 workers, but this run has 2: use --workers 3"):
+            pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy=strategy, runs=None)
 
 
 def test_saved_state_of_another_strategy_or_model_is_refused(tmp_path: Path) -> None:
