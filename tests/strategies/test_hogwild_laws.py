@@ -569,8 +569,8 @@ def test_optimizers_that_touch_all_rows_are_refused(world: str, make: Any, what:
         run_hogwild(sparse_with(make), world, 2, tmp_path)
     assert str(error.value) == (
         f"hogwild: table (EmbeddingBag with sparse=True) has sparse gradients, and {what} would turn each "
-        "an update of all rows: use SGD without momentum and weight decay, Adagrad or SparseAdam for it, or "
-        "leave sparse=True out"
+        "into an update of all rows: use SGD without momentum and weight decay, Adagrad or SparseAdam for "
+        "it, or leave out sparse=True"
     )
 
 
