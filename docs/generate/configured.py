@@ -108,6 +108,7 @@ def _fields(cls: type[Configured], meaning: dict[str, str]) -> str:
             f"| `{option.name}` | {default} | {grammar.wanted(option.type)} | {meaning[option.name]} |"
         )
     table = "\n".join(lines)
+    table = f'<div class="fields" markdown="1">\n\n{table}\n\n</div>'
     return table + (f"\n\n`{cls.name}:VALUE` sets `{cls.main}`." if cls.main else "")
 
 

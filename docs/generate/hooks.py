@@ -15,6 +15,10 @@ from docs.generate import composition, configured, imports, mathml, reference
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
+VERBATIM = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]+>)", re.DOTALL)
+UNITS = "%|×|ms|s|bytes|KiB|MiB|GiB|MB|kbit/s|Mbit/s|Gbit/s"
+UNBROKEN = re.compile(rf"(?<=\d) (?=(?:{UNITS})(?!\w))|(?:(?<=[≥≤])|(?<=&lt;)|(?<=&gt;)) (?=\d)")
+SHORT_CODE = re.compile(r"<code>(?=[^<\n]{1,36}</code>)")
 
 
 def generated() -> dict[str, str]:
@@ -60,4 +64,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return mathml.render(html)
+    return mathml.render(_unbroken(html))
+
+
+def _unbroken(html: str) -> str:
+    """Keeps a number and its unit, and a short piece of code, on one line."""
+    parts = VERBATIM.split(html)
+    parts[::2] = [UNBROKEN.sub("\u00a0", text) for text in parts[::2]]
+    return SHORT_CODE.sub('<code class="short">', "".join(parts))

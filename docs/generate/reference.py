@@ -18,19 +18,29 @@ GROUPS = {
     "integrations": ("Integrations", ["integrations"]),
 }
 
+# Not public names, but what a strategy is given.
+MORE = {"node": ["polyrhythm.core.group.Group", "polyrhythm.core.group.Task"]}
+
 
 def pages() -> dict[str, str]:
-    made = {f"reference/{name}.md": _page(*group) for name, group in GROUPS.items()}
-    lines = ["# API reference", "", "The names that `import polyrhythm as pr` gives.", ""]
+    made = {f"reference/{name}.md": _page(name, *group) for name, group in GROUPS.items()}
+    lines = [
+        "# API reference",
+        "",
+        "The names that `import polyrhythm as pr` gives, and the types that a strategy is given.",
+        "",
+    ]
     for name, (title, members) in GROUPS.items():
         links = ", ".join(f"[`{member}`]({name}.md#{path(member)})" for member in members)
+        links += "".join(f", [`{each.split('.')[-1]}`]({name}.md#{each})" for each in MORE.get(name, ()))
         lines.append(f"- [{title}]({name}.md): {links}")
     made["reference/index.md"] = "\n".join(lines) + "\n"
     return made
 
 
-def _page(title: str, members: list[str]) -> str:
-    return f"# {title}\n\n" + "\n".join(f"::: {path(member)}\n" for member in members)
+def _page(name: str, title: str, members: list[str]) -> str:
+    paths = [*map(path, members), *MORE.get(name, ())]
+    return f"# {title}\n\n" + "\n".join(f"::: {each}\n" for each in paths)
 
 
 def path(name: str) -> str:

@@ -88,6 +88,11 @@ def _waits(strategy: Strategy) -> str:
     traits = strategy.traits
     if traits.lockstep and traits.parameters_held_by_peers:
         return "All workers take the same number of steps. A worker waits for those that it exchanges with."
+    if traits.lockstep and traits.sync_delay:
+        return (
+            "All workers take the same number of steps. A worker waits only if the result of an exchange "
+            "has not arrived when it is to be used."
+        )
     if traits.lockstep:
         return "All workers take the same number of steps, and wait for each other at every exchange."
     bound = getattr(strategy, "max_staleness", float("inf"))

@@ -34,7 +34,7 @@ class DiLoCo(Rounds):
     more outer step.
 
     - `lr`: the outer learning rate $\gamma$
-    - `beta`: the outer momentum
+    - `beta`: the outer momentum $\beta$
 
     >>> import polyrhythm as pr
     >>> pr.parse("diloco:100+bf16").traits.sync_period

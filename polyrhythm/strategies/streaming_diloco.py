@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class StreamingDiLoCo(DiLoCo):
     r"""DiLoCo in fragments: one part of the model is exchanged at a time, while training continues.
 
-    Every $H/P$ steps the exchange of the next of $P$ fragments begins; its result is used $\tau$ steps later.
-    No worker waits unless the exchange takes longer than that.
+    With a `period` of $H$ steps, the exchange of the next of $P$ fragments begins every $H/P$ steps; its
+    result is used $\tau$ steps later. No worker waits unless the exchange takes longer than that.
 
     $$
     \Delta_p &= \frac{1}{N} \sum_i (\theta_p - w_{i,p}) \\
@@ -34,8 +34,10 @@ class StreamingDiLoCo(DiLoCo):
     w_{i,p} &\leftarrow (1 - \alpha) \theta_p + \alpha w_{i,p}
     $$
 
-    $\Delta_p$ is taken when the exchange begins, the rest follows $\tau$ steps later. The next $\Delta_p$
-    counts from $\theta_p$. One fragment with `overlap=0` and `mix=0` is `diloco`.
+    For fragment $p$, $w_{i,p}$ are the parameters of worker $i$ and $\theta_p$ those that all share;
+    $\gamma$ is the outer learning rate `lr` and $\beta$ the outer momentum `beta`. $\Delta_p$ is taken when
+    the exchange begins, the rest follows $\tau$ steps later. The next $\Delta_p$ counts from $\theta_p$.
+    One fragment with `overlap=0` and `mix=0` is `diloco`.
 
     - `fragments`: the number of fragments $P$; it divides `period`
     - `overlap`: the number of steps $\tau$ from the start of an exchange to the use of its result

@@ -14,7 +14,8 @@ A comment above a block says what else to do: `<!-- test: slow -->` (leave it to
 optimizer` (it needs these names), `in examples/x.py` (it is a part of that file, which other tests run),
 `compiles` (it shows the form of a call), `not output`.
 
-What is not run here is at least checked: targets of make, extras of pip, names of benchmarks. A command or a
+What is not run here is at least checked: targets of make, extras of pip, the environment that is activated,
+names of benchmarks. A command or a
 language that is not known is an error, so that no block is left out.
 """
 
@@ -190,6 +191,7 @@ class Reader:
         known: dict[str, Callable[[], None]] = {
             "make": lambda: _check_targets(words[1:]),
             "pip": lambda: _check_extras(words),
+            ".": lambda: _check_activate(words),
             "scp": lambda: self._copy(host, words),
             "git": lambda: None,
             "cd": lambda: None,
@@ -346,6 +348,12 @@ def _check_extras(words: list[str]) -> None:
         name, _, extras = word.partition("[")
         assert name in (".", "-e", project["name"]), f"pip install {word}"
         assert set(filter(None, extras.rstrip("]").split(","))) <= set(project["optional-dependencies"])
+
+
+def _check_activate(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    folder = words[1].removesuffix("/bin/activate")
+    assert folder in makefile, f"make sets up no {folder}"
 
 
 def _check_module(words: list[str]) -> None:

@@ -40,10 +40,10 @@ class PowerSGD(Codec):
     The two means are one all-reduce each, and all workers continue with $\hat{G}$. Momentum is the
     optimizer's, after.
 
-    Of a tensor of more than two dimensions the first is the rows. One of a single dimension, such as a matrix
-    that is cut between servers, is laid out nearly square, and what is left over is sent uncompressed. So is
-    a matrix if P and Q would be no shorter: with a rank as large as either side the mean is exact. To a
-    server each worker sends a P and Q of its own.
+    A tensor of more than two dimensions becomes a matrix whose rows are its first dimension. A vector, such
+    as a part of a matrix that is cut between servers, becomes a nearly square matrix, and what is left over
+    is sent uncompressed. So is a matrix if $P$ and $Q$ would be no shorter: with a rank as large as either
+    side the mean is exact. To a server each worker sends a $P$ and $Q$ of its own.
 
     - `rank`: the number of columns of $P$ and $Q$
     - `warm`: begin with the $Q$ of the step before, and not with a random one

@@ -37,8 +37,8 @@ class Choco(NeighborMixing):
 
     $\hat{x}_i$ is the public estimate of worker $i$, held by itself and by its neighbors with the same bits.
     What the codec $Q$ leaves out remains in $y_i - \hat{x}_i$, so there is no residual. $Q$ must not lengthen
-    a vector, on average, so a codec is used in the form in which a server replies; for stochastic rounding
-    that is another one.
+    a vector on average, so a codec takes the form that servers use for their replies. Stochastic rounding,
+    for example, is replaced by rounding to the nearest value.
 
     - `gamma`: the consensus step size; auto: 1 without a codec, otherwise half of the energy that $Q$ keeps
       of random numbers. A larger one may do better for some models; with one that is too large the workers

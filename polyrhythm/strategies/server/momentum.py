@@ -93,8 +93,9 @@ class DanaZero(AsynchronousMomentum):
     \hat{w}_i &= w - \eta \mu \sum_j v_j
     $$
 
-    Worker $i$ gets $\hat{w}_i$, an estimate of the parameters at the time when its gradient will arrive. With
-    one worker it is Nesterov's momentum.
+    $v_i$ is the momentum of worker $i$, $\eta$ the learning rate and $\mu$ the momentum factor of the
+    script's SGD. Worker $i$ gets $\hat{w}_i$, an estimate of the parameters at the time when its gradient
+    will arrive. With one worker it is Nesterov's momentum.
 
     >>> import polyrhythm as pr
     >>> pr.parse("dana-zero").traits.optimizer

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """The design space. Each strategy has those of its knobs that make sense with it: its `free` ones.
+    r"""The design space. Each strategy has those of its knobs that make sense with it: its `free` ones.
 
     - `wait_for`: how many pushes the server collects before it applies them (0: one of every worker)
     - `max_staleness`: how many steps a worker may be ahead of the slowest before it has to wait. With 0 no
       worker is ahead, so the pushes of one step are withheld and applied as one.
-    - `weight`: how much an update of staleness tau counts: 1, 1/tau (at most 1) or exp(-damping tau)
+    - `weight`: how much an update of staleness $\tau$ counts: 1, $1/\tau$ (at most 1) or
+      $\operatorname{exp}(-\text{damping} \cdot \tau)$
     - `damping`: the rate at which `weight=exp` decays
     - `discard`: an update this stale is dropped, and its worker continues from the present parameters
     - `pull`: whether a push that is not applied yet gets its reply at once, or with the next version
