@@ -182,11 +182,12 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
         here.prepare(model, MOMENTUM(model.parameters()))
         here.load_state_dict(torch.load(tmp_path / f"0.{here.rank}.1.pt"))
 
-    torch.save(torch.load(tmp_path / "0.1.1.pt"), tmp_path / "0.0.1.pt")
+    for rank in (0, 2):
+        torch.save(torch.load(tmp_path / "0.1.1.pt"), tmp_path / f"0.{rank}.1.pt")
     with pytest.raises(
         UsageError, match="has none of the values that adpsgd saves, so a run cannot resume from it"
     ):
-        simulate(resumed, "adpsgd", 1)
+        simulate(resumed, "adpsgd", 3)
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_states_of_different_steps_are_refused(strategy: str, tmp_path: Path) ->
 @few("strategy", ONE_OF_EACH, quick=2)
 def test_resuming_with_another_number_of_workers_is_refused(strategy: str, tmp_path: Path) -> None:
     digest(Saving(tmp_path, 6), strategy, 3)
-    with pytest.raises(UsageError, match="at position 0 of 3, and this worker is at 0 of 2: resume"):
+    with pytest.raises(UsageError, match="saved by 3 workers, but this run has 2: use --workers 3"):
         digest(Saving(tmp_path, 6, resumed=True), strategy, 2)
 
 

@@ -373,7 +373,7 @@ def test_resuming_with_another_number_of_nodes_is_refused_by_servers(
     tmp_path: Path, workers: int, servers: int
 ) -> None:
     run_in("simulated", Saving(tmp_path, end=2, saves=(2,)), strategy="async", workers=3, servers=2)
-    with pytest.raises(UsageError, match=rf"saved by 3 workers and 2 servers, and this run has {workers} "):
+    with pytest.raises(UsageError, match=rf"saved by 3 workers.* this run has {workers}\b"):
         run_in("simulated", Saving(tmp_path, begin=2), strategy="async", workers=workers, servers=servers)
 
 
