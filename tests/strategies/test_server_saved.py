@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import describe
+from polyrhythm.strategies.server.clocks import Clocks
 from tests.support.combine import each_value, few
 from tests.support.programs import MOMENTUM, Examples, events, mlp, pushes, trained
 from tests.support.runs import run_in
@@ -388,3 +389,13 @@ def test_a_worker_without_a_saved_state_joins_the_resumed_ones(tmp_path: Path) -
     summary = run_in("simulated", resumed, strategy="ssp:1", cluster=SPEEDS["equal"], runs=tmp_path)
     assert summary["steps"] == 3 * (STEPS - 4)
     assert applied(summary, 0)[0][2] == 4 + 4 + 1 + 1
+
+
+def test_a_resumed_server_knows_how_far_each_worker_is() -> None:
+    """By leases workers take different numbers of steps, and a bound on staleness compares them."""
+    clocks = Clocks([0, 1, 2])
+    for worker in (0, 0, 0, 1, 2, 2):
+        clocks.tick(worker)
+    resumed = Clocks([0, 1, 2, 3])
+    resumed.load_state_dict(clocks.state_dict())
+    assert [resumed[worker] for worker in range(4)] == [3, 1, 2, 1]  # the new one starts with the slowest

@@ -498,15 +498,19 @@ def test_replies_are_kept_until_they_are_confirmed():
         first = worker.request(SERVER, "lease")
         lost = server.receive(timeout=60)
         later = [worker.request(SERVER, "lease") for _ in range(100)]
-        received = [server.receive(timeout=60) for _ in later]
-        lost._connection.channel.close()
-        for number, message in enumerate([lost, *received]):
-            server.reply(message, fields={"number": number})
-        assert [each.wait(60).fields["number"] for each in (first, *later)] == list(range(101))
+        for number in range(100):
+            server.reply(server.receive(timeout=60), fields={"number": number})
+        assert [each.wait(60).fields["number"] for each in later] == list(range(100))
+        pending = worker.request(SERVER, "lease")
+        message = server.receive(timeout=60)
+        assert len(message._connection.history.replies) == 100  # the first request has no reply yet
+        message._connection.channel.close()
+        for number, request in enumerate((lost, message)):
+            server.reply(request, fields={"number": number})
+        assert [each.wait(60).fields["number"] for each in (first, pending)] == [0, 1]
         last = worker.request(SERVER, "lease")
         message = server.receive(timeout=60)
-        assert message.sequence > received[-1].sequence
-        assert message._connection.history.replies == {}
+        assert message.sequence > pending.header.sequence and message._connection.history.replies == {}
         server.reply(message)
         last.wait(60)
         proxy.close()
