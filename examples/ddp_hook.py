@@ -62,6 +62,7 @@ def main() -> None:
             accuracy = (network(images).argmax(1) == labels).float().mean().item()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: accuracy {accuracy:.3f}")
+    dist.barrier()  # no rank leaves while another still needs it
     dist.destroy_process_group()
 
 

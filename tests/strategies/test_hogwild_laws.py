@@ -481,6 +481,8 @@ class Killed:
         loader = DataLoader(TensorDataset(x, (x.sum(1) > 300).long()), batch_size=4)
         model, optimizer, loader = session.prepare(model, OPTIMIZERS["sgd"](model), loader)
         for steps, (batch, y) in enumerate(loader, 1):
+            if steps == 2 and session.rank not in self.kills:
+                self.leave_data_for_the_victims()
             optimizer.zero_grad()
             loss = F.cross_entropy(model(batch), y)  # with a lock the worker has it from here on
             self.die(session.rank, steps)
@@ -489,6 +491,12 @@ class Killed:
             optimizer.step()
         self.die(session.rank, -1)
         session.log(loss=F.cross_entropy(session.consensus()(x), (x.sum(1) > 300).long()).item())
+
+    def leave_data_for_the_victims(self) -> None:
+        deadline = time.monotonic() + 60
+        marks = [self.folder / f"killed {rank}" for rank, step in self.kills.items() if step > 0]
+        while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def die(self, rank: int, now: int) -> None:
         mark = self.folder / f"killed {rank}"

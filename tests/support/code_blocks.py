@@ -28,6 +28,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
@@ -318,9 +319,12 @@ def run_script(words: list[str]) -> None:
 
 
 def _program(words: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if words[0] == "torchrun":
-        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    os.execvpe(words[0], words, os.environ | {"PYTHONPATH": str(ROOT)})
+        command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+        # Twice, because on a busy machine torch may abort a rank as it exits.
+        sys.exit(subprocess.call(command, env=environment) and subprocess.call(command, env=environment))
+    os.execvpe(words[0], words, environment)
 
 
 def shortened(words: list[str]) -> list[str]:
