@@ -154,7 +154,7 @@ def node(place: Together, listen: str, crowd: Crowd | None = None, encrypt: bool
     transport = Transport(me, b"b" * 32, options)
     mine = Unlogged(me, transport, 0, time.monotonic(), arenas, crowd.place(place.rank))
     mine.meet([
-        ("worker", rank, address, crowd.homes[rank], crowd.place(rank))
+        ("worker", rank, (address, crowd.homes[rank], crowd.place(rank)))
         for rank, address in enumerate(place.exchange(transport.address))
     ])  # fmt: skip
     return mine
