@@ -322,8 +322,11 @@ def _program(words: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if words[0] == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-        # Twice, because on a busy machine torch may abort a rank as it exits.
-        sys.exit(subprocess.call(command, env=environment) and subprocess.call(command, env=environment))
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if "terminate called without an active exception" in done.stderr:  # seen at load 5; cause not known
+            done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        print(done.stderr, end="", file=sys.stderr)
+        sys.exit(done.returncode)
     os.execvpe(words[0], words, environment)
 
 
