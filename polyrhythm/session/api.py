@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session import batch_norm as norms
+from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.context import session, world_context
 
 
@@ -58,10 +57,14 @@ class Session:
         self._model: nn.Module | None = None
         self._copy: nn.Module | None = None
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
-        """Call once, with the model, its optimizer and the training loader; use the objects it returns."""
-        self._model = model
-        return (model, optimizer, *loaders)
+    def prepare(self, *objects: Any) -> Any:
+        """Call once, with the model, its optimizer and the training loader; use the objects it returns.
+
+        The order of the arguments does not matter; the results have the same order.
+        """
+        given = Arguments(objects)
+        self._model = given.models[0] if given.models else None
+        return given.returned({})
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs like `range(count)`, and shows them in the progress line."""

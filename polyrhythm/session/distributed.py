@@ -8,40 +8,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
-from polyrhythm.core.lease import Lease
 from polyrhythm.core.requests import (
     BeginEpoch,
-    ExamplesDue,
     LeaveRun,
     LogMetrics,
     Prepared,
-    ReturnLease,
-    ShareEpoch,
     ShowNote,
     StepsDone,
-    TakeLease,
 )
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.core.worker import FetchOptimizerState, OnMembership, Worker
+from polyrhythm.core.worker import FetchOptimizerState, Worker
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.api import Session, plain
+from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext, session
-from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
-from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 from polyrhythm.session.step import StepDriver
 from polyrhythm.session.strategy_check import check_strategy, planned
+from polyrhythm.session.training_data import TrainingData
 
 
 class DistributedSession(Session):
@@ -65,24 +59,24 @@ class DistributedSession(Session):
         self.seed = welcome.seed
         self.rank = here.me.rank
         self.workers = welcome.workers
-        self._cohort = list(range(self.workers))  # in lockstep: the workers that share the current epoch
-        self._cohort_number = 0  # how often the cohort has changed
         self._late = welcome.incarnation > 0  # replaces a worker that died
-        self._loaders: list[SharedLoader] = []
+        self._data: TrainingData | None = None
         self._replica: Replica | None = None
         self._worker: Worker | None = None
         self.driver: StepDriver | None = None
-        self._due = 0  # examples for this worker alone that it has not used yet
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *loaders: DataLoader[Any]) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         if self._replica is not None:
             raise UsageError("session.prepare() was called twice; a run trains one model")
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = Arguments(objects)
+        if len(given.models) != 1 or len(given.optimizers) != 1:
             raise UsageError(
-                "session.prepare() takes the model, its optimizer and the training loader, in this order"
+                f"session.prepare() takes one model and its optimizer, but got {len(given.models)} models "
+                f"and {len(given.optimizers)} optimizers"
             )
+        (model,), (optimizer,) = given.models, given.optimizers
         node, traits = self._node, self.strategy.traits
         _check_optimizer(self.strategy, optimizer)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
@@ -95,9 +89,12 @@ class DistributedSession(Session):
         replica.layout.check_servers(len(node.members.servers))
         self._context.request(Prepared(replica.layout.hash))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
-        shared = self._loaders = [self._share(loader, number) for number, loader in enumerate(loaders)]
+        data = self._data = TrainingData(
+            self._context, self.strategy, replica, self._gradient_peers(), self.workers, self.seed
+        )
+        shared = [data.share(loader) for loader in given.loaders]
         with self._blocking():
-            worker = self._worker = self.strategy.worker(node, replica, node.everyone)
+            worker = self._worker = data.worker = self.strategy.worker(node, replica, node.everyone)
             driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
             driver.attach(model, optimizer)
             if isinstance(worker, FetchOptimizerState):
@@ -117,7 +114,7 @@ class DistributedSession(Session):
             # on each worker.
             driver.disable_overlap()
         driver.meter.start()
-        return (model, optimizer, *shared)
+        return given.returned(dict(zip(given.loaders, shared, strict=True)))
 
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
@@ -187,7 +184,7 @@ class DistributedSession(Session):
         replica, worker, driver = self._replica, self._worker, self.driver
         if replica is None or worker is None or driver is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
-        replica.leaves_early = any(loader.left_early for loader in self._loaders)
+        replica.leaves_early = self._data is not None and self._data.left_early
         with torch.no_grad():
             worker.finish()
             if self._norms is not None:
@@ -227,65 +224,9 @@ class DistributedSession(Session):
         else:
             backward()
 
-    # --- sharing the data -----------------------------------------------------------------------
-
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
-
-    def _averaged_with(self) -> list[int]:
-        """The ranks over which uneven batches are balanced by scaling; the strategy weights all others."""
-        if self.strategy.parts[0].traits.weighted_by_examples:
-            return [self.rank]
-        return [peer.rank for peer in self._gradient_peers().members]
-
-    def _share(self, loader: DataLoader[Any], number: int) -> SharedLoader:
-        def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-            assert self._replica is not None
-            steps, samples = self._replica.steps, self._replica.samples
-            request = TakeLease(number, epoch, batches, unseen, steps=steps, samples=samples)
-            return self._context.request(request).lease
-
-        def give_back(unseen: int) -> None:
-            self._context.request(ReturnLease(number, unseen))
-
-        def join(epoch: int) -> CohortPlace | None:
-            share = self._context.request(ShareEpoch(number, epoch)).share
-            if share is None:
-                return None
-            self._join_cohort(share.ranks, share.number)
-            return CohortPlace(self._cohort.index(self.rank), len(self._cohort), share.epoch)
-
-        def due(examples: int) -> None:
-            assert self._replica is not None
-            self._due += examples
-            self._context.request(ExamplesDue(self._replica.samples + self._due))
-
-        traits = self.strategy.traits
-        sharing: Sharing
-        if not traits.lockstep:
-            sharing = LeasedSharing(self.workers, take, give_back)
-        elif traits.survives:
-            sharing = CohortSharing(self.workers, join, due)
-        else:
-            averaged_with = self._averaged_with() if traits.weighted_by_examples else None
-            sharing = LockstepSharing(self.rank, self.workers, averaged_with)
-        return SharedLoader(loader, sharing, self.seed, self._on_batch, self._context.processes)
-
-    def _join_cohort(self, ranks: list[int], number: int) -> None:
-        """From here on these workers share the data and step together."""
-        if number == self._cohort_number:
-            return
-        self._cohort, self._cohort_number = ranks, number
-        if isinstance(self._worker, OnMembership):
-            with self._blocking():
-                self._worker.on_membership(ranks, number)
-
-    def _on_batch(self, samples: int, scale: float) -> None:
-        assert self._replica is not None
-        self._replica.gradients.scale(scale)
-        self._replica.samples += samples
-        self._due -= samples
 
     # --- a server -----------------------------------------------------------------------------------
 
