@@ -28,7 +28,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import tomllib
@@ -322,11 +321,7 @@ def _program(words: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if words[0] == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        if "terminate called without an active exception" in done.stderr:  # seen at load 5; cause not known
-            done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        print(done.stderr, end="", file=sys.stderr)
-        sys.exit(done.returncode)
+        os.execve(command[0], command, environment)
     os.execvpe(words[0], words, environment)
 
 
