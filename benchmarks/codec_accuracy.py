@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ WORKERS, BATCH = 4, 25
 TRAINING, EPOCHS = 12_000, 3
 RATE, MOMENTUM = 0.05, 0.9
 SEEDS = (4, 5, 6)  # not the one on which rates and fields were chosen
+FRESH = (7, 8, 9, 10, 11, 12)  # no choice was made on these
 POINTS = 0.5  # a row that is further below dense says why
 
 
@@ -39,6 +40,7 @@ class Case:
     why: str = "not explained"
     title: str = ""  # the name of the row, if not the strategy
     against: str = ""  # what it is compared with, if not with the same strategy without a codec
+    seeds: tuple[int, ...] = SEEDS
 
     @property
     def dense(self) -> str:
@@ -99,6 +101,12 @@ LARGEST = (
     Case("local:4+threshold:0.01,pulses=many", rate=0.1, against=BEST.name, why=BELOW),
     Case("local:4+threshold:0.02,pulses=many", rate=0.1, against=BEST.name, why=BELOW),
 )
+# The one of them that is largest within half a point, measured again where nothing was chosen.
+BEST_AGAIN = replace(BEST, title="allreduce at rate 0.1, other seeds", seeds=FRESH)
+CHOSEN = (
+    BEST_AGAIN,
+    replace(LARGEST[3], title=f"{LARGEST[3].strategy}, other seeds", against=BEST_AGAIN.name, seeds=FRESH),
+)
 
 
 def cases() -> list[Case]:
@@ -106,7 +114,7 @@ def cases() -> list[Case]:
     from polyrhythm.core.registry import describe
 
     plain = [SPECIAL.get(row.name, Case(f"allreduce+{row.name}")) for row in describe("codec")]
-    return [Case("allreduce"), *plain, *MORE, *LARGEST]
+    return [Case("allreduce"), *plain, *MORE, *LARGEST, *CHOSEN]
 
 
 @dataclass(frozen=True)
@@ -120,9 +128,8 @@ class Outcome:
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     if reason := apart(missing):
         return [], [f"not measured: {reason}"]
-    seeds = SEEDS[:1] if quick else SEEDS
     every: list[Case] = apart(cases)
-    jobs = [(case, seed) for case in every for seed in seeds]
+    jobs = [(case, seed) for case in every for seed in case.seeds[: 1 if quick else None]]
     parts = together(min(os.cpu_count() or 1, len(jobs)), _share, jobs)
     found: dict[Case, list[Outcome]] = {case: [] for case in every}
     for case, outcome in (pair for part in parts for pair in part):
@@ -150,7 +157,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     notes = [
         f"{WORKERS} workers, batch {BATCH} each, SGD with momentum {MOMENTUM:g} and rate {RATE:g} falling to "
         f"0 unless told otherwise, {EPOCHS} times {TRAINING:,} images, on all 10,000 test images; mean over "
-        f"seeds {', '.join(map(str, seeds))}",
+        f"seeds {', '.join(map(str, SEEDS))}, the last two rows over {', '.join(map(str, FRESH))}",
         "rates were tried on another seed, by test accuracy: dense and dgc at 0.05, 0.1 and 0.2 (dense was "
         "best at 0.05, dgc at 0.2), async, sign and randomk at some; the other codecs have the rate of dense",
         *_markdown(rows),

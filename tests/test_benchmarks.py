@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, sites
+from benchmarks import collectives, hosts, memory, ring, server, sites
 from benchmarks.report import Row
 from polyrhythm.wire import Arenas
 
@@ -65,3 +65,18 @@ def test_memory_benchmark_bars_hold_for_the_highest_phase(monkeypatch: pytest.Mo
     assert not met["async, SGD"] and met["local:8, SGD"] and len(met) == 2 * len(memory.STRATEGIES)
     assert not met["allreduce, SGD with momentum"] and met["adpsgd, SGD with momentum"]
     assert memory.BARS.keys() >= set(memory.QUICK)
+
+
+@pytest.mark.slow
+def test_benchmark_of_server_round_trips_runs() -> None:
+    """Its nodes meet without a launcher, so a change of how nodes meet breaks it first."""
+    rows = server.round_trips(1, (1,), rounds=1, work=2)
+    assert any("shared memory" in row.what for row in rows) and all(row.ours > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_benchmarks_of_the_ring_and_of_shared_memory_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "why_not", lambda rate="": "on loopback, as without root")
+    times = ring.between(2, (ring.SMALL,), 1)
+    assert len(times) > 1 and all(seconds > 0 for each in times.values() for seconds in each)
+    assert all(row.ours > 0 for row in collectives.one_host(2, (1 << 10,), 1))

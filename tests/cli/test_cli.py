@@ -92,6 +92,7 @@ def test_run_and_simulate_json_print_one_json_object(runs: str) -> None:
         assert "[worker 1] worker 1 is done" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_passes_arguments_after_double_dash_to_the_script(runs: str) -> None:
     """What follows -- is the script's; all-reduce has no server."""
     done = polyrhythm("run", DIGITS, "-s", "allreduce", "--runs", runs, "--json", "--", "--epochs", "2")

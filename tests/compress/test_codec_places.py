@@ -142,6 +142,7 @@ def test_codecs_reencoded_at_each_ring_hop_print_a_notice(codec: str) -> None:
         assert (line in stream.getvalue()) == told
 
 
+@pytest.mark.slow
 def test_cli_reports_codecs_on_a_ring_without_a_traceback(tmp_path: Path) -> None:
     """On stderr, in both cases, and without a traceback."""
     path = tmp_path / "train.py"

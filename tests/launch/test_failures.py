@@ -121,6 +121,7 @@ def test_only_the_last_state_of_a_progress_bar_is_printed() -> None:
     assert output.getvalue() == "[worker 0] 100 %\n[worker 0] \ufffd\n"
 
 
+@pytest.mark.slow
 def test_run_starts_after_torch_has_used_several_threads() -> None:
     """A process whose torch has worked with several threads can start a run: its nodes do not hang."""
     code = """if True:
@@ -152,6 +153,7 @@ def test_dataloader_processes_end_with_a_killed_worker() -> None:
     assert list(summary["lost"]) == ["worker 1"]
 
 
+@pytest.mark.slow
 def test_a_codec_with_a_broken_dependency_fails_with_its_error(tmp_path: Path) -> None:
     """A library that a codec needs is broken: the workers say so, each for itself."""
     (tmp_path / "google_crc32c.py").write_text("")

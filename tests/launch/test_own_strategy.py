@@ -86,6 +86,7 @@ def copied(source: Path, folder: Path, name: str) -> Path:
     return Path(shutil.copy(source, folder / name))
 
 
+@pytest.mark.slow
 def test_a_strategy_and_codec_of_the_script_train_alike_in_both_worlds(commands: Commands) -> None:
     """The command line names them; config.json keeps their class paths."""
     how = (EXAMPLE, "-n", 3, "-s", STRATEGY, "--threads", 1)
@@ -161,6 +162,7 @@ def train_on_two_hosts(commands: Commands, script: Path, there: Path, *how: obje
     return summary
 
 
+@pytest.mark.slow
 def test_another_host_joins_with_its_own_copy_of_the_script(commands: Commands) -> None:
     """Another path there, and no word of the strategy on its command line."""
     there = copied(EXAMPLE, commands.folder / "elsewhere", "train.py")
@@ -214,6 +216,7 @@ def test_a_host_without_the_strategy_is_named(commands: Commands) -> None:
 IMPORTING = "import os\nopen('importers.txt', 'a').write(f'{os.getpid()} {os.getppid()}\\n')\n"
 
 
+@pytest.mark.slow
 def test_a_module_is_imported_once_and_not_by_the_launcher(commands: Commands) -> None:
     """It may import torch, which the launcher must not; the nodes are forked from the process that did."""
     script = copied(TRAIN, commands.folder / "a", "train.py")

@@ -69,7 +69,7 @@ def test_pairwise_strategies_replace_a_killed_worker_over_tcp(tmp_path: Path, st
     run_with_kills(tmp_path, strategy, {1: 7}, 1, listen="tcp:127.0.0.1:0")
 
 
-@few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
+@few("strategy", ["adpsgd", "push", "noloco:3"], quick=0)
 def test_pairwise_strategies_survive_a_kill_with_large_models_over_tcp(tmp_path: Path, strategy: str) -> None:
     """More than a connection takes at once: they are given beside the thread that listens."""
     run_with_kills(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")

@@ -23,7 +23,7 @@ optimizer.step()
 @few(
     "strategy, there",
     [("broadcast", True), ("allreduce", False), ("allreduce+topk", True), ("allreduce / local:2+topk", True)],
-    quick=2,
+    quick=0,
 )
 def test_numba_is_imported_before_forking_only_if_needed(tmp_path: Path, strategy: str, there: bool) -> None:
     """By the process that all workers are forked from, and only if it is needed."""

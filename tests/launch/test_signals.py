@@ -124,6 +124,7 @@ def test_a_killed_launcher_or_fork_server_leaves_no_processes(start: Callable[..
         assert error.splitlines()[-1].startswith("polyrhythm: the process that forks the nodes is gone")
 
 
+@pytest.mark.slow
 def test_both_killed_while_a_worker_is_stuck(start: Callable[..., Run]) -> None:
     """Launcher and fork server cannot end a worker in which no thread runs any more: then the kernel does."""
     run = start("-s", "sync", "--", "--do", "stuck")
@@ -143,6 +144,7 @@ def test_a_launcher_killed_during_startup_leaves_no_processes(start: Callable[..
     run.check_gone()
 
 
+@pytest.mark.slow
 def test_repeated_ctrl_c_does_not_stop_the_cleanup(start: Callable[..., Run]) -> None:
     """The second Ctrl-C of the impatient does not stop the cleaning up."""
     run = start("-q", "-s", "sync", "--", "--do", "hang")
@@ -155,7 +157,7 @@ def test_repeated_ctrl_c_does_not_stop_the_cleanup(start: Callable[..., Run]) ->
     run.check_gone(within=SOON)
 
 
-@few("number", [signal.SIGINT, signal.SIGTERM], quick=1)
+@few("number", [signal.SIGINT, signal.SIGTERM], quick=0)
 def test_ctrl_c_and_sigterm_end_the_run_during_worker_replacements(
     start: Callable[..., Run], number: signal.Signals
 ) -> None:

@@ -675,6 +675,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_heard_while_a_compiled_loop_waits() -> None:
     """It waits for a lock that is never released."""
     done = subprocess.run(

@@ -187,6 +187,7 @@ def test_a_result_that_no_place_takes_fails_the_run_and_names_all_places(
     assert f", nor to {tmp_path / 'missing'} (No such file" in message and "\n" not in message
 
 
+@pytest.mark.slow
 def test_the_summary_on_the_screen_names_the_place_of_the_parameters(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

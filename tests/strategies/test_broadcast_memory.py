@@ -201,6 +201,7 @@ def stopped(mark: Path) -> bool:
     return mark.exists() and psutil.Process(int(mark.read_text())).status() == psutil.STATUS_STOPPED
 
 
+@pytest.mark.slow
 def test_broadcast_with_a_sigstopped_worker_keeps_little_and_agrees(tmp_path: Path) -> None:
     """With SIGSTOP: the others continue and keep little for it, and all agree at the end."""
     summary = pr.run(Stopped(tmp_path), workers=3, strategy="broadcast:1", runs=tmp_path, threads=1)

@@ -268,7 +268,7 @@ def test_first_backup_round_takes_the_expected_order_statistic(
     assert statistics.mean(times) == pytest.approx(expected, abs=4 * statistics.stdev(times) / 300**0.5)
 
 
-@few("needed, spare", [(6, 2), (8, 0)], quick=1)
+@few("needed, spare", [(6, 2), (8, 0)], quick=0)
 def test_later_backup_rounds_take_longer_as_late_workers_finish(
     simulate: Any, needed: int, spare: int
 ) -> None:

@@ -201,6 +201,7 @@ def end(child: int) -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_stopped_lock_holder_times_out_and_names_it(arenas: Arenas) -> None:
     """Both as the next in line and behind another; when the holder dies, the lock works again."""
     holder = stopped_with(arenas, "x")
