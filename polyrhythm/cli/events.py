@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from polyrhythm.cli.training import Commands
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.events import field_names
+
+
+class _Help(argparse.HelpFormatter):
+    """Lists the kinds of events. Their module takes a while to import, so only help that is shown does."""
+
+    def format_help(self) -> str:
+        from polyrhythm.core.events import field_names
+
+        kinds = textwrap.fill(f"Kinds: {', '.join(sorted(field_names()))}.", self._width)
+        return f"{super().format_help()}\n{kinds}\n"
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +28,7 @@ def add(commands: Commands) -> None:
         description="Prints the events of a run, one JSON object per line: the kind of `event`, the `node`, "
         "the time `t` in seconds, and the fields of that kind of event. Events of one node are in order; "
         "those of different nodes are not sorted by time.",
-        epilog=f"Kinds: {', '.join(sorted(field_names()))}.",
+        formatter_class=_Help,
     )
     command.add_argument("folder", metavar="FOLDER", help="the run folder, such as runs/NAME")
     command.add_argument("kinds", nargs="*", metavar="KIND", help="only events of these kinds, such as apply")
@@ -28,6 +38,7 @@ def add(commands: Commands) -> None:
 def execute(options: argparse.Namespace, _: Sequence[str]) -> int:
     import msgspec
 
+    from polyrhythm.core.events import field_names
     from polyrhythm.record.reader import read_rows
 
     known = field_names()

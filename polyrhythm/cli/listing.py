@@ -7,9 +7,8 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.cli.training import Commands, add_import
 
@@ -37,8 +36,7 @@ def add_listing(
     command.set_defaults(execute=execute)
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The list of all classes of one kind."""
 
     kind: Kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 
 from polyrhythm.cli.training import Commands, add_options, planned, train
 
@@ -52,6 +51,8 @@ def add(commands: Commands) -> None:
 
 
 def execute(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from dataclasses import replace  # slow to import, and not needed for `--help`
+
     from polyrhythm.launch.api import run_plan
 
     program, plan = planned(options, rest)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ def check(algorithm: str) -> None:
 
 def check_codec(algorithm: str, strategy: Strategy) -> None:
     """Raises UsageError if the algorithm sums codes, and those of the strategy's codec cannot be summed."""
+    from polyrhythm.core.compose import refusal  # with its imports it would double the time of `--help`
+
     if len(strategy.parts) > 1:
         return _check_levels(algorithm, *strategy.parts)
     if strategy.codec is not None and (why := refusal(strategy, strategy.codec, algorithm)):
