@@ -146,7 +146,7 @@ def _look(watch: Watch, session: Any) -> None:
         parts = zip(*(own(replica) for replica in watch.replicas.values()), strict=True)
         mean = [torch.stack([*each]).mean(0) for each in parts]
         images, labels = (each[:TESTED] for each in mnist()[1].tensors)
-        model = session._replica.copy_with(mean)
+        model = session._copies.copy(mean)[0]
         watch.accuracy = max(watch.accuracy, (model(images).argmax(1) == labels).float().mean().item())
     if watch.accuracy >= TARGET:
         nodes = session._node.world.nodes.values()

@@ -24,13 +24,21 @@ class EventCounts:
         elif kind is Dropped:
             self.dropped += 1
         elif kind is UpdatesLost:
-            self.updates_lost = event  # type: ignore[assignment]
+            self._add_lost(event)  # type: ignore[arg-type]
 
     def merge(self, staleness: Mapping[int, int], dropped: int, updates_lost: UpdatesLost | None) -> None:
         """Adds what another node has counted."""
         self.staleness.update(staleness)
         self.dropped += dropped
-        self.updates_lost = updates_lost or self.updates_lost
+        if updates_lost is not None:
+            self._add_lost(updates_lost)
+
+    def _add_lost(self, event: UpdatesLost) -> None:
+        """Each part of a model that has its own optimizer counts its own."""
+        counted, lost = event.counted, event.lost
+        if self.updates_lost is not None:
+            counted, lost = counted + self.updates_lost.counted, lost + self.updates_lost.lost
+        self.updates_lost = UpdatesLost(counted, lost, lost / max(counted, 1))
 
     def spread(self) -> dict[str, float]:
         """Mean, 95th percentile and maximum of the staleness."""

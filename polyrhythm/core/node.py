@@ -168,6 +168,13 @@ class Node(ABC):
         """
 
     @abstractmethod
+    def serve(self, function: Callable[[], None]) -> Task:
+        """Runs a function that receives messages beside the script, such as the loop of a server.
+
+        An error that it raises ends the run.
+        """
+
+    @abstractmethod
     def lock(self) -> AbstractContextManager[None]:
         """Guards state that the script's own thread and subscribed handlers share.
 

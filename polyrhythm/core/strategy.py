@@ -50,12 +50,20 @@ class Traits:
         False  # calls only the optimizer's step, so optimizers that compute their own gradients work
     )
     one_host: bool = False  # it works on memory that all workers share
+    one_optimizer: bool = False  # with several, workers could wait for each other forever
+    closures: bool = False  # workers can evaluate loss and gradient several times per step, as LBFGS does
+    rebuilds_parameters: bool = False  # each step computes parameters from the initial ones and a log
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
 
     @property
     def survives(self) -> bool:
         """True if the other workers continue when one dies."""
         return not self.lockstep if self.survives_loss is None else self.survives_loss
+
+    @property
+    def settable(self) -> bool:
+        """True if the script may load or set a worker's parameters after `prepare`."""
+        return not self.uses_servers and not self.rebuilds_parameters
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,17 @@ class BeforeForward(Protocol):
 
 
 @runtime_checkable
+class BeforeSave(Protocol):
+    """May keep other workers waiting for its next step."""
+
+    def before_save(self) -> None:
+        """Called before `state_dict` where a session has several workers of strategies, one per optimizer.
+
+        All of them have to let others continue before the first one waits for all workers to save.
+        """
+
+
+@runtime_checkable
 class OnMembership(Protocol):
     """Works in lockstep and continues when a worker dies."""
 

@@ -49,9 +49,8 @@ class GradientBuffer:
         self._lock = threading.Lock()
         self._accumulators: list[Any] = []
         self.arrange(reversed(range(len(self._views))))
-        for index, parameter in enumerate(layout.parameters):
-            if parameter.requires_grad:
-                self._watch(index, parameter)
+        self._frozen = dict(enumerate(layout.parameters))  # not watched
+        self._watch_unfrozen()
 
     # --- buckets ------------------------------------------------------------------------------------
 
@@ -60,6 +59,12 @@ class GradientBuffer:
         self.buckets = arrange(self.layout, self.vectors, list(order))
         owners = {index: place for place, bucket in enumerate(self.buckets) for index in bucket.indexes}
         self._bucket_of = [owners[index] for index in range(len(self._views))]
+
+    def _watch_unfrozen(self) -> None:
+        for index, parameter in list(self._frozen.items()):
+            if parameter.requires_grad:
+                self._watch(index, parameter)
+                del self._frozen[index]
 
     def _watch(self, index: int, parameter: Tensor) -> None:
         """Has `_touch` called when backward is done with a parameter's gradient.
@@ -167,6 +172,8 @@ class GradientBuffer:
         With `begin`, buckets are handed on as they are completed, unless they have to be scaled.
         """
         self.touched, self.begun = {}, 0
+        if self._frozen:
+            self._watch_unfrozen()
         self._begin = begin if self._scale == 1 else None
         self._early = self._begin is not None
         if self._early:

@@ -192,6 +192,18 @@ class Layout:
         """The part of `vectors` that is this parameter, in its own shape."""
         return vectors[piece.part][piece.start : piece.stop].view(piece.shape)
 
+    def tensor(self, vectors: Sequence[Tensor], piece: Piece) -> Tensor:
+        """The same with a storage of its own on the same memory.
+
+        `torch.save` writes whole storages: of a view it would save the flat vector.
+        """
+        vector, size = vectors[piece.part], self.kinds[piece.part][0].itemsize
+        start = (vector.storage_offset() + piece.start) * size
+        storage = vector.untyped_storage()[start : start + piece.shape.numel() * size]
+        tensor = torch.empty(0, dtype=vector.dtype, device=vector.device)
+        tensor.set_(storage, 0, piece.shape)  # type: ignore[call-overload]
+        return tensor
+
     def groups(self, start: int, stop: int) -> Iterator[tuple[int, Piece, int, int]]:
         """(index, piece, low, high): the pieces in a range of the whole, from low to high of each."""
         offsets = [sum(self.counts[:part]) for part in range(len(self.counts))]
@@ -203,16 +215,25 @@ class Layout:
                 yield index, piece, low, high
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, sparse: bool = False) -> None:
-    """Raises UsageError for optimizers that no strategy supports; `sparse`: it keeps sparse gradients."""
+def check_optimizer(optimizer: torch.optim.Optimizer, sparse: bool = False, closures: bool = False) -> None:
+    """Raises UsageError for optimizers that the strategy does not support.
+
+    `sparse`: it keeps sparse gradients. `closures`: gradients can be computed several times in a step.
+    """
     if isinstance(optimizer, torch.optim.SparseAdam) and not sparse:
         raise UsageError("SparseAdam needs sparse gradients, but gradients are dense here; use Adam or SGD")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer) and not closures:
         name = type(optimizer).__name__
         raise UsageError(
-            f"{name} calls a closure several times per step; use an optimizer such as SGD or Adam"
+            f"{name} calls a closure several times per step: use allreduce, where all workers evaluate it "
+            "together, or an optimizer such as SGD or Adam"
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """True for optimizers that evaluate the loss themselves, such as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 _PLAIN = (int, float, str, bool, tuple, list, type(None))  # not a union: isinstance is five times as slow

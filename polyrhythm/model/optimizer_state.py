@@ -64,7 +64,7 @@ class OptimizerState:
             for parameter, piece, state in zip(
                 self._layout.parameters, self._layout.pieces, states, strict=True
             ):
-                view, value = self._layout.view(vectors, piece), state.get(name)
+                view, value = self._layout.tensor(vectors, piece), state.get(name)
                 if not _along(value, parameter):
                     view.zero_()
                 elif value.data_ptr() != view.data_ptr():
@@ -98,7 +98,7 @@ class OptimizerState:
                 state = states[parameter] = states.get(parameter) or copy.deepcopy(rest)
                 for name in names:
                     if state.get(name) is None:
-                        state[name] = self._layout.view(self._buffers[name], piece)
+                        state[name] = self._layout.tensor(self._buffers[name], piece)
 
     def forget(self) -> None:
         """Resets the optimizer to its initial state."""

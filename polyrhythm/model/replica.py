@@ -5,14 +5,14 @@ The model's own tensors become views into the flat vectors (see `layout`).
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.model.attachment import Attachment
 from polyrhythm.model.gradients import GradientBuffer
 from polyrhythm.model.layout import (
     Empty,
@@ -43,8 +43,9 @@ class Replica:
         sparse: bool = False,
         temporary: Empty = private,
         runner: OptimizerRunner | None = None,
+        closures: bool = False,
     ) -> None:
-        check_optimizer(optimizer, sparse)
+        check_optimizer(optimizer, sparse, closures)
         self.model, self.optimizer = model, optimizer
         self.layout = Layout(model, optimizer)
         self.steps = 0
@@ -54,22 +55,20 @@ class Replica:
         self.empty, self._temporary = empty, temporary
         self.parameters = self.layout.vectors(untouched if sparse else empty)
         for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
-            place = self.layout.view(self.parameters, piece)
-            place.copy_(parameter.detach())
-            parameter.data = place
+            self.layout.view(self.parameters, piece).copy_(parameter.detach())
+        self.attachment = Attachment(self.layout)
+        self.attachment.attach(self.parameters)
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
-        # The copy that the script has got from `copy_with`, if it still has it, and its parameters.
-        self._copies: WeakKeyDictionary[nn.Module, tuple[Tensor, ...]] = WeakKeyDictionary()
-        self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `copy_with`
+        self.closure: Callable[[], Any] | None = None  # of an optimizer that evaluates the loss itself
+        self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `take_consensus`
         self._abandoned: list[tuple[Tensor, ...]] = []
         self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
 
     def move(self, vectors: Sequence[Tensor]) -> None:
         """Makes these vectors the parameters, with the values that they have."""
         self.parameters = tuple(vectors)
-        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
-            parameter.data = self.layout.view(self.parameters, piece)
+        self.attachment.attach(self.parameters)
 
     @property
     def gradient(self) -> tuple[Tensor, ...]:
@@ -81,7 +80,10 @@ class Replica:
 
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
-        self.runner.run(self._optimizer_step)
+        step = self._optimizer_step
+        self.runner.run(step if self.closure is None else partial(step, self.closure))
+        if not self.attachment.intact:  # the optimizer has replaced them
+            self.attachment.restore()
 
     def settings(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each parameter group, as plain values."""
@@ -134,48 +136,21 @@ class Replica:
     # --- the model that the workers agree on --------------------------------------------------------
 
     def consensus_vectors(self) -> tuple[Tensor, ...]:
-        """Flat vectors to write a consensus to. `copy_with` makes them the parameters of its copy.
-
-        They are those of the last copy, as long as the script has that.
-        """
-        self._consensus = next(iter(self._copies.values()), None) or self.scratch()
+        """Flat vectors to write a consensus to. They become the parameters of the copy of the model."""
+        if self._consensus is None:
+            self._consensus = self.scratch()
         return self._consensus
 
     def abandon_consensus(self) -> None:
         """Called if an exchange failed: others may still write to its vectors, so they are not used again."""
         if self._consensus is not None:
             self._abandoned.append(self._consensus)
-            self._copies.clear()
             self._consensus = None
 
-    def copy_with(self, vectors: Sequence[Tensor]) -> nn.Module:
-        """The model with these parameters, as a copy that training does not change.
-
-        A later call changes the same copy, as long as the script has it.
-        """
-        held, self._consensus = self._consensus or self.consensus_vectors(), None
+    def take_consensus(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """These parameters in vectors that nothing changes later: those of `consensus_vectors`."""
+        held, self._consensus = self.consensus_vectors(), None
         for place, part in zip(held, vectors, strict=True):
             if place.data_ptr() != part.data_ptr():
                 place.copy_(part)
-        duplicate = next(iter(self._copies), None)
-        if duplicate is None:
-            duplicate = self._copy(held)
-            self._copies[duplicate] = held
-        mine, copied = (dict(model.named_parameters()) for model in (self.model, duplicate))
-        trained = {id(parameter) for parameter in self.layout.parameters}
-        with torch.no_grad():
-            for name, parameter in mine.items():
-                if id(parameter) not in trained:
-                    copied[name].copy_(parameter)
-            for one, other in zip(self.model.buffers(), duplicate.buffers(), strict=True):
-                other.copy_(one)
-        return duplicate.train(self.model.training)
-
-    def _copy(self, vectors: Sequence[Tensor]) -> nn.Module:
-        """A copy of the model whose trained parameters are views into these vectors."""
-        copies: dict[int, Any] = {}
-        for parameter, piece in zip(self.layout.parameters, self.layout.pieces, strict=True):
-            if isinstance(parameter, nn.Parameter):
-                view = self.layout.view(vectors, piece)
-                copies[id(parameter)] = type(parameter)(view, parameter.requires_grad)
-        return copy.deepcopy(self.model, copies)
+        return held

@@ -46,6 +46,7 @@ class _Unit:
     part: int
     begin: int
     end: int
+    place: Tensor  # where its data must lie
 
 
 def _along(value: Any, parameter: Tensor) -> bool:
@@ -132,8 +133,8 @@ class Shard:
 
     def _unit(self, slices: list[_Slice], shape: torch.Size) -> _Unit:
         first, last = slices[0], slices[-1]
-        flat = self.parameters[first.part][first.begin : last.end]
-        return _Unit(slices, nn.Parameter(flat.view(shape)), first.part, first.begin, last.end)
+        place = self.parameters[first.part][first.begin : last.end].view(shape)
+        return _Unit(slices, nn.Parameter(place), first.part, first.begin, last.end, place)
 
     def _hand_over(self) -> None:
         """Gives the optimizer the present units to work on."""
@@ -313,4 +314,6 @@ class Shard:
         self._runner.run(self.optimizer.step)
         for unit in self._units:
             unit.parameter.grad = None  # the gradient is lent: it may not outlive the reply
+            if unit.parameter.data_ptr() != unit.place.data_ptr():  # the optimizer has replaced it
+                unit.parameter.data = unit.place.copy_(unit.parameter.data)
         self.version += 1

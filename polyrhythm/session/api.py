@@ -8,20 +8,23 @@ share of the batches.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
-from polyrhythm.session.arguments import Arguments
+from polyrhythm.session.arguments import Arguments, refuse_groups
 from polyrhythm.session.context import session, world_context
+
+if TYPE_CHECKING:
+    from polyrhythm.session.backward import BackwardPasses
 
 
 def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
@@ -53,17 +56,23 @@ class Session:
     strategy: Strategy | None = None
     batch_norm: str = norms.DEFAULT
 
+    backward_passes: BackwardPasses | None = None  # None: they need no attention
+
     def __init__(self) -> None:
-        self._model: nn.Module | None = None
-        self._copy: nn.Module | None = None
+        self._copies: ConsensusModel | None = None
 
     def prepare(self, *objects: Any) -> Any:
-        """Call once, with the model, its optimizer and the training loader; use the objects it returns.
+        """Call it with the model, its optimizer and the training loader; use the objects that it returns.
 
-        The order of the arguments does not matter; the results have the same order.
+        A script may have any number of each: all models and optimizers are given in one call. The order of
+        the arguments does not matter; the results have the same order. A later call takes loaders only.
         """
-        given = Arguments(objects)
-        self._model = given.models[0] if given.models else None
+        given = Arguments(objects, again=self._copies is not None)
+        if self._copies is None:
+            given.check()
+            self._copies = ConsensusModel(given.models)
+            for optimizer in given.optimizers:
+                refuse_groups(optimizer)
         return given.returned({})
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -96,17 +105,15 @@ class Session:
                 "load it in a run, or do not load it"
             )
 
-    def consensus(self) -> nn.Module:
+    def consensus(self) -> Any:
         """The model that all workers agree on: the server's parameters, or the average of the replicas.
 
-        It is a copy that training does not change. All workers must call it at the same points of the script.
+        A tuple of models if several were given to `prepare`. They are copies that neither training nor a
+        later call changes. All workers must call it at the same points of the script.
         """
-        if self._model is None:
+        if self._copies is None:
             raise UsageError("call session.prepare(model, optimizer, loader) before session.consensus()")
-        if self._copy is None:
-            self._copy = copy.deepcopy(self._model)
-        self._copy.load_state_dict(self._model.state_dict())
-        return self._copy.train(self._model.training)
+        return one_or_all(self._copies.copy())
 
 
 def plain(value: Any) -> Any:

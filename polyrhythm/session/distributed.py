@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
@@ -22,18 +24,23 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, Worker
+from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.api import Session, plain
-from polyrhythm.session.arguments import Arguments
+from polyrhythm.session.arguments import Arguments, refuse_groups
+from polyrhythm.session.backward import BackwardPasses, watch_backward
+from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
-from polyrhythm.session.context import ServerDone, WorldContext, session
+from polyrhythm.session.context import ServerDone, WorldContext
+from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.loading import refuse_parameters, refuse_state
+from polyrhythm.session.part import TrainingPart, Parts, check_optimizers, joined_hash, serve
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
-from polyrhythm.session.step import StepDriver
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 
@@ -61,60 +68,84 @@ class DistributedSession(Session):
         self.workers = welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
-        self._replica: Replica | None = None
-        self._worker: Worker | None = None
-        self.driver: StepDriver | None = None
+        self._parts: Parts | None = None
+        self._given: Arguments | None = None  # the models and optimizers of this session
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
     def prepare(self, *objects: Any) -> Any:
-        if self._replica is not None:
-            raise UsageError("session.prepare() was called twice; a run trains one model")
-        given = Arguments(objects)
-        if len(given.models) != 1 or len(given.optimizers) != 1:
-            raise UsageError(
-                f"session.prepare() takes one model and its optimizer, but got {len(given.models)} models "
-                f"and {len(given.optimizers)} optimizers"
-            )
-        (model,), (optimizer,) = given.models, given.optimizers
-        node, traits = self._node, self.strategy.traits
-        _check_optimizer(self.strategy, optimizer)
+        given = Arguments(objects, again=self._data is not None)
+        shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
+        return given.returned(dict(zip(given.loaders, shared, strict=True)))
+
+    def _begin(self, given: Arguments) -> list[SharedLoader]:
+        """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""
+        given.check()
+        node, optimizers, model = self._node, given.optimizers, joined(given.models)
+        check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(model, optimizer, runner)
+            self._serve(model, optimizers, runner)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
-        memory, sparse = node.memory, traits.sparse_gradients
-        replica = self._replica = Replica(model, optimizer, memory.empty, sparse, memory.temporary, runner)
-        replica.layout.check_servers(len(node.members.servers))
-        self._context.request(Prepared(replica.layout.hash))
+        parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
+        self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
+        self._context.request(Prepared(parts.layout))
         seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
-        data = self._data = TrainingData(
-            self._context, self.strategy, replica, self._gradient_peers(), self.workers, self.seed
-        )
+        peers = self._gradient_peers()
+        data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         shared = [data.share(loader) for loader in given.loaders]
         with self._blocking():
-            worker = self._worker = data.worker = self.strategy.worker(node, replica, node.everyone)
-            driver = self.driver = StepDriver(self._context, worker, replica, self._gradient_peers())
-            driver.attach(model, optimizer)
-            if isinstance(worker, FetchOptimizerState):
-                optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
-            if node.members.servers:
-                _refuse_loading(model, optimizer)
-            _watch_backward()
-            if self._late:  # it skips past epochs without a step, and schedulers would warn
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+            parts.attach(self._context, given.models, peers)
+            for part in parts:
+                self._watch(part)
+            if not self.strategy.traits.settable:
+                for each in given.models:
+                    refuse_parameters(each)
+            replica, driver = parts.first.replica, parts.first.driver
             self._norms = choose(
                 self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed,
                 driver.sum_in_pass, self.strategy,
             )  # fmt: skip
-            worker.start()
-        if self._norms is not None and self._norms.waits_in_pass:
+            for part in parts:
+                part.worker.start()
+        waits = self._norms is not None and self._norms.waits_in_pass
+        if waits:
             # Its collectives run inside backward. Exchanges of buckets in between would come in another order
             # on each worker.
             driver.disable_overlap()
+        self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
+        watch_backward()
         driver.meter.start()
-        return given.returned(dict(zip(given.loaders, shared, strict=True)))
+        return shared
+
+    def _share(self, data: TrainingData, loaders: Sequence[DataLoader[Any]]) -> list[SharedLoader]:
+        """Shares loaders that were prepared after the models."""
+        protected = any(loader.borrows for loader in data.loaders)
+        shared = [data.share(loader) for loader in loaders]
+        if not protected and any(loader.borrows for loader in shared) and self.batch_norm != "sync":
+            assert self._replica is not None
+            protect_statistics(self._replica)
+        return shared
+
+    def _watch(self, part: TrainingPart) -> None:
+        """Registers hooks on the optimizer of a part."""
+        worker, optimizer = part.worker, part.optimizer
+        refuse_groups(optimizer)
+        if isinstance(worker, FetchOptimizerState):
+            optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
+        if self._node.members.servers:
+            refuse_state(optimizer)
+        if self._late:  # it skips past epochs without a step, and schedulers would warn
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def _replica(self) -> Replica | None:
+        return None if self._parts is None else self._parts.first.replica
+
+    @property
+    def _worker(self) -> Worker | None:
+        return None if self._parts is None else self._parts.first.worker
 
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
@@ -122,44 +153,55 @@ class DistributedSession(Session):
             yield epoch
 
     def log(self, **metrics: Any) -> None:
-        if self._late and self._replica is not None and not self._replica.steps:
+        step = self._parts.steps if self._parts else 0
+        if self._late and self._parts is not None and not step:
             return  # this epoch was over before the replacement started
         values = {name: plain(value) for name, value in metrics.items()}
-        step = self._replica.steps if self._replica else 0
         self._context.request(LogMetrics(self._node.now(), step, values))
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.driver is None else self.driver.accumulating()
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with ExitStack() as all_parts:
+            for part in self._parts or ():
+                all_parts.enter_context(part.driver.accumulating())
+            yield
 
-    def consensus(self) -> nn.Module:
-        if self._replica is None or self._worker is None:
+    def consensus(self) -> Any:
+        parts, given = self._parts, self._given
+        if parts is None or given is None:
             return super().consensus()
+        given.check_owned()
         with self._blocking():
+            parts.reattach()
             if self._norms is not None:
                 self._norms.agree()
             try:
-                vectors = self._worker.consensus()
+                vectors = [part.worker.consensus() for part in parts]
             except BaseException:
-                self._replica.abandon_consensus()
+                for replica in parts.replicas:
+                    replica.abandon_consensus()
                 raise
-            return self._consensus_model(self._replica, vectors)
+            return one_or_all(self._consensus_models(vectors))
 
-    def _consensus_model(self, replica: Replica, vectors: Sequence[Tensor]) -> nn.Module:
-        model = replica.copy_with(vectors)
+    def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
+        assert self._copies is not None
+        models = self._copies.copy(*vectors)
         if self._norms is not None:
-            self._norms.show(model)
-        return model
+            self._norms.show(joined(models))
+        return models
 
     def state_dict(self) -> dict[str, Any]:
-        if self._replica is None or self._worker is None:
+        parts = self._parts
+        if parts is None:
             return {}
         with self._blocking():
-            state = self._worker.state_dict()
-        layout = self._replica.layout.hash
-        return {"strategy": str(self.strategy), "layout": layout, "workers": self.workers, "worker": state}
+            parts.reattach()
+            states = parts.state_dict()
+        return {"strategy": str(self.strategy), "layout": parts.layout, "workers": self.workers, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._replica is None or self._worker is None:
+        parts = self._parts
+        if parts is None:
             raise UsageError(
                 "call session.prepare(model, optimizer, loader) before session.load_state_dict()"
             )
@@ -167,7 +209,7 @@ class DistributedSession(Session):
             raise UsageError(
                 f"this state was saved under {state.get('strategy')}, but this run uses {self.strategy}"
             )
-        if state and state["layout"] != self._replica.layout.hash:
+        if state and state["layout"] != parts.layout:
             raise UsageError("this state was saved with a different model or different parameter groups")
         if state and (saved := state["workers"]) != self.workers:
             raise UsageError(
@@ -177,31 +219,35 @@ class DistributedSession(Session):
         # A replacement continues from the state of the others, which is newer than the saved one.
         if state and not self._late:
             with self._blocking():
-                self._worker.load_state_dict(state["worker"])
+                parts.load_state_dict(state)
 
     def close(self) -> None:
         """The script is done: the worker finishes, and one worker sends the result."""
-        replica, worker, driver = self._replica, self._worker, self.driver
-        if replica is None or worker is None or driver is None:
+        parts = self._parts
+        if parts is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
-        replica.leaves_early = self._data is not None and self._data.left_early
+        meter = parts.first.driver.meter
+        parts.reattach()
         with torch.no_grad():
-            worker.finish()
+            for part in parts:
+                part.replica.leaves_early = self._data is not None and self._data.left_early
+                part.worker.finish()
             if self._norms is not None:
                 self._norms.finish()
             if self.strategy.traits.parameters_held_by_peers:
                 self._context.request(StepsDone())  # until all are, others may need replies
-            driver.meter.report()
+            meter.report()
             self._context.flush()
             if self._context.request(LeaveRun()).last:
-                final = worker.consensus(final=True)
+                final = [part.worker.consensus(final=True) for part in parts]
                 if self._norms is not None:
                     self._norms.collect()
-                driver.meter.report()
+                meter.report()
                 self._context.flush()
-                result = self._consensus_model(replica, final)
+                result = joined(self._consensus_models(final))
                 self._note_left_out(result)
-                self._context.send_result(digest(final), safetensors(result))
+                vectors = [vector for each in final for vector in each]
+                self._context.send_result(digest(vectors), safetensors(result))
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)
@@ -217,27 +263,21 @@ class DistributedSession(Session):
         with torch.no_grad(), self._context.blocking():
             yield
 
-    def run_backward(self, backward: Callable[[], None]) -> None:
-        """Runs a backward pass, which may block on other workers if the BatchNorm policy does."""
-        if self._norms is not None and self._norms.waits_in_pass:
-            self._context.run_backward(backward)
-        else:
-            backward()
-
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
 
     # --- a server -----------------------------------------------------------------------------------
 
-    def _serve(self, model: nn.Module, optimizer: torch.optim.Optimizer, runner: OptimizerRunner) -> None:
-        node = self._node
-        shard = Shard(model, optimizer, self.rank, len(node.members.servers), node.memory.empty, runner)
-        self._context.request(Prepared(shard.layout.hash))
+    def _serve(self, model: nn.Module, optimizers: Sequence[Optimizer], runner: OptimizerRunner) -> None:
+        node, count = self._node, len(self._node.members.servers)
+        shards = [Shard(model, each, self.rank, count, node.memory.empty, runner) for each in optimizers]
+        self._context.request(Prepared(joined_hash([shard.layout.hash for shard in shards])))
         seed_all(mix("server", self.seed, self.rank))
         with torch.no_grad():
-            self.strategy.server(node, shard).serve()
-        node.totals(steps=shard.version, samples=0, compute_s=0.0, wait_s=0.0)
+            serve(self.strategy, node, shards)
+        steps = sum(shard.version for shard in shards)
+        node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
         self._context.flush()
         self._context.request(LeaveRun())
         raise ServerDone
@@ -250,57 +290,3 @@ def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, Res
         return load(resolved.text, resolved.classes), resolved
     strategy = planned(here.plan, script)
     return strategy, check_strategy(here.plan, strategy)
-
-
-def _check_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
-    """Some strategies replace a part of one optimizer, and would be wrong with another."""
-    wanted = strategy.traits.optimizer
-    if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
-        raise UsageError(
-            f"{strategy} needs torch.optim.{wanted}, but this script uses {type(optimizer).__name__}"
-        )
-    if getattr(optimizer, "own_gradients", False) and not strategy.traits.steps_in_place:
-        raise UsageError(
-            f"{strategy} exchanges gradients, but {type(optimizer).__name__} computes its own, row by row: "
-            "use hogwild, or torch.optim.SGD with backward()"
-        )
-
-
-def _refuse_loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Servers hold the parameters and the optimizer's state, so loading them on a worker has no effect."""
-
-    def refuse(what: object, *_: object) -> None:
-        if what is model or what is optimizer:
-            raise UsageError("call load_state_dict() before session.prepare(): the servers start from it")
-
-    model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
-    optimizer.register_load_state_dict_post_hook(refuse)
-
-
-_backward = torch.autograd.backward
-
-
-def _watch_backward() -> None:
-    """Replaces `torch.autograd.backward`, so that the session knows when a backward pass ends.
-
-    `Tensor.backward` looks this function up at each call. A hook inside the autograd engine would not do: a
-    strategy may block here, and in simulation hundreds of workers share the engine of one thread.
-    """
-    if torch.autograd.backward is _backward:
-        torch.autograd.backward = _backward_with_session
-
-
-def _backward_with_session(*args: Any, **kwargs: Any) -> None:
-    mine = session.get()
-    if not isinstance(mine, DistributedSession):
-        return _backward(*args, **kwargs)
-    driver = mine.driver
-    if driver is None:
-        return _backward(*args, **kwargs)
-    driver.before_backward()
-    try:
-        mine.run_backward(lambda: _backward(*args, **kwargs))
-    except BaseException:
-        driver.backward_failed()
-        raise
-    driver.after_backward()

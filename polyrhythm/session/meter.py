@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from polyrhythm.core.events import StepDone
@@ -15,12 +15,22 @@ DIGITS = 6  # events are recorded in microseconds
 class Meter:
     """Measures compute and wait time of each step, and reports the totals to the run."""
 
-    def __init__(self, node: Node, replica: Replica) -> None:
-        self._node, self._replica = node, replica
+    def __init__(self, node: Node, replicas: Sequence[Replica]) -> None:
+        self._node, self._replicas = node, replicas  # one for each optimizer
         self._mark = node.now()  # the end of the last step
         self._exchange = 0.0  # seconds spent in exchanges since then
         self._samples = 0  # examples at the last step
         self._compute = self._wait = 0.0
+
+    @property
+    def steps(self) -> int:
+        """The steps of all optimizers."""
+        return sum(replica.steps for replica in self._replicas)
+
+    @property
+    def samples(self) -> int:
+        """The examples of this worker. All optimizers train on the same ones."""
+        return self._replicas[0].samples
 
     def start(self) -> None:
         """Called when training begins."""
@@ -36,22 +46,19 @@ class Meter:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context for the strategy's step: all of it except the optimizer's work counts as waiting."""
-        node, replica = self._node, self._replica
-        before, optimizer = node.now(), replica.runner.seconds
+        node, runner = self._node, self._replicas[0].runner  # the same for all
+        before, optimizer = node.now(), runner.seconds
         yield
         after = node.now()
-        wait = after - before + self._exchange - (replica.runner.seconds - optimizer)
+        wait = after - before + self._exchange - (runner.seconds - optimizer)
         compute = after - self._mark - wait
         self._mark, self._exchange = after, 0.0
         self._compute += compute
         self._wait += wait
-        samples, self._samples = replica.samples - self._samples, replica.samples
-        node.log(StepDone(replica.steps, samples, round(compute, DIGITS), round(wait, DIGITS)))
+        samples, self._samples = self.samples - self._samples, self.samples
+        node.log(StepDone(self.steps, samples, round(compute, DIGITS), round(wait, DIGITS)))
         self.report()
 
     def report(self) -> None:
         """Reports the totals of this worker so far."""
-        replica = self._replica
-        self._node.totals(
-            steps=replica.steps, samples=replica.samples, compute_s=self._compute, wait_s=self._wait
-        )
+        self._node.totals(steps=self.steps, samples=self.samples, compute_s=self._compute, wait_s=self._wait)

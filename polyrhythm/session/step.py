@@ -7,18 +7,21 @@ when backward is complete, and calls its step in place of the optimizer's.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.node import Node
 from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, Worker
 from polyrhythm.model.buckets import Bucket
+from polyrhythm.model.layout import needs_closure
 from polyrhythm.model.replica import Replica
+from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.meter import Meter
 
@@ -26,10 +29,12 @@ from polyrhythm.session.meter import Meter
 class StepDriver:
     """Calls a worker at the right points of each training step."""
 
-    def __init__(self, context: WorldContext, worker: Worker, replica: Replica, peers: Group) -> None:
+    def __init__(
+        self, context: WorldContext, worker: Worker, replica: Replica, peers: Group, meter: Meter, alone: bool
+    ) -> None:
         self._context, self._worker, self._replica = context, worker, replica
         self._node: Node = context.node
-        self.meter = Meter(context.node, replica)
+        self.meter = meter
         self._peers = peers  # the workers that exchange gradients with this one
         # Looked up once: isinstance with a protocol is slow.
         self._on_bucket = worker.on_bucket if isinstance(worker, OnBucket) else None
@@ -38,25 +43,29 @@ class StepDriver:
         several = peers.size > 1 and len(replica.gradients.buckets) > 1
         self._bucketed = self._on_bucket is not None
         # In simulation backward takes no virtual time: buckets are passed on afterwards, at their times.
-        self._overlaps = self._bucketed and several and context.processes
+        # With several drivers a pass may reach any of them, in an order of its own on each worker.
+        self._overlaps = self._bucketed and several and context.processes and alone
         self._observing = self._bucketed and several  # records the order in which gradients become ready
         self._complete = False  # backward is complete, and its step not yet taken
         self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
         self._depth = 0  # of nested backward passes
+        self._settable = worker.strategy.traits.settable
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Replaces `optimizer.step`, and registers a forward hook if the worker has `before_forward`."""
-        optimizer.step = types.MethodType(self._make_step(), optimizer)  # type: ignore[method-assign]
+    def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
+        evaluates = needs_closure(optimizer)
+        step = self._make_step(self._step_with if evaluates else self._step_after)
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         if self._before_forward is not None:
 
-            def begin(module: nn.Module, _: object) -> None:
-                # Not in a copy of the model, which has this hook too, and not in an evaluation.
-                if module is model and torch.is_grad_enabled():
+            def begin(*_: object) -> None:
+                if torch.is_grad_enabled():  # not in an evaluation
                     with torch.no_grad(), self._context.blocking():
                         self._begin_forward()
 
-            model.register_forward_pre_hook(begin)
+            for model in models:
+                model.register_forward_pre_hook(Hook(begin))
 
     def disable_overlap(self) -> None:
         """Passes on buckets only after backward, because workers wait for each other inside backward."""
@@ -87,12 +96,10 @@ class StepDriver:
             overlap = self._overlaps and not self._observing and not self._accumulating
             gradients.before_backward(self._begin if overlap else None)
 
-    def after_backward(self) -> None:
-        """The gradient is complete, unless the backward pass was of another model."""
+    def end_backward(self) -> bool:
+        """True if the gradient is complete: the backward pass was not of another model, and not nested."""
         self._depth -= 1
-        if self._replica.gradients.touched and not self._depth:
-            with torch.no_grad(), self._context.blocking():
-                self._completed()
+        return bool(self._replica.gradients.touched) and not self._depth
 
     def backward_failed(self) -> None:
         """The script may catch the error and continue. If all workers do, only this gradient is lost."""
@@ -117,8 +124,15 @@ class StepDriver:
 
         self._context.wait_in_pass(wait)
 
-    def _completed(self) -> None:
-        seconds = self._context.compute_time()
+    def reattach(self) -> None:
+        """Takes in parameters that the script has replaced, as by `p.data = ...`."""
+        if not self._replica.attachment.intact:
+            with self._node.lock(), torch.no_grad():
+                self._replica.attachment.restore(self._settable)
+
+    def complete(self, seconds: float) -> None:
+        """Backward is complete; with the forward pass it has taken so long, in simulation."""
+        self.reattach()
         self._replica.gradients.after_backward()
         self._complete, self._exchanged = True, False
         if self._accumulating:
@@ -156,32 +170,81 @@ class StepDriver:
 
     # --- the step -----------------------------------------------------------------------------------
 
-    def _make_step(self) -> Callable[..., Any]:
+    def _make_step(self, take: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._step()
+            loss = take(closure)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             return loss
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or earlier schedulers would warn
         return step
 
+    def _step_after(self, closure: Callable[[], Any] | None) -> Any:
+        """A step of an optimizer that evaluates its closure once, before the step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step_with(self, closure: Callable[[], Any] | None) -> Any:
+        """A step of an optimizer that calls its closure several times, such as LBFGS.
+
+        All workers evaluate it together: gradient and loss are those of the union of their batches, so all
+        optimizers take the same decisions.
+        """
+        if closure is None:
+            raise UsageError("this optimizer needs a closure that computes the loss: optimizer.step(closure)")
+        replica, losses = self._replica, []
+
+        def evaluate() -> Any:
+            self._complete = False
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad(), self._context.blocking():
+                self._finish_gradient()
+            replica.check_finite(self._node.me, replica.steps)
+            losses.append(self._mean_loss(loss))
+            return losses[-1]
+
+        with torch.no_grad(), self._context.blocking():
+            replica.steps += 1
+            replica.closure = evaluate
+            with self.meter.step():
+                self._worker.step()
+            self._complete = False
+        return losses[0]
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """The loss on the batches of all workers together."""
+        scale = self._replica.gradients.scaling
+        if self._peers.size == 1:
+            return loss
+        mean = torch.as_tensor(loss).detach().clone().reshape(1) * scale
+        with torch.no_grad(), self._context.blocking(), self.meter.exchange():
+            self._peers.all_reduce(mean, op="mean")
+        return mean.reshape(()) if isinstance(loss, Tensor) else mean.item()
+
     def _step(self) -> None:
         replica = self._replica
         with torch.no_grad(), self._context.blocking():
-            if self._complete:
-                replica.gradients.gather()
-            else:  # gradients that were set without `backward()`, or no gradients
-                self._begin_forward()
-                replica.gradients.before_anything()
-                self._completed()
-            if not self._exchanged:
-                self._exchange()
+            self.reattach()
+            self._finish_gradient()
             self._complete = False
             replica.steps += 1
             replica.check_finite(self._node.me)
             with self.meter.step():
                 self._worker.step()
+
+    def _finish_gradient(self) -> None:
+        """Exchanges the gradient, unless that was done at the end of backward."""
+        gradients = self._replica.gradients
+        if self._complete:
+            gradients.gather()
+        else:  # gradients that were set without `backward()`, or no gradients
+            self._begin_forward()
+            gradients.before_anything()
+            self.complete(self._context.compute_time())
+        if not self._exchanged:
+            self._exchange()

@@ -12,10 +12,9 @@ from polyrhythm.core.group import Group
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.requests import ExamplesDue, ReturnLease, ShareEpoch, TakeLease
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.core.worker import OnMembership, Worker
-from polyrhythm.model.replica import Replica
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.part import Parts
 from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
 
 
@@ -26,15 +25,14 @@ class TrainingData:
         self,
         context: WorldContext,
         strategy: Strategy,
-        replica: Replica,
+        parts: Parts,
         gradient_peers: Group,
         workers: int,
         seed: int,
     ) -> None:
-        self._context, self._strategy, self._replica = context, strategy, replica
+        self._context, self._strategy, self._parts = context, strategy, parts
         self._gradient_peers, self._workers, self._seed = gradient_peers, workers, seed
         self._rank = context.me.rank
-        self.worker: Worker | None = None  # told of changes of the cohort
         self.loaders: list[SharedLoader] = []
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
         self._cohort_number = 0  # how often the cohort has changed
@@ -70,7 +68,7 @@ class TrainingData:
 
     def _leased(self, number: int) -> Sharing:
         def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-            steps, samples = self._replica.steps, self._replica.samples
+            steps, samples = self._parts.steps, self._parts.samples
             request = TakeLease(number, epoch, batches, unseen, steps=steps, samples=samples)
             return self._context.request(request).lease
 
@@ -89,7 +87,7 @@ class TrainingData:
 
         def due(examples: int) -> None:
             self._due += examples
-            self._context.request(ExamplesDue(self._replica.samples + self._due))
+            self._context.request(ExamplesDue(self._parts.samples + self._due))
 
         return CohortSharing(self._workers, join, due)
 
@@ -98,11 +96,9 @@ class TrainingData:
         if number == self._cohort_number:
             return
         self._cohort, self._cohort_number = ranks, number
-        if isinstance(self.worker, OnMembership):
-            with torch.no_grad(), self._context.blocking():
-                self.worker.on_membership(ranks, number)
+        with torch.no_grad(), self._context.blocking():
+            self._parts.on_membership(ranks, number)
 
     def _on_batch(self, samples: int, scale: float) -> None:
-        self._replica.gradients.scale(scale)
-        self._replica.samples += samples
+        self._parts.on_batch(samples, scale)
         self._due -= samples

@@ -44,7 +44,7 @@ class AllReduce(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(identical_optimizers=True, inside_sites=True)
+        return Traits(identical_optimizers=True, inside_sites=True, closures=True)
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         return (InBuckets if in_buckets(self.codec) else AtOnce)(self, node, replica, group)

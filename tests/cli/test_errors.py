@@ -60,7 +60,7 @@ SCRIPT_MISTAKES = {
     "no_init": (2, r"never called polyrhythm.init\(\) and session.prepare"),
     "no_prepare": (2, r"never called session.prepare\(model, optimizer, loader\)"),
     "no_parameters": (2, r"no parameters to train; give the optimizer model.parameters\(\)"),
-    "lbfgs": (2, "LBFGS calls a closure .* use an optimizer such as SGD or Adam"),
+    "lbfgs": (2, "LBFGS calls a closure .* use allreduce, .* or an optimizer such as SGD or Adam"),
     "sparse_adam": (2, "SparseAdam needs sparse gradients.*use Adam or SGD"),
     "stream": (2, "IterableDataset|Stream"),
     "different_models": (1, "worker [01] and worker [01] have different models"),

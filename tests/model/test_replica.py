@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from polyrhythm.collectives.arithmetic import OPERATIONS, reduce
 from polyrhythm.core.errors import NotFinite, UsageError
+from polyrhythm.model.consensus import ConsensusModel
 from polyrhythm.model.layout import Layout
 from polyrhythm.model.packing import pack, unpack
 from polyrhythm.model.replica import Replica
@@ -177,12 +178,14 @@ def test_replica_shown_model_is_an_independent_copy(make: Any) -> None:
     replica, plain, _ = pair(make)
     for model in (replica.model, plain):
         backward(model)
-    shown = replica.copy_with(replica.parameters)
+    copies = ConsensusModel([replica.model], [replica])
+    (shown,) = copies.copy(replica.parameters)
     assert equal(shown, plain) and shown.state_dict().keys() == plain.state_dict().keys()
     for vector in replica.parameters:
         vector.zero_()
     assert equal(shown, plain)
-    assert replica.copy_with(replica.parameters) is shown and not equal(shown, plain)
+    (other,) = copies.copy(replica.parameters)
+    assert equal(shown, plain) and not equal(other, plain)
 
 
 def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
@@ -197,14 +200,16 @@ def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
 
     replica._temporary = noted
     consensus = copied(replica.parameters, replica.consensus_vectors())
-    shown = replica.copy_with(consensus)
+    copies = ConsensusModel([replica.model], [replica])
+    (shown,) = copies.copy(consensus)
     assert equal(shown, plain) and len(made) == 1
-    assert {each.untyped_storage().data_ptr() for each in shown.parameters()} == {consensus[0].data_ptr()}
+    first, stop = consensus[0].data_ptr(), consensus[0].data_ptr() + consensus[0].nbytes
+    assert all(first <= each.data_ptr() < stop for each in shown.parameters())
     kept = shown.state_dict()
     del shown, consensus
     gc.collect()
     replica.parameters[0].zero_()
-    again = replica.copy_with(replica.parameters)
+    (again,) = copies.copy(replica.parameters)
     assert len(made) == 2 and all(
         torch.equal(kept[name], value) for name, value in plain.state_dict().items()
     )
@@ -428,7 +433,7 @@ def test_saved_shards_continue_with_the_same_bits(make: Any, optimizer: Any, cou
 
 
 def test_lbfgs_is_refused() -> None:
-    """An optimizer that evaluates the loss several times per step leaves no place for a strategy."""
+    """An optimizer that evaluates the loss several times per step leaves no place for most strategies."""
     model = mlp()
     with pytest.raises(UsageError, match="LBFGS calls a closure several times per step"):
         Replica(model, torch.optim.LBFGS(model.parameters()))

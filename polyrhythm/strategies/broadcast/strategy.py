@@ -20,7 +20,7 @@ from polyrhythm.strategies.broadcast.warmup import WarmUp
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from polyrhythm.core.group import Group
     from polyrhythm.core.message import Message
@@ -99,7 +99,12 @@ class Broadcast(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=False, parameters_held_by_peers=True)
+        return Traits(
+            lockstep=False,
+            parameters_held_by_peers=True,
+            rebuilds_parameters=True,
+            one_optimizer=self.warmup > 0,
+        )
 
     def check(self, plan: Plan) -> None:
         if self.first > plan.workers:
@@ -150,7 +155,6 @@ class BroadcastWorker(Worker):
         if not node.incarnation:
             self.group.broadcast(*replica.parameters)
         copied(replica.parameters, self.base)
-        _refuse_loading(replica.model)
         later = self.warmup.follows or bool(node.incarnation)
         if not later:
             # Before it replies to requests: another worker may already be at its first snapshot.
@@ -285,15 +289,3 @@ class BroadcastWorker(Worker):
                 place.add_(saved.to(place.device))  # pulses of other workers may have arrived already
         self.broadcast.recovery.tell()
         self._write_parameters(self.replica.parameters)
-
-
-def _refuse_loading(model: nn.Module) -> None:
-    """Refuses `model.load_state_dict()`: the next step would overwrite it with w0 + tau k."""
-
-    def refuse(what: object, *_: object) -> None:
-        if what is model:
-            raise UsageError(
-                "load_state_dict() must be called before session.prepare(): all replicas start from it"
-            )
-
-    model.register_load_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]

@@ -61,6 +61,7 @@ class HogWild(Strategy):
             sparse_gradients=True,
             steps_in_place=True,
             one_host=True,
+            one_optimizer=self.lock,
             max_lease=64,  # steps may be so short that requesting more batches would take most of the time
         )
 

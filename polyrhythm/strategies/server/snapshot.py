@@ -34,6 +34,13 @@ class SnapshotClient:
         self._node = node
         self._saves = 0  # how often this worker has saved
 
+    def pause(self) -> None:
+        """Tells all servers that this worker takes no step before it has saved: nobody waits for it."""
+        node = self._node
+        requests = [node.request(server, "pause", save=self._saves + 1) for server in node.members.servers]
+        for paused in requests:
+            paused.wait()
+
     def save(self) -> State | None:
         """The servers' state, on the keeper, and what identifies the snapshot.
 

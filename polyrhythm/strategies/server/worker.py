@@ -44,6 +44,10 @@ class ParameterServerWorker(Worker):
     def consensus(self, final: bool = False) -> Vectors:
         return self.servers.fetch_parameters(final)
 
+    def before_save(self) -> None:
+        self.servers.join_push()
+        self.snapshots.pause()
+
     def state_dict(self) -> State:
         """Waits for all workers. One of them has the servers' state too."""
         self.servers.join_push()

@@ -129,9 +129,11 @@ class ProcessNode(Node):
         self.one_host = True  # all workers are on this host
         self._notices: deque[_PendingNotice] = deque()  # not yet seen by the strategy, in order
         self._changes = 0  # of membership
-        self._changed: list[tuple[int, Notice]] = []  # changes by number, not yet handled by all subscribers
+        self._changed: list[
+            tuple[int, Notice]
+        ] = []  # changes by number, not yet handled by all threads that serve
         self._seen = threading.local()  # how many of these changes each thread has seen
-        self._handled: dict[int, int] = {}  # how many of them each subscriber has handled, by its thread
+        self._handled: dict[int, int] = {}  # how many of them each thread that serves has handled
         self._handler_lock = threading.RLock()
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
@@ -212,8 +214,8 @@ class ProcessNode(Node):
     def _note_handled(self) -> None:
         """Called when this thread has handled all changes that it has seen.
 
-        A change that all subscribers have handled is logged. If a worker died, its memory is released: this
-        node no longer uses it, and a replacement may be waiting for it.
+        A change that all threads that serve have handled is logged. If a worker died, its memory is released:
+        this node no longer uses it, and a replacement may be waiting for it.
         """
         if not self._changed:
             return
@@ -290,19 +292,25 @@ class ProcessNode(Node):
 
     def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
         def handle_messages() -> None:
+            while not self.members.over:
+                try:
+                    message = self.receive(*kinds)
+                except WaitError:
+                    if self.transport.closed:
+                        return
+                    continue  # no message arrived
+                on_message(message)
+
+        self.serve(handle_messages)
+
+    def serve(self, function: Callable[[], None]) -> Task:
+        def body() -> None:
             thread = threading.get_ident()
             with self._lock:
                 self._handled[thread] = 0
             try:
                 with torch.no_grad():
-                    while not self.members.over:
-                        try:
-                            message = self.receive(*kinds)
-                        except WaitError:
-                            if self.transport.closed:
-                                return
-                            continue  # no message arrived
-                        on_message(message)
+                    function()
             except Exception as error:
                 if self.transport.closed:
                     return
@@ -316,7 +324,7 @@ class ProcessNode(Node):
                 with self._lock:
                     del self._handled[thread]
 
-        _Thread(handle_messages, ())
+        return _Thread(body, ())
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         return self._handler_lock

@@ -166,15 +166,21 @@ class SimulatedNode(Node):
 
     def subscribe(self, on_message: Callable[[Message | None], None], *kinds: str) -> None:
         def listen() -> None:
+            while not self.members.over:
+                on_message(self.receive(*kinds))
+
+        self.serve(listen)
+
+    def serve(self, function: Callable[[], None]) -> Task:
+        def body() -> None:
             try:
                 with torch.no_grad():
-                    while not self.members.over:
-                        on_message(self.receive(*kinds))
+                    function()
             except Exception as error:
                 if not self.crashed:
                     self.world.failed(self.me, error)
 
-        self.spawn(listen)
+        return self.spawn(body)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

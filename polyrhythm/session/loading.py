@@ -1,0 +1,51 @@
+"""Refuses `load_state_dict()` after `prepare` where the next step would overwrite what was loaded.
+
+Loading the values that are there already is fine: libraries such as Accelerate do it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.session.batch_norm.hooks import Hook
+
+_ADVICE = "call load_state_dict() before session.prepare(): all workers start from it"
+
+
+def refuse_parameters(model: nn.Module) -> None:
+    """From here on loading other parameters into the model, or a part of it, is an error."""
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(Hook(_check_parameters))  # type: ignore[no-untyped-call]
+
+
+def _check_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if not _same(state.get(prefix + name, parameter), parameter.detach()):
+            raise UsageError(f"{prefix}{name}: {_ADVICE}")
+
+
+def refuse_state(optimizer: torch.optim.Optimizer) -> None:
+    """From here on loading another state into the optimizer is an error. Hyper-parameters may be loaded."""
+
+    def check(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        mine = {
+            index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state
+        }
+        one, other = (pytree.tree_flatten(each) for each in (mine, dict(state["state"])))
+        if one[1] != other[1] or not all(_same(a, b) for a, b in zip(one[0], other[0], strict=True)):
+            raise UsageError(f"the state of {type(optimizer).__name__}: {_ADVICE}")
+
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # A tensor of another shape has an error of its own.
+        return one.shape != other.shape or torch.equal(one.detach().to(other), other)
+    return bool(one == other)

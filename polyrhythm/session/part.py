@@ -1,0 +1,173 @@
+"""TrainingPart: what one prepared optimizer trains, and Parts: all parts of a session.
+
+A part has its own layout, replica, strategy worker and step driver, and its messages carry its number (see
+`core.scoped_node`). Its worker does not know that there are other parts. Data, time and BatchNorm belong to
+the session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.group import Group
+from polyrhythm.core.node import Node
+from polyrhythm.core.scoped_node import ScopedNode
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.worker import BeforeSave, OnMembership, State, Worker
+from polyrhythm.model.optimizer_runner import OptimizerRunner
+from polyrhythm.model.replica import Replica
+from polyrhythm.model.shard import Shard
+from polyrhythm.session.context import WorldContext
+from polyrhythm.session.meter import Meter
+from polyrhythm.session.step import StepDriver
+
+
+class TrainingPart:
+    """What one optimizer trains on this worker."""
+
+    worker: Worker
+    driver: StepDriver
+
+    def __init__(
+        self, strategy: Strategy, node: Node, model: nn.Module, optimizer: Optimizer, runner: OptimizerRunner
+    ) -> None:
+        traits, memory = strategy.traits, node.memory
+        self.node, self.optimizer = node, optimizer
+        self.replica = Replica(
+            model, optimizer, memory.empty, traits.sparse_gradients, memory.temporary, runner, traits.closures
+        )
+        self.replica.layout.check_servers(len(node.members.servers))
+
+
+class Parts:
+    """The parts of a session, in the order of their optimizers."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        node: Node,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        runner: OptimizerRunner,
+    ) -> None:
+        self._strategy = strategy
+        self._parts = [
+            TrainingPart(strategy, each, model, optimizer, runner)
+            for each, optimizer in zip(scoped(node, len(optimizers)), optimizers, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[TrainingPart]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def attach(self, context: WorldContext, models: Sequence[nn.Module], peers: Group) -> None:
+        """Makes the workers of the strategy and has them called by the script's training loop."""
+        meter, group = Meter(context.node, self.replicas), context.node.everyone
+        for part in self:
+            part.worker = self._strategy.worker(part.node, part.replica, group)
+            part.driver = StepDriver(context, part.worker, part.replica, peers, meter, len(self) == 1)
+            part.driver.attach(models, part.optimizer)
+
+    @property
+    def first(self) -> TrainingPart:
+        return self._parts[0]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [part.replica for part in self]
+
+    @property
+    def layout(self) -> str:
+        """The hash of all layouts."""
+        return joined_hash([replica.layout.hash for replica in self.replicas])
+
+    @property
+    def steps(self) -> int:
+        """The steps of all optimizers so far."""
+        return sum(replica.steps for replica in self.replicas)
+
+    @property
+    def samples(self) -> int:
+        """The examples that this worker has trained on. All parts are trained on the same ones."""
+        return self.first.replica.samples
+
+    def on_batch(self, samples: int, scale: float) -> None:
+        """The script has got a batch of so many examples; new gradients have this weight."""
+        for replica in self.replicas:
+            replica.gradients.scale(scale)
+            replica.samples += samples
+
+    def on_membership(self, ranks: Sequence[int], number: int) -> None:
+        for part in self:
+            if isinstance(part.worker, OnMembership):
+                part.worker.on_membership(ranks, number)
+
+    def reattach(self) -> None:
+        """Takes in parameters that the script has replaced since the last step."""
+        for part in self:
+            part.driver.reattach()
+
+    def state_dict(self) -> State:
+        """The states of all workers of strategies: the first by itself, if there is only one."""
+        if len(self) == 1:
+            return {"worker": self.first.worker.state_dict()}
+        for part in self:  # before the first one waits for all workers
+            if isinstance(part.worker, BeforeSave):
+                part.worker.before_save()
+        return {"parts": [part.worker.state_dict() for part in self]}
+
+    def load_state_dict(self, state: State) -> None:
+        saved = [state["worker"]] if len(self) == 1 else state["parts"]
+        for part, each in zip(self, saved, strict=True):
+            part.worker.load_state_dict(each)
+
+
+def scoped(node: Node, count: int) -> list[Node]:
+    """The node as each of `count` parts sees it."""
+    return [node] if count == 1 else [ScopedNode(node, part) for part in range(count)]
+
+
+def joined_hash(hashes: Sequence[str]) -> str:
+    """One hash of the layouts of several parts."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
+
+
+def serve(strategy: Strategy, node: Node, shards: Sequence[Shard]) -> None:
+    """Serves the parameters of all parts until the run is over, several ones side by side."""
+    servers = [
+        strategy.server(each, shard) for each, shard in zip(scoped(node, len(shards)), shards, strict=True)
+    ]
+    if len(servers) == 1:
+        servers[0].serve()
+        return
+    for task in [node.serve(server.serve) for server in servers]:
+        task.join()
+
+
+def check_optimizers(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
+    """Some strategies replace a part of one optimizer, and would be wrong with another."""
+    import torch
+
+    if len(optimizers) > 1 and strategy.traits.one_optimizer:
+        raise UsageError(
+            f"{strategy} trains with one optimizer, and this script has {len(optimizers)}: workers could "
+            f"wait for each other forever; use {strategy.name} with its default fields"
+        )
+    wanted = strategy.traits.optimizer
+    for optimizer in optimizers:
+        if wanted != "any" and type(optimizer) is not getattr(torch.optim, wanted):
+            raise UsageError(
+                f"{strategy} needs torch.optim.{wanted}, but this script uses {type(optimizer).__name__}"
+            )
+        if getattr(optimizer, "own_gradients", False) and not strategy.traits.steps_in_place:
+            raise UsageError(
+                f"{strategy} exchanges gradients, but {type(optimizer).__name__} computes its own, row by "
+                "row: use hogwild, or torch.optim.SGD with backward()"
+            )
