@@ -38,7 +38,7 @@ from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.loading import refuse_parameters, refuse_state
-from polyrhythm.session.part import TrainingPart, Parts, check_optimizers, joined_hash, serve
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.strategy_check import check_strategy, planned
