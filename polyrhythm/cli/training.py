@@ -32,7 +32,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_import(command)
     command.add_argument(
         "--batch-norm", metavar="B",
-        help="BatchNorm's statistics: local (each worker keeps its own), rank0, mean, sync or recompute; "
+        help="BatchNorm's statistics: rank0 (those of worker 0), mean, sync, recompute or local; "
         "overrides the one in the script",
     )  # fmt: skip
     command.add_argument(

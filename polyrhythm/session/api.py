@@ -31,8 +31,8 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     """Joins the run that this process belongs to, or makes a session for a single process.
 
     `strategy` decides how workers synchronize, such as "async", "local:8" or an instance of your own class.
-    `batch_norm` is the policy for BatchNorm's statistics: "local" (each worker keeps its own; the default),
-    "rank0", "mean", "sync" or "recompute". The command line overrides both.
+    `batch_norm` is the policy for BatchNorm's statistics: "rank0" (the consensus has those of worker 0; the
+    default), "mean", "sync", "recompute" or "local". The command line overrides both.
     """
     if batch_norm is not None:
         norms.check_name(batch_norm)

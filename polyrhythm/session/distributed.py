@@ -34,7 +34,7 @@ from polyrhythm.session.arguments import Arguments, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
-from polyrhythm.session.batch_norm.policies import Policy
+from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.loading import refuse_parameters, refuse_state
@@ -55,6 +55,7 @@ class DistributedSession(Session):
         self._context, self._node = here, here.node
         self.strategy: Strategy
         self.strategy, proposed = _propose(here, strategy)
+        self._batch_norm_chosen = (here.plan.batch_norm or batch_norm) is not None
         self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
         norms.check(self.batch_norm, self.strategy)
         welcome = here.join(proposed, self.batch_norm)
@@ -88,6 +89,8 @@ class DistributedSession(Session):
             self._serve(model, optimizers, runner)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
+            if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
+                self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
         self._context.request(Prepared(parts.layout))
@@ -174,7 +177,8 @@ class DistributedSession(Session):
         with self._blocking():
             parts.reattach()
             if self._norms is not None:
-                self._norms.agree()
+                with parts.first.driver.meter.exchange():
+                    self._norms.agree()
             try:
                 vectors = [part.worker.consensus() for part in parts]
             except BaseException:

@@ -28,15 +28,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyrhythm as pr
 from polyrhythm.cli.entry import main as command
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.requests import StepsDone
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.batch_norm import policies, pooling
 from polyrhythm.session.batch_norm.pooling import pooled
 from polyrhythm.session.context import session
+from polyrhythm.session.result import digest
 from tests.support.combine import each_value
 from tests.support.programs import (
     CLASSES,
     FEATURES,
     MOMENTUM,
+    SGD,
     Examples,
     Script,
     alone,
@@ -46,6 +49,7 @@ from tests.support.programs import (
     same,
     trained,
 )
+from tests.support.rows import DEFAULTS, Row
 from tests.support.runs import run_in
 
 WORLDS = {"simulated": partial(pr.simulate, threads=1), "real": partial(pr.run, threads=1)}
@@ -170,9 +174,9 @@ def tracked(state: dict[str, Tensor]) -> list[str]:
 
 @both_worlds
 def test_batch_norm_local_keeps_statistics_per_worker(world: str, tmp_path: Path) -> None:
-    """The default: each shows its own, and the final model has worker 0's."""
+    """Each shows its own, and the final model has worker 0's."""
     look = Look(tmp_path)
-    summary = run_in(world, look, runs=tmp_path)
+    summary = run_in(world, look, runs=tmp_path, batch_norm="local")
     seen = look.seen(3)
     assert summary["batch_norm"] == "local"
     assert all(same(each["own"], each["shown"]) for each in seen)
@@ -180,11 +184,16 @@ def test_batch_norm_local_keeps_statistics_per_worker(world: str, tmp_path: Path
     assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
 
 
-@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "gossip", "push"]))
-def test_batch_norm_rank0_uses_the_statistics_of_worker_0(world: str, strategy: str, tmp_path: Path) -> None:
+@each_value(("world", WORLDS), ("strategy", [None, "allreduce", "local:3", "sync", "gossip", "push"]))
+def test_batch_norm_rank0_uses_the_statistics_of_worker_0(
+    world: str, strategy: str | None, tmp_path: Path
+) -> None:
+    """So does a run in which nothing is chosen."""
     look = Look(tmp_path)
-    summary = run_in(world, look, runs=tmp_path, batch_norm="rank0", strategy=strategy)
+    policy = None if strategy is None else "rank0"
+    summary = run_in(world, look, runs=tmp_path, batch_norm=policy, strategy=strategy)
     seen = look.seen(3)
+    assert summary["batch_norm"] == "rank0"
     assert all(same(each["shown"], seen[0]["own"]) for each in seen)
     assert not same(seen[0]["own"], seen[1]["own"])
     assert same(seen[0]["own"], {name: trained(summary)[name] for name in seen[0]["own"]})
@@ -194,7 +203,7 @@ def test_batch_norm_rank0_uses_the_statistics_of_worker_0(world: str, strategy: 
 def test_batch_norm_mean_pools_by_the_law_of_total_variance(
     world: str, strategy: str, tmp_path: Path
 ) -> None:
-    """Weighted by examples; batches tracked are added up; other buffers are each worker's own."""
+    """Weighted by examples; batches tracked are added up; other buffers are those of worker 0."""
     look = Look(tmp_path)
     summary = run_in(world, look, runs=tmp_path, batch_norm="mean", strategy=strategy)
     seen = look.seen(3)
@@ -215,7 +224,7 @@ def test_batch_norm_mean_pools_by_the_law_of_total_variance(
             assert torch.equal(each[f"{name}.num_batches_tracked"], batches)
             if name == "first":  # behind others the means hardly differ
                 assert (each[f"{name}.running_var"] > 1.001 * (share * v).sum(0)).any()
-    assert all(torch.equal(each["own"]["calls"], each["shown"]["calls"]) for each in seen)
+    assert all(torch.equal(seen[0]["own"]["calls"], each["shown"]["calls"]) for each in seen)
 
 
 @dataclass
@@ -769,13 +778,13 @@ def test_unknown_batch_norm_policy_in_the_script_is_refused() -> None:
         pr.init(batch_norm="everywhere")
 
 
-@pytest.mark.parametrize("policy", ["rank0", "mean", "sync"])
+@pytest.mark.parametrize("policy", ["mean", "sync"])
 @pytest.mark.parametrize("strategy", ["async", "ssp:3", "backup:1", "hogwild"])
 def test_batch_norm_policies_that_need_lockstep_are_refused_otherwise(
     policy: str, strategy: str, tmp_path: Path
 ) -> None:
     """Refused before anything starts, or when the script says so; with what would work."""
-    message = rf"batch_norm={policy} needs .* such as allreduce.*use batch_norm=recompute or local"
+    message = rf"batch_norm={policy} needs .* such as allreduce.*use batch_norm=recompute, rank0 or local"
     with pytest.raises(UsageError, match=message):
         pr.run(mlp, workers=3, strategy=strategy, batch_norm=policy, runs=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -1029,3 +1038,113 @@ def test_simulated_sync_batch_norm_refuses_autograd_grad() -> None:
     with pytest.raises(UsageError, match=r"with loss\.backward\(\), and not with torch\.autograd\.grad"):
         pr.simulate(slopes, strategy="allreduce", batch_norm="sync")
     pr.run(slopes, strategy="allreduce", batch_norm="sync", runs=None, threads=1)
+
+
+# One model
+
+
+class Counting(nn.Module):
+    """BatchNorm beside buffers of other kinds; the mask is a cache, and its shape depends on the worker."""
+
+    calls: Tensor
+    seen: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = normed()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(50, dtype=torch.bool))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("mask", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen[int(self.calls * len(x) * x[0, 0].abs()) % 50] = True
+        self.mask = torch.zeros(len(x) + int(self.calls))
+        return self.inner(x)
+
+
+@dataclass
+class Watched:
+    """Looks at the consensus before, between and after its epochs, the last time when all have trained."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model = Counting()
+        loader = DataLoader(Examples(50), batch_size=4)
+        model, optimizer, loader = here.prepare(model, SGD(model.parameters()), loader)
+        shown = [self.hash(here)]
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            shown.append(self.hash(here))
+        here._context.request(StepsDone())  # type: ignore[attr-defined]  # of all workers
+        shown.append(self.hash(here))
+        state = here.consensus().state_dict()
+        torch.save(
+            {"shown": shown, "last": state, "own": model.state_dict()}, self.folder / f"{here.rank}.pt"
+        )
+
+    @staticmethod
+    def hash(here: Any) -> str:
+        state = here.consensus().state_dict()
+        return digest([value.flatten() for _, value in sorted(state.items())])
+
+
+@pytest.mark.parametrize("row", DEFAULTS, ids=str)
+def test_consensus_is_one_model_in_simulation(row: Row, tmp_path: Path) -> None:
+    one_model("simulated", row.strategy, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "async", "gossip", "adpsgd"])
+def test_consensus_is_one_model_on_real_processes(strategy: str, tmp_path: Path) -> None:
+    one_model("real", strategy, tmp_path)
+
+
+def one_model(world: str, strategy: str, folder: Path) -> None:
+    """In lockstep `consensus()` has the same bits on all workers at each call, and otherwise its buffers have
+    once nobody trains; the final model has them too. They are those of worker 0."""
+    summary = run_in(world, Watched(folder), strategy=strategy, runs=folder)
+    seen = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
+    final, traits = trained(summary), pr.parse(strategy).traits
+    buffers = [name for name in final if name not in dict(Counting().named_parameters())]
+    assert len(buffers) == 6 and not same(*(pick(each["own"], buffers) for each in seen[:2]))
+    for each in (seen[1]["last"], seen[2]["last"], final):
+        assert same(pick(each, buffers), pick(seen[0]["own"], buffers))
+    if traits.lockstep:
+        assert seen[0]["shown"] == seen[1]["shown"] == seen[2]["shown"]
+    elif traits.uses_servers:
+        assert seen[0]["shown"][-1] == seen[1]["shown"][-1] == seen[2]["shown"][-1]
+
+
+def pick(state: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: state[name] for name in names}
+
+
+def test_a_buffer_that_changes_its_shape_is_named() -> None:
+    def main() -> None:
+        here = pr.init()
+        model = Counting()
+        model, _ = here.prepare(model, SGD(model.parameters()))
+        model.seen = torch.zeros(3 + here.rank)
+        here.consensus()
+
+    with pytest.raises(UsageError, match=r"the buffer seen had the shape \(50,\) .* use batch_norm=local"):
+        pr.simulate(main, strategy="allreduce")
+
+
+@both_worlds
+def test_a_model_with_batch_norm_and_no_policy_says_so_once(world: str, capsys: Any, tmp_path: Path) -> None:
+    """And what would use the data of all workers, as far as the strategy allows it."""
+    script = Script(model=normed, size=16, epochs=1)
+    for strategy, names in (("allreduce", "mean or sync or recompute"), ("async", "recompute")):
+        for policy, times in ((None, 1), ("rank0", 0)):
+            run_in(world, script, runs=tmp_path, strategy=strategy, workers=2, batch_norm=policy)
+            assert (
+                capsys.readouterr().err.count(f"statistics of worker 0; --batch-norm {names} uses") == times
+            )

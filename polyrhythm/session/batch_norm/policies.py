@@ -9,6 +9,7 @@ of them (see `statistics_exchange`), and the worker that sends the result merges
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.batch_norm.calls import CallRecorder
 from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.pooling import pool, pooled
-from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics
+from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics, lowest
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.seeds import mix, seed_all
 
 BATCHES = 100  # the most that `recompute` uses
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's statistics
-
-Statistics = dict[str, tuple[Tensor, ...]]  # by module name: mean, variance, batches tracked
 
 
 def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -50,14 +50,35 @@ def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
     return module.running_mean, module.running_var, module.num_batches_tracked
 
 
+def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers in the model's state, by name. Others are caches, whose shapes may differ."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in module._buffers.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def statistics_names(model: nn.Module) -> list[str]:
+    """The names of BatchNorm's statistics among the buffers."""
+    return [f"{name}.{each}" if name else each for name in tracking(model) for each in NAMES]
+
+
+def other_names(model: nn.Module) -> list[str]:
+    """The names of the buffers that are not BatchNorm's."""
+    statistics = {*statistics_names(model)}
+    return [name for name in shared_buffers(model) if name not in statistics]
+
+
 class Policy:
-    """A BatchNorm policy. `local` needs none."""
+    """Decides which buffers `consensus()` and the final model have. `local` needs none."""
 
     waits_in_pass: ClassVar[bool] = False  # workers wait for each other inside forward and backward
 
     def __init__(self, model: nn.Module, node: Node) -> None:
         self.model, self.node = model, node
-        self.agreed: Statistics = {}
+        self.agreed: dict[str, Tensor] = {}  # buffers by name
 
     def agree(self) -> None:
         """Called by all workers at the same point of the script."""
@@ -70,34 +91,46 @@ class Policy:
         """Called by the worker that sends the result, when all are done."""
 
     def show(self, model: nn.Module) -> None:
-        """Writes the statistics into this copy of the model."""
-        modules = tracking(model)
-        for name, values in self.agreed.items():
-            for place, value in zip(statistics(modules[name]), values, strict=True):
-                place.copy_(value.view_as(place))
+        """Writes the buffers into this copy of the model."""
+        places = shared_buffers(model)
+        for name, value in self.agreed.items():
+            places[name].copy_(value.view_as(places[name]))
 
 
 class Merged(Policy):
-    """Merges the statistics of all workers; with `exchange`, of those that are alive."""
+    """Agrees with all workers on one set of buffers; with `exchange`, with those that are alive.
 
-    def __init__(self, model: nn.Module, node: Node, samples: Callable[[], int]) -> None:
+    The buffers named by `copied` are those of one worker, and BatchNorm's statistics named by `merged` those
+    of all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        node: Node,
+        samples: Callable[[], int],
+        copied: Sequence[str],
+        merged: Sequence[str] = (),
+    ) -> None:
         super().__init__(model, node)
         self.exchange: StatisticsExchange | None = None
+        self.copied, self.merged = list(copied), list(merged)
+        self._shapes = {name: value.shape for name, value in shared_buffers(model).items()}
         self._samples = samples
         self._note_tracked()
         model.register_load_state_dict_post_hook(Hook(self._note_tracked))  # type: ignore[no-untyped-call]
 
-    def use_exchange(self, lockstep: bool) -> None:
-        """Exchanges statistics by requests, so that no worker waits for a dead one.
+    def use_exchange(self, lockstep: bool, workers_stay: bool) -> None:
+        """Exchanges buffers by requests, so that no worker waits for a dead one.
 
-        A replacement starts with the statistics of the lowest rank that has trained.
+        A replacement starts with those of the lowest rank that has trained.
         """
-        self.exchange = StatisticsExchange(self.node, self._own, lockstep)
+        self.exchange = StatisticsExchange(self.node, self._own, lockstep, workers_stay)
         if self.node.incarnation:
             given = self.exchange.now()
             del given[self.node.me]
             if given:
-                *values, _, self._before = _lowest(given).tensors
+                *values, _, self._before = lowest(given).tensors
                 self._take(values)
                 self.show(self.model)
                 self.agreed, self._here = {}, self._tracked()
@@ -111,21 +144,35 @@ class Merged(Policy):
             self.merge(self.exchange.now())
 
     def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
-        """Agrees on the statistics of these workers, by rank."""
+        """Agrees on the buffers of these workers, by rank."""
         raise NotImplementedError
 
+    def buffers(self) -> list[Tensor]:
+        """Flat copies of this worker's buffers: those that are copied, then those that are merged."""
+        own = shared_buffers(self.model)
+        for name in (*self.copied, *self.merged):
+            if name not in own or own[name].shape != self._shapes[name]:
+                now = tuple(own[name].shape) if name in own else None
+                raise UsageError(
+                    f"the buffer {name} had the shape {tuple(self._shapes[name])} when session.prepare() was "
+                    f"called and has {now} now, so workers cannot agree on it: keep its shape, register it "
+                    "with persistent=False, or use batch_norm=local"
+                )
+        return [own[name].flatten().clone() for name in (*self.copied, *self.merged)]
+
+    def broadcast(self, values: Sequence[Tensor]) -> None:
+        """Overwrites these buffers with those of worker 0; as bytes, because they may have any dtype."""
+        if values := [value for value in values if value.numel()]:
+            self.node.everyone.broadcast(*(value.view(torch.uint8) for value in values))
+
     def _own(self) -> WorkerStatistics:
-        """All statistics, then the batches tracked here, then those tracked before the run."""
-        values = [value for module in tracking(self.model).values() for value in statistics(module)]
-        flat = (value.flatten().cpu().clone() for value in values)
+        """All buffers, then the batches tracked here, then those tracked before the run."""
+        flat = (value.cpu() for value in self.buffers())
         return WorkerStatistics((*flat, self._tracked() - self._here, self._before), self._samples())
 
     def _take(self, values: Sequence[Tensor]) -> None:
-        """Agrees on these statistics, in the order of `_own`."""
-        self.agreed = {
-            name: tuple(values[at : at + len(NAMES)])
-            for name, at in zip(tracking(self.model), range(0, len(values), len(NAMES)), strict=True)
-        }
+        """Agrees on these buffers, in the order of `buffers`."""
+        self.agreed = dict(zip((*self.copied, *self.merged), values, strict=True))
 
     def _note_tracked(self, *_: Any) -> None:
         self._before = self._here = self._tracked()
@@ -135,76 +182,84 @@ class Merged(Policy):
 
 
 class Rank0(Merged):
-    """The statistics of worker 0, by a broadcast. Where workers may die: of the lowest rank that is alive."""
+    """The buffers of worker 0, by a broadcast. Where workers may die: of the lowest rank that has trained."""
 
     def agree(self) -> None:
         if self.exchange is not None:
-            return self.merge(self.exchange.all())
-        own = {name: statistics(module) for name, module in tracking(self.model).items()}
-        self.agreed = {name: tuple(value.flatten().clone() for value in each) for name, each in own.items()}
-        self.node.everyone.broadcast(*(value for each in self.agreed.values() for value in each))
-
-    def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
-        *values, _, _ = _lowest(given).tensors
+            return self.merge(self.exchange.lowest())
+        values = self.buffers()
+        self.broadcast(values)
         self._take(values)
 
+    def finish(self) -> None:
+        self.agreed = {}  # in lockstep worker 0 sends the result, with its own buffers
+        if self.exchange is not None:
+            self.exchange.leave()
 
-def _lowest(given: dict[Peer, WorkerStatistics]) -> WorkerStatistics:
-    """The statistics of the lowest rank that has trained: a new replacement has not."""
-    return next((each for each in given.values() if each.samples), next(iter(given.values())))
+    def collect(self) -> None:
+        if self.exchange is not None:
+            self.merge(self.exchange.lowest(final=True))
+
+    def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
+        *values, _, _ = lowest(given).tensors
+        self._take(values)
 
 
 class Mean(Merged):
     """The statistics of all workers, weighted by the examples of each; equally before the first example.
 
     The numbers of batches tracked are summed, because the merged statistics are of all of them. Batches that
-    the model had tracked before the run count once. Those of a worker that died are lost.
+    the model had tracked before the run count once. Those of a worker that died are lost. Other buffers
+    are those of worker 0.
     """
 
     def agree(self) -> None:
         if self.exchange is not None:
             return self.merge(self.exchange.all())
-        node, modules = self.node, tracking(self.model)
-        own = [statistics(module) for module in modules.values()]
+        node, values = self.node, self.buffers()
         if len(node.members.workers) == 1:  # bit for bit unchanged
-            self.agreed = dict(zip(modules, own, strict=True))
-            return
+            return self._take(values)
+        others, own = values[: len(self.copied)], values[len(self.copied) :]
+        self.broadcast(others)
         counts = self._tracked()
         if node.rank:
             counts -= self._before
-        means, variances = (torch.cat([each[part].cpu() for each in own]) for part in (0, 1))
+        means, variances = (torch.cat(own[part :: len(NAMES)]).cpu() for part in (0, 1))
         mean, variance, _ = pool(
             lambda table: node.everyone.all_reduce(table, counts),
             node.rank, len(node.members.workers), means, variances, self._samples(),
         )  # fmt: skip
-        sizes = [each[0].numel() for each in own]
+        sizes = [each.numel() for each in own[:: len(NAMES)]]
         merged = zip(*(torch.split(each, sizes) for each in (mean, variance)), counts, strict=True)
-        self.agreed = dict(zip(modules, merged, strict=True))
+        self._take([*others, *itertools.chain.from_iterable(merged)])
 
     def merge(self, given: dict[Peer, WorkerStatistics]) -> None:
         if len(given) == 1:  # bit for bit unchanged
             return self._take(next(iter(given.values())).tensors[:-2])
+        first = len(self.copied)
         weights = torch.tensor([each.samples for each in given.values()], dtype=torch.float64)
         before = next(iter(given.values())).tensors[-1]
         counts = before + sum(each.tensors[-2] for each in given.values())
-        columns = list(zip(*(each.tensors[:-2] for each in given.values()), strict=True))
-        values: list[Tensor] = []
+        columns = list(zip(*(each.tensors[first:-2] for each in given.values()), strict=True))
+        values = list(lowest(given).tensors[:first])
         for at in range(0, len(columns), len(NAMES)):
             means, variances = (torch.stack(each).double() for each in columns[at : at + 2])
             values += [*pooled(means, variances, weights), counts[at // len(NAMES)]]
         self._take(values)
 
 
-class Recompute(Policy):
+class Recompute(Rank0):
     """Recomputes the statistics from training batches, with the parameters of the model that is returned.
 
     The model is called in training mode, as the script calls it (see `calls`). Every example counts equally:
     the statistics are those of all batches together. Workers that are in the same epoch use the same batches.
-    Training is not affected.
+    Training is not affected. Other buffers are those of worker 0.
     """
 
-    def __init__(self, model: nn.Module, node: Node, loader: SharedLoader, seed: int) -> None:
-        super().__init__(model, node)
+    def __init__(
+        self, model: nn.Module, node: Node, samples: Callable[[], int], loader: SharedLoader, seed: int
+    ) -> None:
+        super().__init__(model, node, samples, other_names(model))
         self._loader, self._seed = loader, seed
         self._calls = CallRecorder(model)
         loader.watch = self._calls.on_batch
@@ -217,6 +272,7 @@ class Recompute(Policy):
             self._frozen = {name for name, each in tracking(self.model).items() if not each.training}
 
     def show(self, model: nn.Module) -> None:
+        super().show(model)
         self._find_frozen()
         training, buffers = model.training, [(place, place.clone()) for place in model.buffers()]
         model.train()

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.batch_norm.policies import Rank0
+from polyrhythm.session.batch_norm.policies import Rank0, other_names, shared_buffers
 from polyrhythm.session.batch_norm.pooling import SumOverWorkers, pool
 
 
@@ -40,12 +40,12 @@ class SyncGroup:
 
 
 class Sync(Rank0):
-    """All workers have the same statistics after every forward pass, so there is nothing to merge."""
+    """All workers have the same statistics after every forward pass; other buffers are those of worker 0."""
 
     waits_in_pass: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, node: Node, replica: Replica, all_reduce: SumOverWorkers) -> None:
-        super().__init__(model, node, lambda: replica.samples)
+        super().__init__(model, node, lambda: replica.samples, list(shared_buffers(model)))
         group = SyncGroup(node.rank, len(node.members.workers), replica, all_reduce)
         for name, module in model.named_modules():
             if not isinstance(module, _BatchNorm):
@@ -59,13 +59,10 @@ class Sync(Rank0):
                 module.forward = SyncForward(module, group)  # type: ignore[method-assign]
 
     def start(self) -> None:
-        """All workers start with the statistics of worker 0, as with its parameters."""
-        super().agree()
+        """All workers start with the buffers of worker 0, as with its parameters."""
+        self.agree()
         self.show(self.model)
-        self.agreed = {}
-
-    def agree(self) -> None:
-        pass
+        self.agreed, self.copied = {}, other_names(self.model)  # from here on the statistics are equal
 
 
 class SyncForward:
