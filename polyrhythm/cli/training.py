@@ -44,6 +44,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="how workers all-reduce: " + "; ".join(f"{name}, {text}" for name, text in ALGORITHMS.items()),
     )  # fmt: skip
     command.add_argument(
+        "--check-replicas", type=int, metavar="N",
+        help="where workers step together, compare replicas and hyper-parameters every N steps and at the "
+        "end, and name the first difference; 0: never (100)",
+    )  # fmt: skip
+    command.add_argument(
         "--seed", type=int, default=0, help="seed of model, data order and simulated time (0)"
     )
     command.add_argument(
@@ -87,6 +92,7 @@ def planned(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Program, 
         strategy=options.strategy, workers=options.workers,
         servers=counted(options.servers, options.workers), colocated=options.servers == "colocated",
         imports=tuple(options.imports), batch_norm=options.batch_norm, collective=options.collective,
+        check_replicas=options.check_replicas,
         seed=options.seed, threads=options.threads, cluster=options.cluster, world=options.command,
         events=options.events, program=program.name, arguments=tuple(rest),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
+from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
@@ -25,6 +26,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import (
     BeginEpoch,
+    CompareReplica,
     ExamplesDue,
     Farewell,
     JoinRun,
@@ -80,6 +82,7 @@ class Coordinator:
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
         self._finish = Finish()
+        self._replicas = ReplicaComparison()
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
         self._preparing: ReplyBarrier[None] = ReplyBarrier()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
@@ -88,6 +91,7 @@ class Coordinator:
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
             ReleaseMemory: self._release_memory, ShowNote: self._show_note,
+            CompareReplica: self._compare_replica,
         }  # fmt: skip
         if strategy is not None:
             self.set_strategy(strategy)
@@ -201,6 +205,9 @@ class Coordinator:
         waiting = {*self._finish.done, *self.data.cohorts.waiting}
         members = sorted(self.membership.members)
         respond(LateReply([str(each) for each in members if each not in waiting]))
+
+    def _compare_replica(self, peer: Peer, request: CompareReplica, respond: Respond) -> None:
+        respond(self._replicas.compare(peer, request))
 
     def _fail_node(self, peer: Peer, request: NodeFailed, respond: Respond) -> None:
         respond(None)

@@ -66,6 +66,26 @@ class LateReply(msgspec.Struct, frozen=True):
     workers: list[str]
 
 
+class ReplicaDifference(msgspec.Struct, frozen=True):
+    """Where a replica differs from that of another worker: in a setting of its optimizer, or in a tensor."""
+
+    other: str = ""  # the other worker; "": they are equal
+    group: int = 0
+    setting: str = ""
+    theirs: str = ""  # the value of the setting
+    tensor: int = 0
+    count: int = 0  # how many tensors differ
+    rounding: bool = False  # they differ by no more than rounding
+
+
+class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What replicas compare of a tensor."""
+
+    checksum: int  # of its bits
+    total: float
+    norm: float
+
+
 # --- requests ---------------------------------------------------------------------------------------
 
 
@@ -162,6 +182,17 @@ class WhoIsLate(Request[LateReply], frozen=True, tag="late"):
     reply: ClassVar[Any] = LateReply
 
 
+class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
+    """Reports a worker's replica after a step. The reply says if it differs from that of another worker."""
+
+    reply: ClassVar[Any] = ReplicaDifference
+
+    part: int  # which optimizer of the script
+    step: int
+    tensors: list[TensorSummary]
+    settings: list[dict[str, str]]  # of each parameter group
+
+
 class NodeFailed(Request[None], frozen=True, tag="failed"):
     """The node cannot continue."""
 
@@ -190,7 +221,7 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, ShowNote,
-        StepsDone, LeaveRun, WhoIsLate, NodeFailed, ReleaseMemory, Report,
+        StepsDone, LeaveRun, WhoIsLate, CompareReplica, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

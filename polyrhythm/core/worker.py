@@ -56,6 +56,11 @@ class Worker(ABC):
         """
         return self.replica.parameters
 
+    @property
+    def replicas_equal(self) -> bool:
+        """True if the parameters of all workers have the same bits now. `--check-replicas` compares them."""
+        return False
+
     def state_dict(self) -> State:
         """The state that a resumed run needs, besides the model and the optimizer."""
         return {}

@@ -40,6 +40,7 @@ def run(
     key: str | Path | None = None,
     restarts: int = 0,
     collective: str = "auto",
+    check_replicas: int | None = None,
     cluster: str | Path | None = None,
     imports: Sequence[str] = (),
     runs: str | Path | None = "runs",
@@ -52,8 +53,9 @@ def run(
     `strategy` and `batch_norm` win over those of the script. `servers` is for strategies that use servers (1
     by default); "colocated" puts one beside each worker. Up to `restarts` workers that die are replaced, if
     the strategy lets the others continue. `collective` forces one way to all-reduce. `batch_norm` is the
-    policy for BatchNorm's statistics: local, rank0, mean, sync or recompute. `imports` names modules that
-    define strategies or codecs.
+    policy for BatchNorm's statistics: rank0, mean, sync, recompute or local. Where workers step together,
+    replicas and hyper-parameters are compared every `check_replicas` steps (100) and at the end; 0 is never.
+    `imports` names modules that define strategies or codecs.
 
     With `here`, only so many workers run on this host, and the run waits until other hosts have joined with
     the rest: `listen` is the address for them ("tcp:10.0.0.1:7000"), and `key` the key file that they need a
@@ -72,7 +74,8 @@ def run(
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads, timeout=timeout,
         listen=listen, here=here, key=None if key is None else str(key), restarts=restarts,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        events=events, world="run", program=what.name, arguments=tuple(what.arguments),
+        check_replicas=check_replicas, events=events, world="run", program=what.name,
+        arguments=tuple(what.arguments),
     )  # fmt: skip
     return run_plan(what, plan, Output(runs, name, console))
 
@@ -86,6 +89,7 @@ def simulate(
     batch_norm: str | None = None,
     cluster: str | Path | None = None,
     collective: str = "auto",
+    check_replicas: int | None = None,
     arguments: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
@@ -107,7 +111,8 @@ def simulate(
         strategy=text, classes=classes, workers=workers, servers=planning.counted(servers, workers),
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        events=events, world="simulate", program=what.name, arguments=tuple(what.arguments),
+        check_replicas=check_replicas, events=events, world="simulate", program=what.name,
+        arguments=tuple(what.arguments),
     )  # fmt: skip
     return simulate_plan(what, plan, Output(runs, name, console))
 

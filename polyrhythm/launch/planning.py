@@ -56,6 +56,10 @@ def check_plan(plan: Plan) -> None:
     if plan.batch_norm is not None:
         norms.check_name(plan.batch_norm)
     choose.check(plan.collective)
+    if plan.check_replicas is not None and plan.check_replicas < 0:
+        raise UsageError(
+            f"check_replicas is {plan.check_replicas}; it must be a number of steps, or 0 for no checks"
+        )
     if plan.events not in POLICIES:
         allowed = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
         raise UsageError(f"events is {plan.events!r}; it must be {allowed}")

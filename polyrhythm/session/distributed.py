@@ -39,6 +39,7 @@ from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.loading import refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
+from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.strategy_check import check_strategy, planned
@@ -110,8 +111,9 @@ class DistributedSession(Session):
                 self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed,
                 driver.sum_in_pass, self.strategy,
             )  # fmt: skip
-            for part in parts:
+            for number, part in enumerate(parts):
                 part.worker.start()
+                part.driver.check = replica_check(self._context, part.worker, part.replica, number)
         waits = self._norms is not None and self._norms.waits_in_pass
         if waits:
             # Its collectives run inside backward. Exchanges of buckets in between would come in another order
@@ -236,6 +238,8 @@ class DistributedSession(Session):
             for part in parts:
                 part.replica.leaves_early = self._data is not None and self._data.left_early
                 part.worker.finish()
+                if part.driver.check is not None:
+                    part.driver.check.compare()
             if self._norms is not None:
                 self._norms.finish()
             if self.strategy.traits.parameters_held_by_peers:

@@ -24,6 +24,7 @@ from polyrhythm.model.replica import Replica
 from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.meter import Meter
+from polyrhythm.session.replica_check import ReplicaCheck
 
 
 class StepDriver:
@@ -46,6 +47,7 @@ class StepDriver:
         # With several drivers a pass may reach any of them, in an order of its own on each worker.
         self._overlaps = self._bucketed and several and context.processes and alone
         self._observing = self._bucketed and several  # records the order in which gradients become ready
+        self.check: ReplicaCheck | None = None
         self._complete = False  # backward is complete, and its step not yet taken
         self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
@@ -173,6 +175,9 @@ class StepDriver:
     def _make_step(self, take: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = take(closure)
+            if self.check is not None:
+                with torch.no_grad(), self._context.blocking():
+                    self.check.after_step()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             return loss
 

@@ -65,6 +65,10 @@ class AtOnce(Worker):
     def step(self) -> None:
         self.replica.apply()
 
+    @property
+    def replicas_equal(self) -> bool:
+        return True
+
     def state_dict(self) -> State:
         return self.reducer.state_dict()
 

@@ -72,6 +72,10 @@ class RoundsWorker(Worker):
         """Makes all workers equal; `full`: exactly, so the codec may not leave anything out."""
         self.local_steps = 0
 
+    @property
+    def replicas_equal(self) -> bool:
+        return not self.local_steps
+
     def state_dict(self) -> State:
         # In the middle of a round each worker has parameters of its own, and a run starts with the first's.
         own = cloned(self.replica.parameters) if self.local_steps else []

@@ -117,6 +117,10 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
             self._join(self.replica.parameters, self.theta, self.m)
             self._under_way = None
 
+    @property
+    def replicas_equal(self) -> bool:
+        return False  # at any time only some fragments are
+
     def finish(self) -> None:
         if self.steps:
             self._settle(self.replica.parameters, self.theta, self.m)

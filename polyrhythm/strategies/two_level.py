@@ -157,6 +157,10 @@ class TwoLevelWorker(Worker):
         with self._site.at(self.within.consensus(final)):
             return self.across.consensus(final)
 
+    @property
+    def replicas_equal(self) -> bool:
+        return self.within.replicas_equal and self.across.replicas_equal
+
     def state_dict(self) -> State:
         return {"within": self.within.state_dict(), "across": self.across.state_dict()}
 

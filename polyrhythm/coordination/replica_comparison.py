@@ -1,0 +1,46 @@
+"""ReplicaComparison: finds the first difference between replicas that must be equal. Logic without I/O."""
+
+from __future__ import annotations
+
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import CompareReplica, ReplicaDifference, TensorSummary
+
+KEPT = 16  # reports of the latest steps; workers in lockstep are not further apart
+ROUNDING = 1e-4  # machines of different kinds may round differently: a smaller difference is told once
+
+
+class ReplicaComparison:
+    """Compares the reports of all workers on each step with the first one that arrived."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], tuple[Peer, CompareReplica]] = {}  # by part and step
+        self._told = False  # a difference as small as rounding has been told
+
+    def compare(self, peer: Peer, report: CompareReplica) -> ReplicaDifference:
+        """The first difference between a worker's replica and that of another in the same step, if any."""
+        key = report.part, report.step
+        other, first = self._first.setdefault(key, (peer, report))
+        while len(self._first) > KEPT:
+            del self._first[next(iter(self._first))]
+        for group, (mine, theirs) in enumerate(zip(report.settings, first.settings, strict=False)):
+            for name in mine:
+                if mine[name] != theirs.get(name, mine[name]):
+                    return ReplicaDifference(str(other), group=group, setting=name, theirs=theirs[name])
+        pairs = list(zip(report.tensors, first.tensors, strict=False))
+        unequal = [index for index, (mine, theirs) in enumerate(pairs) if mine.checksum != theirs.checksum]
+        sizes = {index: difference(*pairs[index]) for index in unequal}
+        large = [index for index in unequal if not sizes[index] < ROUNDING]  # or NaN
+        if not unequal or (self._told and not large):
+            return ReplicaDifference()
+        self._told = True
+        tensor = (large or unequal)[0]
+        return ReplicaDifference(str(other), tensor=tensor, count=len(unequal), rounding=not large)
+
+
+def difference(one: TensorSummary, other: TensorSummary) -> float:
+    """About how far elements of two tensors differ, relative to their size.
+
+    Errors that are independent of each other change the sum by as much as they change the norm.
+    """
+    change = max(abs(one.total - other.total), abs(one.norm - other.norm))
+    return change / max(one.norm, other.norm) if change else 0.0

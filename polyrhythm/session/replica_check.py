@@ -1,0 +1,111 @@
+"""ReplicaCheck: finds replicas that must be equal and are not, and says where they differ first.
+
+Every so many steps, and at the end, each worker sends a summary of its parameters, and the settings of its
+optimizer, to the coordinator, which compares them. No worker waits for another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.requests import CompareReplica, ReplicaDifference, ShowNote, TensorSummary
+from polyrhythm.core.worker import Worker
+from polyrhythm.model.replica import Replica
+from polyrhythm.session.context import WorldContext
+
+EVERY = 100  # steps, unless the plan says otherwise
+
+
+class ReplicaCheck:
+    """Compares one replica with those of the other workers, under strategies in lockstep.
+
+    The settings of the optimizer are always compared, and the parameters where they must be equal
+    (`Worker.replicas_equal`). Under a strategy with rounds a check waits for the end of a round.
+    """
+
+    def __init__(
+        self, context: WorldContext, worker: Worker, replica: Replica, every: int, part: int
+    ) -> None:
+        self._context, self._worker, self._replica = context, worker, replica
+        self._every, self._part = every, part
+        self._compares_parameters = worker.replicas_equal  # at the start no round has begun
+        self._next = every  # the first step to check
+
+    def after_step(self) -> None:
+        """Called after each step."""
+        if self._replica.steps < self._next:
+            return
+        if self._worker.replicas_equal or not self._compares_parameters:
+            self._next = self._replica.steps + self._every
+            self.compare()
+
+    def compare(self) -> None:
+        """Compares now. Called by all workers after the same step."""
+        replica = self._replica
+        tensors = [replica.layout.view(replica.parameters, piece) for piece in replica.layout.pieces]
+        settings = [{name: repr(value) for name, value in group.items()} for group in replica.settings()]
+        found = self._context.request(
+            CompareReplica(
+                self._part,
+                replica.steps,
+                summaries(tensors) if self._worker.replicas_equal else [],
+                settings,
+            )
+        )
+        if not found.other:
+            return
+        if found.rounding:
+            self._context.request(ShowNote(self._describe(found)))
+        else:
+            raise UsageError(self._describe(found))
+
+    def _describe(self, found: ReplicaDifference) -> str:
+        step, me = self._replica.steps, self._context.me
+        if found.setting:
+            mine = self._replica.settings()[found.group][found.setting]
+            return (
+                f"after step {step} parameter group {found.group} has {found.setting}={mine!r} on {me} and "
+                f"{found.theirs} on {found.other}: a scheduler or the script decides by a value of one "
+                "worker, such as its loss; pass ReduceLROnPlateau to session.prepare(), which gives all "
+                "workers the mean, or decide by a value that is equal on all workers"
+            )
+        name = self._replica.layout.pieces[found.tensor].name
+        more = f" and {found.count - 1} more" if found.count > 1 else ""
+        where = f"after step {step} {name}{more} on {me} and {found.other}"
+        if found.rounding:
+            return (
+                f"{where} differ by no more than rounding: the machines or their versions of torch compute "
+                "differently, and replicas drift apart slowly"
+            )
+        return (
+            f"{where} differ, but under {self._worker.strategy} all replicas are equal there: the script "
+            "changes parameters outside optimizer.step(), or takes a branch that depends on the rank"
+        )
+
+
+def replica_check(context: WorldContext, worker: Worker, replica: Replica, part: int) -> ReplicaCheck | None:
+    """The check of one part; None where workers go at their own pace, and in a replacement of a dead worker,
+    whose schedulers begin again."""
+    plan, traits = context.plan, worker.strategy.traits
+    if plan.check_replicas == 0 or plan.workers == 1 or context.node.incarnation or not traits.lockstep:
+        return None
+    every = EVERY if plan.check_replicas is None else plan.check_replicas
+    return ReplicaCheck(context, worker, replica, every, part)
+
+
+def summaries(tensors: Sequence[Tensor]) -> list[TensorSummary]:
+    """A checksum of the bits of each tensor, its sum and its norm."""
+    return [
+        TensorSummary(
+            zlib.crc32(each.view(torch.uint8).numpy().data),
+            float(values.sum(dtype=torch.float64)),
+            float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))),
+        )
+        for each in (tensor.detach().reshape(-1).cpu() for tensor in tensors)
+        for values in [torch.view_as_real(each) if each.is_complex() else each]
+    ]

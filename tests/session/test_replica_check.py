@@ -1,0 +1,188 @@
+"""Replicas that must be equal and are not: the first difference is found and named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import polyrhythm as pr
+from polyrhythm.coordination.replica_comparison import ROUNDING, ReplicaComparison, difference
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import CompareReplica
+from polyrhythm.session.replica_check import summaries
+from tests.support.programs import MOMENTUM, SGD, Examples, Script, mlp
+from tests.support.rows import DEFAULTS, ROWS, Row
+from tests.support.runs import WORLDS, run_in
+
+
+def lockstep(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if pr.parse(row.strategy).traits.lockstep]
+
+
+@dataclass
+class Meddling:
+    """Trains, and in every step lets `meddle(rank, step, model, optimizer)` do something it should not."""
+
+    meddle: Callable[..., None]
+    epochs: int = 2
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model = mlp()
+        loader = DataLoader(Examples(48), batch_size=2)
+        model, optimizer, loader = here.prepare(model, SGD(model.parameters()), loader)
+        step = 0
+        for _ in range(self.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                step += 1
+                self.meddle(here.rank, step, model, optimizer)
+
+
+def scaled(rank: int, step: int, model: Any, optimizer: Any) -> None:
+    if rank == 2 and step == 7:
+        with torch.no_grad():
+            model[2].weight.mul_(1.01)
+
+
+def decayed(rank: int, step: int, model: Any, optimizer: Any) -> None:
+    if rank == 1 and step == 3:
+        optimizer.param_groups[0]["lr"] = 0.01
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_parameter_changed_on_one_worker_is_named(world: str) -> None:
+    """With both workers and the step; the first check after the change finds it."""
+    message = (
+        r"^after step 10 2\.weight( and \d more)? on worker \d and worker \d differ, but under allreduce all "
+        r"replicas are equal there: .* outside optimizer\.step\(\), or .* branch that depends on the rank$"
+    )
+    with pytest.raises(UsageError, match=message) as caught:
+        run_in(world, Meddling(scaled), check_replicas=5)
+    assert "worker 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_learning_rate_of_one_worker_is_named(world: str) -> None:
+    """Before the parameters that follow from it; with both values and what would work."""
+    with pytest.raises(UsageError, match=r"after step 4 parameter group 0 has lr=") as caught:
+        run_in(world, Meddling(decayed), check_replicas=4)
+    text = str(caught.value)
+    assert "worker 1" in text and {"0.1", "0.01"} == {*re.findall(r"0\.\d+", text)}
+    assert "pass ReduceLROnPlateau to session.prepare()" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("row", lockstep([*DEFAULTS, Row("allreduce / diloco:4")]), ids=str)
+def test_a_learning_rate_of_one_worker_is_named_in_every_lockstep_strategy(row: Row) -> None:
+    """By default at the end, in a run shorter than 100 steps."""
+    workers = 4 if row.cluster else 3
+    with pytest.raises(UsageError, match=r"parameter group 0 has lr="):
+        run_in(
+            "simulated", Meddling(decayed), strategy=row.strategy, servers=row.servers, workers=workers,
+            cluster=row.cluster,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", lockstep(ROWS), ids=str)
+def test_equal_replicas_are_equal_in_every_lockstep_strategy(row: Row, capsys: Any) -> None:
+    """Compared as often as possible: no error and no note, also with a scheduler, and the same bits."""
+    script = Script(schedule=True, optimizer=SGD if "dgc" in row.strategy else MOMENTUM, size=50)
+    digests = [
+        run_in(
+            "simulated", script, strategy=row.strategy, servers=row.servers, workers=4, cluster=row.cluster,
+            check_replicas=every,
+        )["digest"]
+        for every in (0, 1)
+    ]  # fmt: skip
+    assert digests[0] == digests[1]
+    assert "differ" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local:4", "diloco:4", "slowmo:4"])
+def test_parameters_are_compared_at_the_end_of_a_round(strategy: str) -> None:
+    """In a round replicas differ, which is no error; at its end they are equal, and a change is found."""
+
+    def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
+        if rank == 2 and step == 16:  # the last step, and the last of a round
+            torch.nn.init.zeros_(model[0].bias)
+
+    run_in("simulated", Meddling(lambda *_: None), strategy=strategy, check_replicas=3)
+    with pytest.raises(UsageError, match=r"after step 16 0\.bias on worker"):
+        run_in("simulated", Meddling(change), strategy=strategy, check_replicas=3)
+
+
+def test_checks_can_be_switched_off_and_a_negative_number_is_refused() -> None:
+    run_in("simulated", Meddling(scaled), check_replicas=0)
+    with pytest.raises(UsageError, match="check_replicas is -1; it must be a number of steps, or 0"):
+        run_in("simulated", Meddling(scaled), check_replicas=-1)
+
+
+# Summaries
+
+
+@given(
+    size=st.integers(1, 5000), seed=st.integers(0, 1000), relative=st.sampled_from([1e-7, 1e-6, 1e-2, 1.0])
+)
+def test_rounding_is_told_from_other_differences(size: int, seed: int, relative: float) -> None:
+    """A relative error of every element: of float32, or larger by far."""
+    generator = torch.Generator().manual_seed(seed)
+    one = torch.randn(size, generator=generator)
+    other = one * (1 + relative)
+    (a,), (b,) = summaries([one]), summaries([other])
+    assert (a.checksum == b.checksum) == torch.equal(one, other)
+    if a.checksum != b.checksum:
+        assert (difference(a, b) < ROUNDING) == (relative < 1e-4)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+)
+def test_every_bit_of_every_dtype_counts(dtype: torch.dtype) -> None:
+    one = torch.randn(4, 6).to(dtype).t()
+    other = one.clone()
+    other[3, 1] = -other[3, 1]
+    other[2, 1] = -other[2, 1]  # two signs: in many a sum they would cancel
+    (a,), (b,) = summaries([one]), summaries([other])
+    assert a.checksum != b.checksum
+    assert summaries([one]) == summaries([one.clone()])
+
+
+def test_rounding_is_told_once_and_a_difference_always() -> None:
+    """Machines of different kinds: a note, and training goes on."""
+    compare, one = ReplicaComparison(), torch.randn(100)
+    reports = [summaries([one]), summaries([one * (1 + 1e-6)]), summaries([one * 1.1])]
+    found = []
+    for step, theirs in enumerate([1, 1, 2, 1], 1):
+        compare.compare(Peer("worker", 0), CompareReplica(0, step, reports[0], []))
+        found.append(compare.compare(Peer("worker", 1), CompareReplica(0, step, reports[theirs], [])))
+    assert [(bool(each.other), each.rounding) for each in found] == [
+        (True, True), (False, False), (True, False), (False, False),
+    ]  # fmt: skip
+
+
+def test_parts_and_steps_are_compared_with_their_like() -> None:
+    """A worker that is a step ahead, or reports another part, is not compared with this one."""
+    compare = ReplicaComparison()
+    first = CompareReplica(0, 5, summaries([torch.ones(3)]), [{"lr": "0.1"}])
+    assert not compare.compare(Peer("worker", 0), first).other
+    for other in (replace_struct(first, step=6), replace_struct(first, part=1)):
+        different = replace_struct(other, tensors=summaries([torch.zeros(3)]), settings=[{"lr": "0.2"}])
+        assert not compare.compare(Peer("worker", 1), different).other
+    assert compare.compare(Peer("worker", 1), replace_struct(first, settings=[{"lr": "0.2"}])).theirs == "0.1"
+
+
+def replace_struct(report: CompareReplica, **fields: Any) -> CompareReplica:
+    return msgspec.structs.replace(report, **fields)
