@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -23,12 +24,13 @@ class Arguments:
         self._objects = tuple(objects)
         if again and any(map(_trains, self._objects)):
             raise UsageError(
-                "session.prepare() was called twice: pass all models and optimizers to one call; a later one "
-                "takes loaders only"
+                "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; a "
+                "later one takes loaders only"
             )
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.loaders: list[DataLoader[Any]] = []
+        self.schedulers: list[LRScheduler] = []
         for thing in self._objects:
             self._sort(thing)
         owned = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
@@ -44,6 +46,7 @@ class Arguments:
             (nn.Module, self.modules),
             (torch.optim.Optimizer, self.optimizers),
             (DataLoader, self.loaders),
+            (LRScheduler, self.schedulers),
         )
         for kind, those in kinds:
             if isinstance(thing, kind):
@@ -52,8 +55,8 @@ class Arguments:
                 those.append(thing)
                 return
         raise UsageError(
-            f"session.prepare() takes models, optimizers and loaders, not {type(thing).__name__}; pass each "
-            "as an argument of its own"
+            f"session.prepare() takes models, optimizers, loaders and schedulers, not "
+            f"{type(thing).__name__}; pass each as an argument of its own"
         )
 
     def check(self) -> None:
@@ -65,6 +68,12 @@ class Arguments:
             )
         self._check_optimizers()
         self.check_owned()
+        for scheduler in self.schedulers:
+            if not any(scheduler.optimizer is optimizer for optimizer in self.optimizers):
+                raise UsageError(
+                    f"{type(scheduler).__name__} was passed to session.prepare() without its optimizer: pass "
+                    "both to one call"
+                )
 
     def _check_optimizers(self) -> None:
         """Each parameter of an optimizer belongs to a given model, and to no other optimizer."""
@@ -115,10 +124,10 @@ def refuse_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _trains(thing: Any) -> bool:
-    """True for optimizers, and for models with parameters to train."""
+    """True for optimizers, their schedulers, and models with parameters to train."""
     if isinstance(thing, nn.Module):
         return any(each.requires_grad for each in thing.parameters())
-    return isinstance(thing, torch.optim.Optimizer)
+    return isinstance(thing, torch.optim.Optimizer | LRScheduler)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.session.schedules import Progress
 from polyrhythm.session.sharing import EpochOrder, Sharing
 
 
@@ -38,7 +39,8 @@ class SharedLoader:
         self.left_early = False  # the script did not finish the last epoch
         self.watch: Callable[[Any], None] | None = None  # called with each batch
         self._order, self._sharing, self._on_batch = EpochOrder(loader, seed), sharing, on_batch
-        self._prefetched: deque[tuple[int, float]] = deque()  # samples and scale of batches not yet used
+        self.progress = Progress()
+        self._prefetched: deque[tuple[int, float, int]] = deque()  # samples, scale, position; not yet used
         num_workers = loader.num_workers if processes else 0
         self._inner: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -60,10 +62,11 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._prefetched.clear()
-        complete = False
+        complete, self.progress.iterating = False, True
         try:
             for batch in self._inner:
-                samples, scale = self._prefetched.popleft()
+                samples, scale, position = self._prefetched.popleft()
+                self.progress.give(position)
                 self._on_batch(samples, scale)
                 self._sharing.used(samples)
                 if self.watch is not None:
@@ -72,6 +75,7 @@ class SharedLoader:
             complete = True
         finally:  # an epoch that the script leaves early is over too
             self.epoch += 1
+            self.progress.iterating = False
             self.left_early = not complete
             self._sharing.end(complete, len(self._prefetched))
 
@@ -81,8 +85,8 @@ class SharedLoader:
         if epoch is None:
             return
         self.epoch = epoch
-        for indexes, scale in self._sharing.batches(self._order, epoch, self._prefetched):
-            self._prefetched.append((len(indexes) if scale else 0, scale))
+        for indexes, scale, position in self._sharing.batches(self._order, epoch, self._prefetched):
+            self._prefetched.append((len(indexes) if scale else 0, scale, position))
             yield indexes
 
     def sample(self, most: int) -> Iterator[Any]:

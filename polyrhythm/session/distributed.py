@@ -41,6 +41,7 @@ from polyrhythm.session.loading import refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
+from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
@@ -121,6 +122,9 @@ class DistributedSession(Session):
             driver.disable_overlap()
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
         watch_backward()
+        explain_overrun()
+        for scheduler in given.schedulers:
+            prepare_scheduler(scheduler, self._context, self.strategy, shared, self.workers)
         driver.meter.start()
         return shared
 

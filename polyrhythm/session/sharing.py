@@ -95,6 +95,7 @@ class ScaledBatch(NamedTuple):
 
     indexes: Indexes
     scale: float
+    position: int  # how many batches a single process would have had when the run has had this one
 
 
 class Sharing(ABC):
@@ -137,7 +138,7 @@ class LeasedSharing(Sharing):
             self._undrawn = lease.count
             for number in range(lease.first, lease.first + lease.count):
                 self._undrawn -= 1
-                yield ScaledBatch(order.batches(lease.epoch)[number], 1.0)
+                yield ScaledBatch(order.batches(lease.epoch)[number], 1.0, lease.epoch * count + number + 1)
 
     def end(self, complete: bool, prefetched: int) -> None:
         if not complete:
@@ -174,7 +175,9 @@ class LockstepSharing(Sharing):
                 round_ = batches[first : first + self._workers]
                 mine = self._rank < len(round_)
                 yield ScaledBatch(
-                    round_[self._rank if mine else 0], self._scale([len(each) for each in round_])
+                    round_[self._rank if mine else 0],
+                    self._scale([len(each) for each in round_]),
+                    epoch * len(batches) + first + len(round_),
                 )
             return
         indexes = [index for batch in batches for index in batch]
@@ -187,8 +190,11 @@ class LockstepSharing(Sharing):
                 sharing = min(sharing, max(fewest, len(examples) // 2))
             mine = self._rank < sharing
             batch = examples[(self._rank if mine else 0) :: sharing]
+            used = min(len(batches), (first + size) // order.batch_size)
             yield ScaledBatch(
-                batch, 1.0 if full else self._scale([len(examples[r::sharing]) for r in range(sharing)])
+                batch,
+                1.0 if full else self._scale([len(examples[r::sharing]) for r in range(sharing)]),
+                epoch * len(batches) + used,
             )
 
     def _scale(self, counts: Sequence[int]) -> float:
