@@ -24,8 +24,8 @@ class Arguments:
         self._objects = tuple(objects)
         if again and any(map(_trains, self._objects)):
             raise UsageError(
-                "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; a "
-                "later one takes loaders only"
+                "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; "
+                "a later one takes loaders only"
             )
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []

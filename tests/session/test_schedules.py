@@ -145,6 +145,20 @@ def test_asynchronous_batches_have_the_rate_of_a_single_process_on_unequal_hosts
     assert max((each["epoch"], each["last"]) for each in seen) == (plain["epoch"], plain["last"])
 
 
+@pytest.mark.parametrize("strategy", ["async", "gossip"])
+def test_the_scheduler_of_a_replacement_continues_where_the_run_is(strategy: str, tmp_path: Path) -> None:
+    """It runs the script from the start, without the batches of epochs that are over."""
+    script = Scheduled(tmp_path, one_cycle, 200, shuffle=False)
+    plain = script.alone()
+    cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [0]\nat = "200 ms"\nback = "250 ms"\n'
+    summary = run_in("simulated", script, strategy=strategy, workers=3, cluster=cluster)
+    assert summary["replaced"] == {"worker 0": 1}
+    late = script.seen(1)[0]
+    assert late["batches"][0] >= 50  # not of the first epoch
+    assert late["last"] == [*plain["rates"], plain["last"]][late["epoch"]]
+    assert plain["epoch"] - 3 <= late["epoch"] <= plain["epoch"]
+
+
 def test_a_call_every_few_batches_counts_in_batches_of_a_single_process(tmp_path: Path) -> None:
     """With accumulation a single process would call as often per batch: 24 batches, every 2, are 12 calls."""
     script = Scheduled(tmp_path, cosine, 96, every=2)
@@ -279,7 +293,7 @@ def test_a_scheduler_is_prepared_with_its_optimizer_and_once() -> None:
         here.prepare(model, optimizer, *(() if again else (scheduler,)))
         here.prepare(scheduler)
 
-    with pytest.raises(UsageError, match="StepLR was passed to .* without its optimizer"):
+    with pytest.raises(UsageError, match=r"StepLR was passed to .* without its optimizer"):
         pr.simulate(lambda: main(again=False), strategy="allreduce")
     with pytest.raises(UsageError, match="pass all models, optimizers and schedulers to one call"):
         pr.simulate(lambda: main(again=True), strategy="allreduce")
