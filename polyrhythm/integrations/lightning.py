@@ -25,8 +25,8 @@ __all__ = ["LightningStrategy", "Strategy"]
 class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning may not be installed
     """Trains by the strategy of the run: `Trainer(strategy=LightningStrategy())`.
 
-    `strategy` and `batch_norm` are those of `pr.init()`; the command line overrides both. `device` and further
-    arguments are those of Lightning's `SingleDeviceStrategy`.
+    `strategy` and `batch_norm` are those of `pr.init()`; the command line overrides both. `device` and the
+    other arguments are those of Lightning's `SingleDeviceStrategy`.
     """
 
     strategy_name = "polyrhythm"
@@ -78,8 +78,8 @@ class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightnin
         if not self.optimizers:
             raise UsageError(
                 "the number of training batches is not known in configure_optimizers(): under "
-                f"{self.workers.session.strategy} workers take unequal numbers of steps; use max_epochs and the "
-                "length of your DataLoader"
+                f"{self.workers.session.strategy} workers take unequal numbers of steps; use max_epochs and "
+                "the length of your DataLoader"
             )
         return Trainee(self.lightning_module, self.optimizers, self.lightning_module.trainer.current_epoch)
 
@@ -144,7 +144,9 @@ class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightnin
         if self.world_size == 1:
             return tensor
         if sync_grads:
-            raise UsageError("all_gather(sync_grads=True) cannot pass gradients between workers; set it to False")
+            raise UsageError(
+                "all_gather(sync_grads=True) cannot pass gradients between workers; set it to False"
+            )
         self._meet("all_gather()")
         return torch.stack(self.workers.gather(tensor))
 
@@ -168,8 +170,8 @@ class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightnin
         batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready != batches.completed:
             raise UsageError(
-                f"{what} needs all workers, and under {self.workers.session.strategy} they take unequal numbers "
-                "of steps: do it at the end of an epoch"
+                f"{what} needs all workers, and under {self.workers.session.strategy} they take unequal "
+                "numbers of steps: do it at the end of an epoch"
             )
 
 

@@ -69,8 +69,8 @@ class TrainerSession:
         """The training loader with this worker's batches; `length` is what the trainer is told."""
         if not isinstance(loader, DataLoader):
             raise UsageError(
-                f"the training data is a {type(loader).__name__}, which cannot be shared among workers: use a "
-                "torch.utils.data.DataLoader"
+                f"the training data is a {type(loader).__name__}, which cannot be shared among workers: use "
+                "a torch.utils.data.DataLoader"
             )
         shared = DeferredLoader(loader, length, self._prepare)
         if self._trained is None:
@@ -99,7 +99,7 @@ class TrainerSession:
             deferred.shared, shared.epoch = shared, trainee.epoch
 
     def check_untrained(self, what: str) -> None:
-        """Raises if the session has been prepared already: the optimizers of a trainer are made for each call."""
+        """Raises if the session is prepared already: a trainer makes new optimizers for each call."""
         if self._trained is not None:
             raise UsageError(f"{what} was called twice; a run trains once: train all epochs in one call")
 
@@ -145,7 +145,7 @@ class TrainerSession:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A context in which a state can be loaded into the shown consensus: no replica and no server has it."""
+        """A context in which a state may be loaded into the shown consensus, even where servers train."""
         hooks = self._trained.load_hooks if self._trained is not None and self._trained.shown else {}
         held = dict(hooks)
         hooks.clear()
@@ -178,7 +178,9 @@ class TrainerSession:
         try:
             text = json.dumps(value, default=_path).encode()
         except TypeError as error:
-            raise UsageError(f"cannot send this to the other workers: {error}; send numbers or texts") from None
+            raise UsageError(
+                f"cannot send this to the other workers: {error}; send numbers or texts"
+            ) from None
         length = int(self.gather(torch.tensor(len(text)))[source])
         mine = torch.zeros(length, dtype=torch.int64)
         if self.rank == source:
@@ -193,7 +195,7 @@ def _path(value: Any) -> str:
 
 
 class DeferredLoader:
-    """A training loader that a trainer gets before the session is prepared; otherwise like the one it wraps."""
+    """A training loader for a time before the session is prepared; otherwise like the one it wraps."""
 
     def __init__(self, loader: DataLoader[Any], length: int | None, prepare: Callable[[], None]) -> None:
         self.loader, self._length, self._prepare = loader, length, prepare
