@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning
@@ -17,7 +18,7 @@ from polyrhythm.data import digits
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, each_step: bool) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -28,7 +29,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         x, y = batch
         loss = cross_entropy(self(x), y)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("train_loss", loss, on_step=self.hparams["each_step"], on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
@@ -47,23 +48,27 @@ def digest(model: nn.Module) -> str:
     return made.hexdigest()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--steps", type=int, default=-1)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--each-step", action="store_true", help="log the loss of each step, of all workers")
     parser.add_argument("--sequential", action="store_true", help="do not shuffle")
     parser.add_argument("--plain", action="store_true", help="by Lightning's own strategy")
     parser.add_argument("--folder", type=Path, default=Path("lightning"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     lightning.seed_everything(1, verbose=False)
     train, test = digits()
     loader = DataLoader(train, batch_size=32, shuffle=not options.sequential)
-    model = Classifier(options.rate)
+    model = Classifier(0.1, options.each_step)
     trainer = lightning.Trainer(
         strategy="auto" if options.plain else pr.integrations.lightning.Strategy(),
         accelerator="cpu",
         max_epochs=options.epochs,
+        max_steps=options.steps,
+        accumulate_grad_batches=options.accumulate,
         default_root_dir=options.folder,
         callbacks=[ModelCheckpoint(options.folder, "best", monitor="accuracy", mode="max")],
         logger=False,

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def digest(model: nn.Module) -> str:
     return made.hexdigest()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=-1)
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--sequential", action="store_true", help="do not shuffle")
     parser.add_argument("--plain", action="store_true", help="by the library's own Trainer")
     parser.add_argument("--folder", type=Path, default=Path("transformers"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     set_seed(1)
     config = BertConfig(

@@ -1,0 +1,155 @@
+"""Scripts of Lightning and Transformers, with the real libraries: alone, simulated and on two workers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import polyrhythm as pr
+from polyrhythm.integrations.trainers import ModelSwap
+from tests.support.programs import trained
+from tests.support.runs import run_in
+
+tqdm.monitor_interval = 0  # or the first progress bar starts a thread that never ends
+FOLDER = Path(__file__).parents[1] / "scripts"
+LIBRARIES = ("lightning", "transformers")
+STRATEGIES = ("allreduce", "async", "local:8", "async+topk:0.01")
+EXAMPLES = {"lightning": 1437, "transformers": 200}
+
+Row = dict[str, Any]  # what a worker wrote at the end
+
+
+@functools.cache
+def script(library: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"train_{library}", FOLDER / f"train_{library}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def program(library: str, folder: Path, *options: str) -> Callable[[], None]:
+    return functools.partial(script(library).main, ["--folder", str(folder), *options])
+
+
+def rows(folder: Path) -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
+
+
+def saved(library: str, folder: Path) -> dict[str, Tensor]:
+    """The model that the library saved at the end of the last epoch."""
+    if library == "transformers":
+        return load_file(folder / "final" / "model.safetensors")
+    state: dict[str, Tensor] = torch.load(folder / "best.ckpt", weights_only=False)["state_dict"]
+    return state
+
+
+def check(library: str, strategy: str, world: str, folder: Path, workers: int) -> list[Row]:
+    """Trains two epochs; what must be so under every strategy."""
+    runs = folder / "runs"
+    summary = run_in(world, program(library, folder), strategy=strategy, workers=workers, runs=runs)
+    found = rows(folder)
+    assert [row["rank"] for row in found] == list(range(workers))
+    for name in ("digest", "accuracy"):  # all workers evaluated one model
+        assert len({row[name] for row in found}) == 1, name
+    assert summary["samples"] == 2 * EXAMPLES[library]  # each example once per epoch
+    result, there = trained(summary), saved(library, folder)
+    for name, tensor in result.items():  # saved once, from the consensus, and the run's own result
+        assert torch.equal(tensor, there[name]), name
+    return found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_alone_the_script_gives_the_bits_of_the_plain_library(library: str, tmp_path: Path) -> None:
+    """And so does a run with one worker, which draws the same batches if they are not shuffled."""
+    program(library, tmp_path / "plain", "--plain", "--sequential", "--accumulate", "2")()
+    program(library, tmp_path / "alone", "--sequential", "--accumulate", "2")()
+    one = program(library, tmp_path / "one", "--sequential", "--accumulate", "2")
+    run_in("simulated", one, strategy="allreduce", workers=1)
+    (plain,), (alone,), (run,) = (rows(tmp_path / name) for name in ("plain", "alone", "one"))
+    assert plain == alone == run
+
+
+@pytest.mark.parametrize(("library", "strategy"), [("lightning", "async"), ("transformers", "allreduce")])
+def test_simulated_workers_train_one_model(library: str, strategy: str, tmp_path: Path) -> None:
+    check(library, strategy, "simulated", tmp_path, workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_workers_train_one_model(library: str, strategy: str, tmp_path: Path) -> None:
+    found = check(library, strategy, "real", tmp_path, workers=2)
+    if library == "lightning":  # sync_dist: the mean over all examples of the epoch
+        assert found[0]["train_loss"] == found[1]["train_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "async", "local:8", "gossip", "adpsgd", "sync", "async+topk:0.01"]
+)
+def test_eight_simulated_workers_train_one_model(library: str, strategy: str, tmp_path: Path) -> None:
+    check(library, strategy, "simulated", tmp_path, workers=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_each_worker_takes_the_steps_that_were_asked_for(strategy: str, tmp_path: Path) -> None:
+    run_in("real", program("transformers", tmp_path, "--steps", "30"), strategy=strategy, workers=2)
+    assert [row["steps"] for row in rows(tmp_path)] == [30, 30]
+    assert [row["rate"] for row in rows(tmp_path)] == [0, 0]  # the schedule ends where training does
+
+
+def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> None:
+    """Two workers that accumulate twice take the steps of one that accumulates four times."""
+    for name, workers, count in (("one", 1, "4"), ("two", 2, "2")):
+        each = program("lightning", tmp_path / name, "--sequential", "--accumulate", count, "--epochs", "1")
+        run_in("simulated", each, strategy="allreduce", workers=workers)
+    (one,), (two, _) = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert one["steps"] == two["steps"]
+    assert one["accuracy"] == pytest.approx(two["accuracy"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("library", "options", "message"),
+    [
+        (
+            "lightning",
+            ["--steps", "5"],
+            r"Trainer\(max_steps=5\) counts the steps of one worker.*use max_epochs",
+        ),
+        ("lightning", ["--each-step"], "on_step=True needs all workers.*at the end of an epoch"),
+        ("transformers", ["--accumulate", "2"], "gradient_accumulation_steps=2: under async.*set it to 1"),
+    ],
+)
+def test_what_unequal_workers_cannot_do_is_refused(
+    library: str, options: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pr.UsageError, match=message):
+        run_in("simulated", program(library, tmp_path, *options), strategy="async", workers=2)
+
+
+def test_a_swapped_model_keeps_what_is_written_to_its_own_tensors() -> None:
+    """Other workers may write to a replica while its model shows the consensus."""
+    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    nn.init.constant_(other.weight, 5.0)
+    other.running_mean.fill_(7.0)
+    own, weight, swap = model.weight.data, model.weight, ModelSwap(model)
+    swap.show(other)
+    assert model.weight is weight and model.weight[0] == 5 and model.running_mean[0] == 7
+    own.fill_(3.0)
+    swap.restore()
+    assert model.weight is weight and model.weight[0] == 3 and model.running_mean[0] == 0
+    assert not swap.shown and other.weight[0] == 5
