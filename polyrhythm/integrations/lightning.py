@@ -60,11 +60,20 @@ class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightnin
             trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
         if trainer.training:
-            self.workers.check_untrained("Trainer.fit()")
-        if not self.workers.lockstep and trainer.training and trainer.max_steps >= 0:
+            self._check(trainer)
+
+    def _check(self, trainer: Any) -> None:
+        """Raises UsageError for what this strategy cannot do."""
+        self.workers.check_untrained("Trainer.fit()")
+        if self.workers.lockstep:
+            return
+        unequal = f"under {self.workers.session.strategy} workers take unequal numbers of steps"
+        if trainer.max_steps >= 0:
+            raise UsageError(f"Trainer(max_steps={trainer.max_steps}): {unequal}; use max_epochs")
+        if trainer.ckpt_path is not None:
             raise UsageError(
-                f"Trainer(max_steps={trainer.max_steps}) counts the steps of one worker, and under "
-                f"{self.workers.session.strategy} workers take unequal numbers of them: use max_epochs"
+                f"fit(ckpt_path=...): {unequal}, so the place in the data is not known; start from the "
+                "checkpoint's model by load_from_checkpoint()"
             )
 
     def process_dataloader(self, dataloader: Any) -> Any:

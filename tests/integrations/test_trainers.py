@@ -112,6 +112,16 @@ def test_each_worker_takes_the_steps_that_were_asked_for(strategy: str, tmp_path
     assert [row["rate"] for row in rows(tmp_path)] == [0, 0]  # the schedule ends where training does
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(library: str, tmp_path: Path) -> None:
+    """Under a strategy in lockstep, with the data of the second epoch in its order."""
+    for name, *options in (("whole",), ("parts", "--stop"), ("parts", "--resume")):
+        run_in("simulated", program(library, tmp_path / name, *options), strategy="allreduce", workers=2)
+    for whole, parts in zip(rows(tmp_path / "whole"), rows(tmp_path / "parts"), strict=True):
+        assert whole["digest"] == parts["digest"] and whole["steps"] == parts["steps"]
+
+
 def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> None:
     """Two workers that accumulate twice take the steps of one that accumulates four times."""
     for name, workers, count in (("one", 1, "4"), ("two", 2, "2")):
@@ -128,17 +138,40 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> No
         (
             "lightning",
             ["--steps", "5"],
-            r"Trainer\(max_steps=5\) counts the steps of one worker.*use max_epochs",
+            r"Trainer\(max_steps=5\): under async.*use max_epochs",
         ),
+        ("lightning", ["--resume"], r"fit\(ckpt_path=...\): under async.*load_from_checkpoint\(\)"),
         ("lightning", ["--each-step"], "on_step=True needs all workers.*at the end of an epoch"),
+        ("transformers", ["--resume"], r"resume_from_checkpoint: under async.*from_pretrained\(\)"),
         ("transformers", ["--accumulate", "2"], "gradient_accumulation_steps=2: under async.*set it to 1"),
     ],
 )
 def test_what_unequal_workers_cannot_do_is_refused(
     library: str, options: list[str], message: str, tmp_path: Path
 ) -> None:
+    if "--resume" in options:
+        program(library, tmp_path, "--epochs", "1")()
     with pytest.raises(pr.UsageError, match=message):
         run_in("simulated", program(library, tmp_path, *options), strategy="async", workers=2)
+
+
+def test_a_server_is_never_the_main_process() -> None:
+    """It runs the script too, up to the first batch, but does not log or save."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    main: dict[str, tuple[bool, bool]] = {}
+
+    def train() -> None:
+        strategy = pr.integrations.lightning.Strategy()
+        run = strategy.workers.run
+        main[str(run._context.me)] = (strategy.is_global_zero, rank_zero_only(lambda: True)() or False)
+        model = nn.Linear(1, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        run.consensus()  # others run meanwhile
+        assert (rank_zero_only.rank == 0) == (run.rank == 0)
+
+    run_in("simulated", train, strategy="async", workers=2)
+    assert main == {"worker 0": (True, True), "worker 1": (False, False), "server 0": (False, False)}
 
 
 def test_a_swapped_model_keeps_what_is_written_to_its_own_tensors() -> None:

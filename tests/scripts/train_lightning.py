@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="after the first epoch")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoint in the folder")
     parser.add_argument("--each-step", action="store_true", help="log the loss of each step, of all workers")
     parser.add_argument("--sequential", action="store_true", help="do not shuffle")
     parser.add_argument("--plain", action="store_true", help="by Lightning's own strategy")
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = lightning.Trainer(
         strategy="auto" if options.plain else pr.integrations.lightning.Strategy(),
         accelerator="cpu",
-        max_epochs=options.epochs,
+        max_epochs=1 if options.stop else options.epochs,
         max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
         default_root_dir=options.folder,
@@ -75,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader, DataLoader(test, batch_size=128))
+    checkpoint = options.folder / "best.ckpt" if options.resume else None
+    trainer.fit(model, loader, DataLoader(test, batch_size=128), ckpt_path=checkpoint)
     loss = float(trainer.callback_metrics["train_loss"])
     (result,) = trainer.validate(model, DataLoader(test, batch_size=128), verbose=False)
     row = {"rank": trainer.global_rank, "accuracy": result["accuracy"], "digest": digest(model)}

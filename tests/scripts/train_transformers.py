@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 import polyrhythm as pr
 
@@ -30,6 +37,12 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
+class StopAfterAnEpoch(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = True
+        return control
+
+
 def accuracy(predicted: Any) -> dict[str, float]:
     return {"accuracy": float((predicted.predictions.argmax(1) == predicted.label_ids).mean())}
 
@@ -46,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="after the first epoch")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in the folder")
     parser.add_argument("--sequential", action="store_true", help="do not shuffle")
     parser.add_argument("--plain", action="store_true", help="by the library's own Trainer")
     parser.add_argument("--folder", type=Path, default=Path("transformers"))
@@ -82,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         eval_dataset=Sequences(100, seed=2),
         compute_metrics=accuracy,
     )
-    trainer.train()
+    if options.stop:
+        trainer.add_callback(StopAfterAnEpoch)
+    trainer.train(resume_from_checkpoint=options.resume)
     result = trainer.evaluate()
     trainer.save_model(options.folder / "final")
     rank = trainer.args.process_index
