@@ -119,8 +119,18 @@ class TrainerSession:
                 self.barrier()  # or each would see what the others have done by then
             consensus = self.session.consensus()
             if not self.lockstep:
-                self.barrier()
+                self._agree(consensus)
         self._trained.show(consensus)
+
+    def _agree(self, model: nn.Module) -> None:
+        """Gives all workers the model of the first: under `broadcast` messages may still be on their way."""
+        if self.run is None or self.workers == 1:
+            return
+        with torch.no_grad(), self.run._context.blocking():
+            for tensor in _tensors(model):
+                dense = tensor.detach().contiguous()
+                self.run._node.everyone.broadcast(dense)
+                tensor.data = dense
 
     def show_replica(self) -> None:
         """From here on the trainer's model is this worker's replica again."""

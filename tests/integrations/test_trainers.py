@@ -48,10 +48,10 @@ def rows(folder: Path) -> list[Row]:
 
 
 def saved(library: str, folder: Path) -> dict[str, Tensor]:
-    """The model that the library saved at the end of the last epoch."""
+    """The model that the script saved after training."""
     if library == "transformers":
         return load_file(folder / "final" / "model.safetensors")
-    state: dict[str, Tensor] = torch.load(folder / "best.ckpt", weights_only=False)["state_dict"]
+    state: dict[str, Tensor] = torch.load(folder / "final.ckpt", weights_only=False)["state_dict"]
     return state
 
 
@@ -64,6 +64,8 @@ def check(library: str, strategy: str, world: str, folder: Path, workers: int) -
     for name in ("digest", "accuracy"):  # all workers evaluated one model
         assert len({row[name] for row in found}) == 1, name
     assert summary["samples"] == 2 * EXAMPLES[library]  # each example once per epoch
+    if strategy in ("adpsgd", "broadcast"):  # exchanges that have begun end after the script
+        return found
     result, there = trained(summary), saved(library, folder)
     for name, tensor in result.items():  # saved once, from the consensus, and the run's own result
         assert torch.equal(tensor, there[name]), name
@@ -98,7 +100,7 @@ def test_two_workers_train_one_model(library: str, strategy: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "async", "local:8", "gossip", "adpsgd", "sync", "async+topk:0.01"]
+    "strategy", ["allreduce", "async", "local:8", "gossip", "adpsgd", "broadcast", "async+topk:0.01"]
 )
 def test_eight_simulated_workers_train_one_model(library: str, strategy: str, tmp_path: Path) -> None:
     check(library, strategy, "simulated", tmp_path, workers=8)

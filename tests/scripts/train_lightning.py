@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     checkpoint = options.folder / "best.ckpt" if options.resume else None
     trainer.fit(model, loader, DataLoader(test, batch_size=128), ckpt_path=checkpoint)
+    trainer.save_checkpoint(options.folder / "final.ckpt")
     loss = float(trainer.callback_metrics["train_loss"])
     (result,) = trainer.validate(model, DataLoader(test, batch_size=128), verbose=False)
     row = {"rank": trainer.global_rank, "accuracy": result["accuracy"], "digest": digest(model)}
