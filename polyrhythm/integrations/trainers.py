@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.api import init
+from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import session, world_context
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.distributed import DistributedSession
@@ -95,6 +96,8 @@ class TrainerSession:
         loaders = [deferred.loader for deferred in self._loaders]
         _, *others = self.session.prepare(trainee.model, *trainee.optimizers, *loaders)
         self._trained = ModelSwap(trainee.model)
+        if self.run is not None:
+            self.run.before_close.append(self.show_replica)
         for deferred, shared in zip(self._loaders, others[len(trainee.optimizers) :], strict=True):
             deferred.shared, shared.epoch = shared, trainee.epoch
 
@@ -156,13 +159,11 @@ class TrainerSession:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context in which a state may be loaded into the shown consensus, even where servers train."""
-        hooks = self._trained.load_hooks if self._trained is not None and self._trained.shown else {}
-        held = dict(hooks)
-        hooks.clear()
-        try:
+        if self._trained is None or self.shows_replica:
             yield
-        finally:
-            hooks.update(held)
+            return
+        with self._trained.loading():
+            yield
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -248,10 +249,20 @@ class ModelSwap:
     def shown(self) -> bool:
         return bool(self._own)
 
-    @property
-    def load_hooks(self) -> dict[int, Any]:
-        """What the session does when a state is loaded into the model."""
-        return self._model._load_state_dict_post_hooks
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which the session does not check what is loaded into the model."""
+        held = []
+        for hooks in (module._load_state_dict_pre_hooks for module in self._model.modules()):
+            ours = {key: hook for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), Hook)}
+            held.append((hooks, ours))
+            for key in ours:
+                del hooks[key]
+        try:
+            yield
+        finally:
+            for hooks, ours in held:
+                hooks.update(ours)
 
     def show(self, other: nn.Module) -> None:
         mine = _tensors(self._model)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import polyrhythm as pr
@@ -155,6 +156,48 @@ def test_what_unequal_workers_cannot_do_is_refused(
         program(library, tmp_path, "--epochs", "1")()
     with pytest.raises(pr.UsageError, match=message):
         run_in("simulated", program(library, tmp_path, *options), strategy="async", workers=2)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_manual_optimization_with_two_optimizers(strategy: str) -> None:
+    """Each optimizer trains its own part of the module, which is one model on all workers at the end."""
+    import lightning
+
+    class Two(lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+
+        def training_step(self, batch: list[Tensor], _: int) -> None:
+            for part, optimizer in zip(self.parts, self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward((part(batch[0]) - 1).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [
+                torch.optim.SGD(self.parts[0].parameters(), 0.1),
+                torch.optim.Adam(self.parts[1].parameters()),
+            ]
+
+    ends: list[list[Tensor]] = []
+
+    def train() -> None:
+        model, data = Two(), TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+        before = [each.detach().clone() for each in model.parameters()]
+        trainer = lightning.Trainer(
+            strategy=pr.integrations.lightning.Strategy(), max_epochs=2, accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(data, batch_size=2))
+        ends.append([each.detach().clone() for each in model.parameters()])
+        assert not any(torch.equal(one, other) for one, other in zip(before, ends[-1], strict=True))
+
+    run_in("simulated", train, strategy=strategy, workers=2)
+    assert len(ends) == 2
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 def test_a_server_is_never_the_main_process() -> None:

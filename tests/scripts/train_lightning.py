@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (result,) = trainer.validate(model, DataLoader(test, batch_size=128), verbose=False)
     row = {"rank": trainer.global_rank, "accuracy": result["accuracy"], "digest": digest(model)}
     row |= {"train_loss": loss, "steps": trainer.global_step}
+    trainer.validate(model, DataLoader(test, batch_size=128), options.folder / "best.ckpt", verbose=False)
+    assert trainer.callback_metrics["accuracy"] == trainer.checkpoint_callback.best_model_score
     (options.folder / f"worker-{trainer.global_rank}.json").write_text(json.dumps(row))
 
 
