@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,6 +73,7 @@ class DistributedSession(Session):
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self._given: Arguments | None = None  # the models and optimizers of this session
+        self.before_close: list[Callable[[], None]] = []  # called when the script is done
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
@@ -237,6 +238,8 @@ class DistributedSession(Session):
         if parts is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
         meter = parts.first.driver.meter
+        for each in self.before_close:
+            each()
         parts.reattach()
         with torch.no_grad():
             for part in parts:
