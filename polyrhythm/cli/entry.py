@@ -68,6 +68,12 @@ def _refuse(top: argparse.ArgumentParser, options: argparse.Namespace, unknown: 
     top.exit(2, f"{top.prog}: unknown arguments {words}{hint}; see {command} --help\n")
 
 
+def report(message: str, error: BaseException) -> None:
+    """Prints an error in one line; the last line says what is left of the run and how to continue."""
+    for line in (message, *getattr(error, "__notes__", ())):
+        print(f"polyrhythm: {line}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -82,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.execute(options, rest)
     except PolyrhythmError as error:
-        print(f"polyrhythm: {error}", file=sys.stderr)
+        report(str(error), error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("polyrhythm: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        report("interrupted", error)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from polyrhythm.core.plan import Plan
     from polyrhythm.launch.api import Output
     from polyrhythm.launch.program import Program
+    from polyrhythm.record.result import RunResult
 
 Commands = Any  # argparse's subparsers have no public type
-Execute = Callable[["Program", "Plan", "Output"], dict[str, Any]]
+Execute = Callable[["Program", "Plan", "Output"], "RunResult"]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -106,7 +107,7 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
 
     output = Output(options.runs, options.name, Console(sys.stderr, quiet=options.quiet))
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        summary = execute(program, plan, output)
+        summary = execute(program, plan, output).summary
     if options.json:
         print(json.dumps(summary))
     else:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.arithmetic import OPERATIONS, reduce
-from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError
 from polyrhythm.core.group import Task
 from polyrhythm.model.vectors import split
 
@@ -88,22 +88,30 @@ class SharedMemory:
     def begin(self, tensors: Sequence[Tensor], task: str) -> PendingReduction:
         """Lends flat tensors, in the same order as the other members, to the next collective."""
         lent, staged = self.stage(tensors)
+        before = self._begun
         for first in range(0, len(lent) or 1, _TENSORS):
             self._post(lent[first : first + _TENSORS], TASKS.index(task))
         self.advance()
-        return PendingReduction(self, self._begun, staged)
+        return PendingReduction(self, before, self._begun, staged)
 
     def advance(self) -> None:
         """Does this member's part of all collectives that all members have begun."""
         while self._done < self._begun and not self._missing(_BEGUN, self._done + 1):
             self._execute(self._done + 1)
 
-    def finish(self, number: int) -> None:
-        """Waits until all members have done the collective of this number."""
-        while self._done < number:
-            self._wait_until(_BEGUN, self._done + 1)
-            self._execute(self._done + 1)
-        self._wait_until(_DONE, number)
+    def finish(self, number: int, before: int = 0) -> None:
+        """Waits until all members have done the collective of this number.
+
+        `before` is the number of the last collective that did not use the same tensors.
+        """
+        try:
+            while self._done < number:
+                self._wait_until(_BEGUN, self._done + 1)
+                self._execute(self._done + 1)
+            self._wait_until(_DONE, number)
+        except PeerLost as error:
+            error.untouched = error.untouched and self._done <= before
+            raise
         self._fence()
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Staged]]:
@@ -240,10 +248,10 @@ def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
 class PendingReduction(Task):
     """A collective that has begun."""
 
-    def __init__(self, all_: SharedMemory, number: int, staged: Sequence[Staged]) -> None:
-        self._all, self._number, self._staged = all_, number, staged
+    def __init__(self, all_: SharedMemory, before: int, number: int, staged: Sequence[Staged]) -> None:
+        self._all, self._before, self._number, self._staged = all_, before, number, staged
 
     def join(self) -> None:
-        self._all.finish(self._number)
+        self._all.finish(self._number, self._before)
         self._all.unstage(self._staged)
         self._staged = ()

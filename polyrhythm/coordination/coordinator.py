@@ -8,10 +8,11 @@ pass a `respond` that is called at once or later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from polyrhythm.coordination.data_sharing import DataSharing
+from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -34,6 +35,7 @@ from polyrhythm.core.requests import (
     LeaveRun,
     LogMetrics,
     NodeFailed,
+    OfferResult,
     Prepared,
     ReleaseMemory,
     Report,
@@ -42,6 +44,7 @@ from polyrhythm.core.requests import (
     ShareEpoch,
     ShowNote,
     StepsDone,
+    StepsTaken,
     TakeLease,
     Welcome,
     WhoIsLate,
@@ -49,14 +52,6 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.resolve import ResolvedStrategy
 
 Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
-
-
-@dataclass
-class Failure:
-    """Why a run failed."""
-
-    message: str
-    exit_code: int = 1
 
 
 class Coordinator:
@@ -73,8 +68,8 @@ class Coordinator:
         self.plan = plan  # completed by the choices of the script, once they are known
         self.strategy: ResolvedStrategy | None = None
         self.clock = clock
-        self.failure: Failure | None = None
         self.membership = Membership()
+        self.ending = Ending(launcher, self.membership)
         self.data = DataSharing(plan.workers, self.membership, self._log)
         self.tally = SummaryBuilder()
         self.running = False
@@ -90,7 +85,8 @@ class Coordinator:
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
-            ReleaseMemory: self._release_memory, ShowNote: self._show_note,
+            ReleaseMemory: self._release_memory, ShowNote: self._show_note, OfferResult: self._offer,
+            StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: self._compare_replica,
         }  # fmt: skip
         if strategy is not None:
@@ -120,6 +116,8 @@ class Coordinator:
             self._handlers[type(request)](peer, request, respond)
 
     def _join(self, peer: Peer, request: JoinRun, respond: Respond) -> None:
+        if self.ending.stopping:
+            return  # a replacement that comes too late; it is ended with the run
         if self.strategy is None:
             self.set_strategy(request.strategy)
         if self.plan.batch_norm is None:
@@ -213,6 +211,10 @@ class Coordinator:
         respond(None)
         self.fail(request.error, request.exit_code)
 
+    def _offer(self, peer: Peer, request: OfferResult, respond: Respond) -> None:
+        if not self.ending.offer(peer, request.source, respond):
+            self.leave(peer, "left a run that has failed")
+
     def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
         dead = Peer("worker", request.rank), request.incarnation
         if self.membership.release(peer, dead):
@@ -225,6 +227,7 @@ class Coordinator:
         """A worker has sent the final parameters: the parts of a file, lent until the response."""
         self.digest = digest
         self.tally.ended = self.clock()
+        self.ending.saved()
         try:
             self._record.consensus(file)
         except PolyrhythmError as error:
@@ -251,7 +254,11 @@ class Coordinator:
 
     def died(self, peer: Peer, reason: str) -> None:
         """The process of a node has ended before the node left; it may not even have joined."""
-        if peer in self.membership.gone or self.failure is not None:
+        if peer in self.membership.gone:
+            return
+        if self.failure is not None:
+            self.ending.lose(peer)
+            self.leave(peer, reason)
             return
         self.membership.count_death(peer, reason)
         strategy = self.strategy
@@ -265,6 +272,9 @@ class Coordinator:
             )
         else:
             self._lose(peer, reason)
+            self.ending.advance()
+        if self.running and self.failure is not None:
+            self.leave(peer, reason)  # nobody shall wait for it any longer
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """A worker has died and the others continue, with a replacement if the launcher can start one."""
@@ -272,12 +282,11 @@ class Coordinator:
         dead, joined = membership.current(peer), peer in membership.members
         membership.mark_dead(peer)
         done = self._finish.lose(peer)
-        again = not done and self._launcher.replace(peer)
+        again = not done and not self.ending.stopping and self._launcher.replace(peer)
         if not again and not self.digest and not membership.others(peer):
             # Servers or shared memory still hold the parameters, and a worker has to send them.
-            again = (
-                not membership.expected and not self._peers_hold_parameters and self._launcher.rescue(peer)
-            )
+            held = not self._peers_hold_parameters and not self.ending.stopping
+            again = not membership.expected and held and self._launcher.rescue(peer)
         if again:
             membership.expected.add(peer)
         self.leave(peer, reason)
@@ -297,11 +306,30 @@ class Coordinator:
         if membership.no_workers_left and not self.digest:
             self.fail(f"{peer} {reason}, and no worker is left to send the final parameters")
 
+    def stop(self) -> bool:
+        """Ends the run as if the scripts had ended. False if there is nothing to keep yet."""
+        if not self._has_model or self.strategy is None:
+            return False
+        self.membership.expected.clear()
+        self.ending.stop(self.strategy.traits.lockstep)
+        self._advance()
+        return True
+
     def fail(self, message: str, exit_code: int = 1) -> None:
         """Ends the run with a failure; only the first one counts."""
-        if self.failure is None:
-            self.failure = Failure(message, exit_code)
+        if self.ending.fail(message, exit_code, save=self._has_model):
+            self.tally.ended = self.clock()
             self._log(RunFailed(message))
+
+    @property
+    def _has_model(self) -> bool:
+        """True if workers have something that is worth keeping, and can be kept."""
+        return self.running and self._record.lasting and not self.digest
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the run ended before its scripts did."""
+        return self.ending.failure
 
     @property
     def finished(self) -> bool:
@@ -324,6 +352,7 @@ class Coordinator:
             "batches_undone": self.data.leases.undone,
             "samples_left_out": self.tally.left_out(membership.dead),
             "digest": self.digest,
+            **self.ending.summary(),
         })  # fmt: skip
 
     # --- inside -------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class NodeLauncher(Protocol):
 class Recorder(Protocol):
     """Records a run. Only `consensus` may raise."""
 
+    lasting: bool  # what it has recorded is there also after a run that has failed
+
     def event(self, node: str, t: float, event: Event) -> None:
         """Records an event."""
 
@@ -57,6 +59,8 @@ class Recorder(Protocol):
 
 class NullRecorder:
     """A recorder that records nothing."""
+
+    lasting = False
 
     def event(self, node: str, t: float, event: Event) -> None:
         pass

@@ -30,6 +30,8 @@ class WaitError(PolyrhythmError):
 class PeerLost(WaitError):
     """The node that another waited for is gone."""
 
+    untouched = False  # the exchange that failed has changed no parameter
+
 
 class NotFinite(PolyrhythmError):
     """A gradient, or a codec's residual, holds NaN or infinity; names the worker."""

@@ -26,6 +26,7 @@ from polyrhythm.core.group import Group, Task
 from polyrhythm.core.mesh import Axis, Mesh
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.stopping import Stopping
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,7 @@ class Node(ABC):
     members: Members
     memory: Memory
     incarnation: int = 0  # how many workers of this rank have died before this one
+    stopping: Stopping  # whether the run ends early, and where this worker stops
     cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
     mesh: Mesh  # set when it has joined the run
 

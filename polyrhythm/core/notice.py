@@ -10,18 +10,20 @@ from polyrhythm.core.peer import Peer
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """A node has left or joined, or the run is over: then every worker is gone and none will come."""
+    """A node has left or joined; the run is over: every worker is gone and none will come; or the run ends
+    early: workers stop after a step that they agree on, or each where it is, because the run has failed."""
 
-    kind: Literal["left", "joined", "over"]
+    kind: Literal["left", "joined", "over", "stop", "abandon"]
     role: str = ""
     rank: int = 0
     incarnation: int = 0
     reason: str = ""  # of one that has left
     address: str = ""  # of one that has joined
+    step: int = -1  # the step after which all workers stop; -1: they report where they are
 
     @property
     def peer(self) -> Peer | None:
-        """The node that it is about; None if the run is over."""
+        """The node that it is about; None if it is about the run."""
         return Peer(self.role, self.rank) if self.role else None
 
     @property

@@ -193,6 +193,21 @@ class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
     settings: list[dict[str, str]]  # of each parameter group
 
 
+class StepsTaken(Request[None], frozen=True, tag="steps"):
+    """How many steps a worker had taken when it was asked to stop. Sent one way."""
+
+    steps: int
+
+
+class OfferResult(Request[Farewell], frozen=True, tag="offer"):
+    """The run has failed, and this worker has parameters: of `source`, which is itself, all workers or the
+    servers."""
+
+    reply: ClassVar[Any] = Farewell
+
+    source: str
+
+
 class NodeFailed(Request[None], frozen=True, tag="failed"):
     """The node cannot continue."""
 
@@ -221,7 +236,8 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, ShowNote,
-        StepsDone, LeaveRun, WhoIsLate, CompareReplica, NodeFailed, ReleaseMemory, Report,
+        StepsDone, LeaveRun, WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory,
+        Report,
     )
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ class ScopedNode(Node):
     def __init__(self, node: Node, part: int) -> None:
         self._node, self._suffix = node, f"@{part}" if part else ""
         self.me, self.seed, self.members, self.mesh = node.me, node.seed, node.members, node.mesh
-        self.incarnation, self.cohort = node.incarnation, node.cohort
+        self.incarnation, self.cohort, self.stopping = node.incarnation, node.cohort, node.stopping
         self.memory = _ScopedMemory(node.memory, self._suffix)
 
     @property

@@ -1,5 +1,6 @@
 """Starting a run: `run` and `join` on real processes, `simulate` on virtual time."""
 
-from polyrhythm.launch.api import Summary, join, run, simulate
+from polyrhythm.launch.api import join, run, simulate
+from polyrhythm.record.result import RunResult
 
-__all__ = ["Summary", "join", "run", "simulate"]
+__all__ = ["RunResult", "join", "run", "simulate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ from polyrhythm.launch.console import Console, LineStream, format_metrics
 from polyrhythm.launch.planning import MOST, Servers
 from polyrhythm.launch.program import Program
 from polyrhythm.record.folder import RunFolder, name_run
+from polyrhythm.record.memory import RunMemory
+from polyrhythm.record.result import RunResult, kept
 
 if TYPE_CHECKING:
     from polyrhythm.coordination.coordinator import Coordinator
-
-Summary = dict[str, Any]
 
 
 def run(
@@ -47,8 +47,8 @@ def run(
     name: str | None = None,
     events: EventPolicy = "all",
     console: Console | None = None,
-) -> Summary:
-    """Trains a script, or a function, on real processes; returns the summary.
+) -> RunResult:
+    """Trains a script, or a function, on real processes; returns the summary, the metrics and the model.
 
     `strategy` and `batch_norm` win over those of the script. `servers` is for strategies that use servers (1
     by default); "colocated" puts one beside each worker. Up to `restarts` workers that die are replaced, if
@@ -65,7 +65,8 @@ def run(
     `runs` is the parent of the run folder; None keeps nothing. `events` says which events are recorded there:
     "all", "sample" (one in a hundred of the frequent kinds) or "off". If the folder cannot be written,
     training goes on, and `parameters` in the summary is the path of the final parameters. Raises
-    `PolyrhythmError` if the run fails.
+    `PolyrhythmError` if the run fails, and KeyboardInterrupt after Ctrl-C or SIGTERM; the folder then has the
+    summary and the model so far.
     """
     what = Program(program, arguments)
     text, classes = planning.named(strategy)
@@ -98,8 +99,8 @@ def simulate(
     name: str | None = None,
     events: EventPolicy = "all",
     console: Console | None = None,
-) -> Summary:
-    """Trains a script, or a function, on virtual workers in this process; returns the summary.
+) -> RunResult:
+    """Trains a script, or a function, on virtual workers in this process; returns what `run` does.
 
     Gradients are real, time is virtual: `cluster` is a file that describes the speed of hosts and links;
     without one all hosts are equal and the network is free. The same seed gives the same result, bit for bit.
@@ -171,17 +172,17 @@ class Output:
     name: str | None = None  # None: the date and the strategy
     console: Console | None = None
 
-    def folder(self, plan: Plan) -> RunFolder | None:
-        """Makes the run folder."""
+    def record(self, plan: Plan) -> RunFolder | RunMemory:
+        """Makes the run folder, or keeps the result in memory."""
         if self.name is not None and Path(self.name).name != self.name:
             raise UsageError(f"{self.name!r} cannot be the name of a run; it must be a plain folder name")
         if self.runs is None:
-            return None
+            return RunMemory()
         say = (self.console or Console(quiet=True)).line
         return RunFolder(Path(self.runs), self.name or name_run(plan.strategy or "script"), plan.events, say)
 
 
-def run_plan(program: Program, plan: Plan, output: Output) -> Summary:
+def run_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     """Executes a plan on real processes; see `run`."""
     from polyrhythm.launch import key as keys
     from polyrhythm.launch.launcher import Launcher
@@ -193,28 +194,28 @@ def run_plan(program: Program, plan: Plan, output: Output) -> Summary:
     planning.check_hosts(plan)
     secret = None if plan.key is None else keys.make(Path(plan.key))
     if strategy is not None:
-        plan = replace(plan, strategy=strategy.text, classes=strategy.classes)
-    folder = output.folder(plan)
+        plan = planning.with_strategy(plan, strategy)
+    record = output.record(plan)
     try:
-        _record(folder, plan)
+        _write_plan(record, plan)
         with interruptible():
             try:
-                launcher = Launcher(program, plan, strategy, secret, folder, output.console)
+                launcher = Launcher(program, plan, strategy, secret, record, output.console)
             except UsageError:
-                if folder is not None:
-                    folder.discard()
+                record.discard()
                 raise
             coordinator = launcher.run()
-        return _finish(coordinator, folder)
+        return _finish(coordinator, record)
     except Interrupted:
         raise KeyboardInterrupt from None
     finally:
-        _close(folder)
+        record.close()
 
 
-def simulate_plan(program: Program, plan: Plan, output: Output) -> Summary:
+def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     """Executes a plan in simulation; see `simulate`."""
     from polyrhythm.launch.nodes import threads_each
+    from polyrhythm.launch.signals import stoppable
 
     planning.check_plan(plan)
     # As many as a worker has on real processes, because the bits of a sum depend on it. Before torch is
@@ -223,53 +224,52 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> Summary:
     plan, cluster = planning.with_cluster(plan)
     strategy = planning.resolve(plan, program)
     if strategy is not None:
-        plan = replace(plan, strategy=strategy.text, classes=strategy.classes)
+        plan = planning.with_strategy(plan, strategy)
     import torch
 
     from polyrhythm.worlds.simulated import Simulated
 
     console = output.console or Console(quiet=True)
-    folder = output.folder(plan)
+    record = output.record(plan)
     before = torch.get_num_threads()
     try:
-        _record(folder, plan)
+        _write_plan(record, plan)
         torch.set_num_threads(threads)
-        world = Simulated(program.load(), plan, cluster, strategy, folder, console.line)
+        world = Simulated(program.load(), plan, cluster, strategy, record, console.line)
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
-        with _prefixed(console):
+        with stoppable(world.coordinator.stop, console.line), _prefixed(console):
             coordinator = world.run()
-        return _finish(coordinator, folder)
+        return _finish(coordinator, record)
     finally:
         torch.set_num_threads(before)
         console.close()
-        _close(folder)
+        record.close()
 
 
-def _finish(coordinator: Coordinator, folder: RunFolder | None) -> Summary:
-    """Records what the script has chosen; returns the summary or raises the run's failure."""
-    failure = coordinator.failure
-    if coordinator.strategy is not None and failure is None:
-        _record(folder, coordinator.plan)
-    if failure is not None and failure.exit_code == Interrupted.exit_code:
-        raise KeyboardInterrupt
-    if failure is not None:
-        kind = UsageError if failure.exit_code == UsageError.exit_code else PolyrhythmError
-        error = kind(failure.message)
+def _finish(coordinator: Coordinator, record: RunFolder | RunMemory) -> RunResult:
+    """Records what the script has chosen; returns the result or raises the run's failure."""
+    if coordinator.strategy is not None:
+        _write_plan(record, coordinator.plan)
+    summary, failure = coordinator.summary(), coordinator.ending.outcome
+    if failure is None:
+        return record.result(summary)
+    error: BaseException = KeyboardInterrupt(failure.message)
+    if failure.exit_code != Interrupted.exit_code:
+        error = (
+            UsageError(failure.message)
+            if failure.exit_code == UsageError.exit_code
+            else PolyrhythmError(failure.message)
+        )
         error.exit_code = failure.exit_code
-        raise error
-    return coordinator.summary()
+    if record.lasting:
+        error.add_note(kept(summary))
+    raise error
 
 
-def _record(folder: RunFolder | None, plan: Plan) -> None:
+def _write_plan(record: RunFolder | RunMemory, plan: Plan) -> None:
     from polyrhythm import __version__
 
-    if folder is not None:
-        folder.config({"polyrhythm": __version__, **plan.to_json()})
-
-
-def _close(folder: RunFolder | None) -> None:
-    if folder is not None:
-        folder.close()
+    record.config({"polyrhythm": __version__, **plan.to_json()})
 
 
 @contextlib.contextmanager

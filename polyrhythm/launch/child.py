@@ -12,13 +12,13 @@ from types import TracebackType
 
 import torch
 
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import NodeFailed
 from polyrhythm.launch import program
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
-from polyrhythm.session.context import ServerDone, session, world_context
-from polyrhythm.session.distributed import DistributedSession
+from polyrhythm.session.context import ServerDone, world_context
+from polyrhythm.session.script import run_script, salvage
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.context import ProcessContext
@@ -42,43 +42,36 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     node = ProcessNode(me, transport, 0, config.began, config.arenas, start.arena, plan.collective)
     here = ProcessContext(node, plan, config.strategy)
     world_context.set(here)
-    error: tuple[str, int] | None = None
+    code = 0
     try:
-        error = _run(me, script)
-        if error is not None:
+        run_script(script, node.stopping)
+    except ServerDone:
+        pass
+    except Exception as error:
+        what, code = _explain(me, error)
+        with contextlib.suppress(PolyrhythmError):
             node.flush()
-            here.request(NodeFailed(*error))
-    except PolyrhythmError as failure:
-        error = (str(failure), failure.exit_code)
+            here.request(NodeFailed(what, code))
+            salvage(error)
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         node.close()
-    return error[1] if error else 0
+    return code
 
 
-def _run(me: Peer, script: Callable[[], None]) -> tuple[str, int] | None:
-    """Runs the script; returns None, or an error message and the exit code."""
-    try:
-        script()
-        mine = session.get()
-        if not isinstance(mine, DistributedSession):
-            raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
-        mine.close()
-    except ServerDone:
-        return None
-    except PolyrhythmError as error:
+def _explain(me: Peer, error: Exception) -> tuple[str, int]:
+    """An error message and the exit code; prints the traceback of an error that the script has made."""
+    if isinstance(error, PolyrhythmError):
         return str(error), error.exit_code
-    except Exception as error:
-        traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
-        return f"{me} failed: {type(error).__name__}: {error}", 1
-    return None
+    traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
+    return f"{me} failed: {type(error).__name__}: {error}", 1
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without its outer frames, which only call the script."""
-    ours = (__file__, program.__file__, "<frozen runpy>")
+    ours = (__file__, program.__file__, run_script.__code__.co_filename, "<frozen runpy>")
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 REFRESH = 0.2  # seconds between two states of the progress line on a terminal
@@ -124,7 +124,7 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
 HEAD = ("strategy", "wall time", "samples/s", "accuracy", "staleness mean", "max", "bytes sent")
 
 
-def row(summary: dict[str, Any]) -> list[str]:
+def row(summary: Mapping[str, Any]) -> list[str]:
     """A summary as a row of the table with `HEAD`."""
     accuracy = summary["metrics"].get("accuracy")
     staleness = summary["staleness"]

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from polyrhythm import __version__
-from polyrhythm.coordination.coordinator import Failure
+from polyrhythm.coordination.ending import Failure
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WireError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan

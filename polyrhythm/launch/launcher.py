@@ -17,7 +17,8 @@ import time
 from typing import Any
 
 from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.core.errors import Interrupted, UsageError
+from polyrhythm.coordination.ports import Recorder
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
@@ -25,6 +26,7 @@ from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.launch.arena_pool import ArenaPool
 from polyrhythm.launch.console import Console, format_metrics
 from polyrhythm.launch.coordinator_service import CoordinatorService
+from polyrhythm.launch.early_end import EarlyEnd
 from polyrhythm.launch.fork_server import ForkServer
 from polyrhythm.launch.hosts import HOST, listing
 from polyrhythm.launch.node_config import NodeConfig
@@ -32,7 +34,6 @@ from polyrhythm.launch.nodes import GRACE, NodeProcesses, threads_each
 from polyrhythm.launch.program import Program
 from polyrhythm.launch.remote_hosts import RemoteHosts
 from polyrhythm.launch.signals import cause, handled_by
-from polyrhythm.record.folder import RunFolder
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 
@@ -49,7 +50,7 @@ class Launcher:
         plan: Plan,
         strategy: ResolvedStrategy | None = None,
         key: bytes | None = None,
-        folder: RunFolder | None = None,
+        record: Recorder | None = None,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console(quiet=True)
@@ -74,7 +75,8 @@ class Launcher:
         self._transport: Transport | None = None
         self._service: CoordinatorService | None = None
         try:
-            self.coordinator = Coordinator(plan, strategy, self, self._clock, folder)
+            self.coordinator = Coordinator(plan, strategy, self, self._clock, record)
+            self._early_end = EarlyEnd(self.coordinator, self.say)
             # Before any thread starts: a process with threads should not fork.
             self._nodes = NodeProcesses(
                 ForkServer(program, config),
@@ -99,10 +101,8 @@ class Launcher:
         assert self._service is not None
         self._service.start()
         try:
-            self._loop()
-        except Interrupted as end:
-            with self._lock:
-                self.coordinator.fail(str(end), end.exit_code)
+            with handled_by(self._interrupt):
+                self._loop()
         finally:
             with handled_by(signal.SIG_IGN):  # a second Ctrl-C must not stop the cleanup
                 try:
@@ -111,6 +111,11 @@ class Launcher:
                     self._close()
                     self._console.close()
         return self.coordinator
+
+    def _interrupt(self, number: int, _: object) -> None:
+        """Handles Ctrl-C and SIGTERM. The main loop acts on them, when nothing is half done."""
+        self._early_end.signals += 1
+        self._wake_loop()
 
     # --- called by the coordinator ------------------------------------------------------------------
 
@@ -201,7 +206,8 @@ class Launcher:
                         f"waited {self._plan.timeout:.0f} s for another host to bring "
                         f"{listing(registry.free)}; none did"
                     )
-                if self.coordinator.failure is not None or self.coordinator.finished:
+                self._early_end.advance()
+                if self.coordinator.ending.over or self.coordinator.finished:
                     return
                 if self._nodes.ready and not registry.free:
                     self._place(self._nodes)
@@ -257,11 +263,11 @@ class Launcher:
         assert self._nodes is not None
         with self._lock:
             self._ending = True
-            failure, hosts = self.coordinator.failure, list(self._hosts.registry.joined)
+            failure, hosts = self.coordinator.ending.outcome, list(self._hosts.registry.joined)
         for who in hosts:
             message, code = (failure.message, failure.exit_code) if failure else ("", 0)
             self._hosts.order(who, "end", message=message, exit_code=code)
-        self._nodes.end(failed=failure is not None)
+        self._nodes.end(failed=self.coordinator.failure is not None)
         until = time.monotonic() + REMOTE_GRACE
         while self._hosts.registry.joined and time.monotonic() < until:
             time.sleep(0.01)

@@ -147,6 +147,12 @@ def check_hosts(plan: Plan) -> None:
         raise UsageError("shared needs all workers on one host; use hierarchical, ring or direct")
 
 
+def with_strategy(plan: Plan, strategy: ResolvedStrategy) -> Plan:
+    """The plan with its strategy in full, and the servers that it needs."""
+    servers = plan.servers or int(strategy.traits.uses_servers)
+    return replace(plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
+
+
 def resolve(plan: Plan, program: Program) -> ResolvedStrategy | None:
     """The plan's strategy, checked, if this process knows it; None if another process has to check it.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyrhythm.core.errors import Interrupted
 
 TERMINATION = (signal.SIGINT, signal.SIGTERM)  # sent by users and process managers to end a run
+STOP = 20.0  # seconds for an interrupted run to end in order
+HINT = "interrupted: the model is saved after the present step; Ctrl-C again ends the run at once"
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
@@ -22,6 +25,35 @@ def interruptible() -> contextlib.AbstractContextManager[None]:
         raise Interrupted("interrupted")
 
     return handled_by(interrupt)
+
+
+@contextlib.contextmanager
+def stoppable(stop: Callable[[], bool], say: Callable[[str], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM calls `stop`, which arranges for an end in order; False if it cannot.
+
+    The next one interrupts, and so does the end of the time for it. Only for what runs in the main thread.
+    """
+    done = threading.Event()
+    watches: list[threading.Thread] = []
+
+    def watch() -> None:
+        say(HINT)  # not in the handler, which may have interrupted a print
+        if not done.wait(STOP):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def handle(number: int, _: object) -> None:
+        if watches or not stop():
+            raise KeyboardInterrupt
+        watches.append(threading.Thread(target=watch, name="polyrhythm stop", daemon=True))
+        watches[0].start()
+
+    try:
+        with handled_by(handle):
+            yield
+    finally:
+        done.set()
+        for each in watches:
+            each.join()
 
 
 @contextlib.contextmanager

@@ -28,9 +28,9 @@ from polyrhythm.core.events import Event, EventPolicy, Metrics
 from polyrhythm.record.background import BackgroundWriter
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.record.event_file import EventFile
+from polyrhythm.record.result import PARAMETERS, RunResult
 
 MAX_BUFFERED = 10 * BATCH  # events; beyond this the thread that logs drains the buffer itself
-PARAMETERS = "consensus.safetensors"
 _json = msgspec.json.Encoder(enc_hook=float)
 
 
@@ -42,6 +42,8 @@ def name_run(strategy: str) -> str:
 
 class RunFolder:
     """Writes the files of a run. Only `consensus` raises, if the result cannot be written anywhere."""
+
+    lasting = True
 
     def __init__(
         self,
@@ -125,6 +127,10 @@ class RunFolder:
             places["parameters"] = str(self.fallback / PARAMETERS)
         self._write("summary.json", summary | places)
         return summary | places
+
+    def result(self, summary: dict[str, Any]) -> RunResult:
+        """The result of the run, whose parts are read from the folder when they are asked for."""
+        return RunResult(summary)
 
     def close(self) -> None:
         """Writes all remaining events and closes the files."""

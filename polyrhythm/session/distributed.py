@@ -17,6 +17,7 @@ from polyrhythm.core.requests import (
     BeginEpoch,
     LeaveRun,
     LogMetrics,
+    OfferResult,
     Prepared,
     ShowNote,
     StepsDone,
@@ -41,6 +42,7 @@ from polyrhythm.session.loading import refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
+from polyrhythm.session.salvage import salvaged
 from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
 from polyrhythm.session.seeds import mix, seed_all
 from polyrhythm.session.strategy_check import check_strategy, planned
@@ -242,11 +244,13 @@ class DistributedSession(Session):
             each()
         parts.reattach()
         with torch.no_grad():
+            self._node.stopping.stepping = True  # it may fail half-way
             for part in parts:
                 part.replica.leaves_early = self._data is not None and self._data.left_early
                 part.worker.finish()
                 if part.driver.check is not None:
                     part.driver.check.compare()
+            self._node.stopping.stepping = False
             if self._norms is not None:
                 self._norms.finish()
             if self.strategy.traits.parameters_held_by_peers:
@@ -263,6 +267,24 @@ class DistributedSession(Session):
                 self._note_left_out(result)
                 vectors = [vector for each in final for vector in each]
                 self._context.send_result(digest(vectors), safetensors(result))
+
+    def salvage(self, untouched: bool) -> None:
+        """The run has failed: sends the parameters that this worker has, or can get from servers.
+
+        `untouched`: the exchange that failed has changed none of them.
+        """
+        parts, copies = self._parts, self._copies
+        if parts is None or copies is None or not parts.steps:
+            return
+        with self._blocking():
+            intact = untouched or not self._node.stopping.stepping
+            found = salvaged(self.strategy, self._context.me, [part.worker for part in parts], intact)
+            parts.first.driver.meter.report()
+            self._context.flush()
+            if found is not None and self._context.request(OfferResult(found.source)).last:
+                vectors = [vector for each in found.parameters for vector in each]
+                file = safetensors(joined(copies.copy(*found.parameters)))
+                self._context.send_result(digest(vectors), file)
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)

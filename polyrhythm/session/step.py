@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.core.errors import UsageError
+from polyrhythm.core.errors import PeerLost, UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.node import Node
 from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, Worker
@@ -179,6 +179,7 @@ class StepDriver:
                 with torch.no_grad(), self._context.blocking():
                     self.check.after_step()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+            self._node.stopping.after_step()
             return loss
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or earlier schedulers would warn
@@ -216,8 +217,13 @@ class StepDriver:
         with torch.no_grad(), self._context.blocking():
             replica.steps += 1
             replica.closure = evaluate
-            with self.meter.step():
-                self._worker.step()
+            self._node.stopping.before_step()
+            try:
+                with self.meter.step():
+                    self._worker.step()
+            except PeerLost as error:
+                error.untouched = False  # the line search has moved the parameters
+                raise
             self._complete = False
         return losses[0]
 
@@ -239,6 +245,7 @@ class StepDriver:
             self._complete = False
             replica.steps += 1
             replica.check_finite(self._node.me)
+            self._node.stopping.before_step()
             with self.meter.step():
                 self._worker.step()
 

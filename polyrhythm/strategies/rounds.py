@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
@@ -174,8 +174,10 @@ class AveragingWorker(RoundsWorker):
                 part.mul_(weight)
         try:
             self.reducer.mean(own, *others, *flags, full=full)
-        except BaseException:
+        except BaseException as error:
             copied(self.base, own)  # the script may save the model
+            if isinstance(error, PeerLost):
+                error.untouched = True
             raise
         for part, base in zip(own, self.base, strict=True):
             part.add_(base)

@@ -27,7 +27,8 @@ from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.node import Members, Node
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import COORDINATOR, Peer
-from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, pack
+from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, StepsTaken, pack
+from polyrhythm.core.stopping import Stopping
 from polyrhythm.wire.buffers import Buffer
 from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.incoming import Incoming
@@ -137,8 +138,11 @@ class ProcessNode(Node):
         self._handler_lock = threading.RLock()
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
+        self.stopping = Stopping()
         for kind in ("left", "joined", "over"):
             transport.handlers[kind] = self._on_notice
+        for kind in ("stop", "abandon"):
+            transport.handlers[kind] = self._on_stop
 
     # --- membership ---------------------------------------------------------------------------------
 
@@ -177,7 +181,9 @@ class ProcessNode(Node):
             why = (
                 "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
             )
-            raise PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
+            error = PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
+            error.untouched = gone in missing  # so no worker has begun to write results
+            raise error
         if missing and (waited > self.transport.wait or self.transport.closed):
             names = ", ".join(map(str, missing))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
@@ -194,6 +200,17 @@ class ProcessNode(Node):
             self.transport.introduce(notice.peer, notice.address)
         self._notices.append(_PendingNotice(notice, self.transport.arrived))
         self.transport.wake()
+
+    def _on_stop(self, incoming: Incoming) -> None:
+        """Handles a notice that the run ends early."""
+        notice = msgspec.convert({**incoming.fields, "kind": incoming.kind}, Notice)
+        if notice.kind == "abandon":
+            self.stopping.abandon()
+        elif notice.step >= 0:
+            self.stopping.stop_after(notice.step)
+        else:  # in another thread: the one that reads must not send
+            taken = StepsTaken(self.stopping.ask())
+            _Thread(self._tell_coordinator, (taken,))
 
     def _update_members(self, notice: Notice) -> None:
         peer, members = notice.peer, self.members

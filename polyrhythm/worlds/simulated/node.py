@@ -17,6 +17,7 @@ from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.node import Lock, Members, Memory, Node
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
+from polyrhythm.core.stopping import Stopping
 from polyrhythm.worlds.simulated.fibers import Fiber
 from polyrhythm.worlds.simulated.group import SimulatedGroup
 from polyrhythm.worlds.simulated.random_states import RandomState
@@ -60,6 +61,7 @@ class SimulatedNode(Node):
         self._sequence = incarnation << INCARNATION_SHIFT
         self.members = Members()
         self.memory = _SimulatedMemory(self)
+        self.stopping = Stopping()
         self._group: SimulatedGroup | None = None
 
     def current(self) -> Fiber:

@@ -11,11 +11,11 @@ import torch
 from greenlet import GreenletExit
 
 from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
-from polyrhythm.session.context import ServerDone, session, world_context
-from polyrhythm.session.distributed import DistributedSession
+from polyrhythm.session.context import ServerDone, world_context
+from polyrhythm.session.script import run_script, salvage
 from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
 from polyrhythm.worlds.simulated.group import OpenCollectives
@@ -26,9 +26,9 @@ from polyrhythm.worlds.simulated.random_states import GlobalGenerators
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.coordination.ports import Recorder
     from polyrhythm.core.plan import Plan
     from polyrhythm.core.resolve import ResolvedStrategy
-    from polyrhythm.record.folder import RunFolder
     from polyrhythm.worlds.cluster import Cluster, Crash
     from polyrhythm.worlds.cost_model import CostModel
 
@@ -42,7 +42,7 @@ class Simulated:
         plan: Plan,
         cluster: Cluster,
         strategy: ResolvedStrategy | None = None,
-        folder: RunFolder | None = None,
+        record: Recorder | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         self.program, self.plan, self.cluster = program, plan, cluster
@@ -61,7 +61,7 @@ class Simulated:
         self._fibers: list[Fiber] = []
         self.say = say
         self.generators = GlobalGenerators()
-        self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, folder)
+        self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, record)
         for rank in range(plan.workers):
             self._start(Peer("worker", rank))
         for crash in cluster.failures:
@@ -73,11 +73,16 @@ class Simulated:
         grad = torch.is_grad_enabled()
         try:
             here = self.coordinator
-            # The run may be finished before the last failure of the cluster file.
-            self.loop.run(lambda: here.failure is not None or (here.digest != "" and here.finished))
-            if self.coordinator.failure is None and not self.coordinator.finished:
+
+            def is_over() -> bool:
+                # The run may be finished before the last failure of the cluster file.
+                return here.ending.over or (here.digest != "" and here.finished)
+
+            self.loop.run(is_over)
+            if here.failure is None and not here.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
-                self.coordinator.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+                here.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+                self.loop.run(is_over)
         finally:
             for fiber in self._fibers:
                 fiber.kill()
@@ -95,6 +100,8 @@ class Simulated:
 
     def tell(self, notice: Notice) -> None:
         """Notifies every member except the one that the notice is about."""
+        if notice.kind in ("stop", "abandon"):
+            return self._stop(notice)
         peer = notice.peer
         if peer is not None:
             others = [each for each in self.present[peer.role] if each != peer]
@@ -103,6 +110,19 @@ class Simulated:
         for other in self.coordinator.membership.members:
             if other != peer:
                 self.nodes[other].notice(change)
+
+    def _stop(self, notice: Notice) -> None:
+        """Tells the workers that the run ends early. May be called by a signal handler: it never waits."""
+        for peer in list(self.coordinator.membership.workers):
+            stopping = self.nodes[peer].stopping
+            if notice.kind == "abandon":
+                stopping.abandon()
+            elif notice.step >= 0:
+                stopping.stop_after(notice.step)
+            else:
+                self.coordinator.ending.report(peer, stopping.ask())
+        if notice.kind == "abandon":
+            self.collectives.lose()
 
     def replace(self, peer: Peer) -> bool:
         """True if the worker that has just crashed comes back, according to the cluster file."""
@@ -127,7 +147,7 @@ class Simulated:
             return
         self._comes_back = crash.back is not None
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
-        if self.coordinator.failure is None:
+        if not self.coordinator.ending.over:
             self.nodes[peer].crash()
             self.collectives.lose()
             if crash.back is not None and peer in self.coordinator.membership.expected:  # it had work left
@@ -150,16 +170,13 @@ class Simulated:
         node.install_random_state()
         world_context.set(SimulatedContext(node))
         try:
-            self.program()
-            mine = session.get()
-            if not isinstance(mine, DistributedSession):
-                raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
-            mine.close()
+            run_script(self.program, node.stopping)
         except (ServerDone, GreenletExit):
             pass
         except Exception as error:
             if not node.crashed:  # a killed process reports no error
                 self.failed(node.me, error)
+                salvage(error)
 
     def failed(self, peer: Peer, error: Exception) -> None:
         """Ends the run because of an error on a node."""

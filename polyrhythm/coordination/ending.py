@@ -1,0 +1,111 @@
+"""Ending: how a run ends before its scripts do, and keeps its model. Logic without I/O.
+
+An interrupted run ends as if the scripts had ended (see `core.stopping`). In a run that has failed, each
+worker offers the parameters that it has or can get from servers, and the first one that does sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from polyrhythm.coordination.membership import Membership
+from polyrhythm.coordination.ports import NodeLauncher
+from polyrhythm.core.errors import Interrupted
+from polyrhythm.core.notice import Notice
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import Farewell
+
+INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Failure:
+    """Why a run ended before its scripts did."""
+
+    message: str
+    exit_code: int = 1
+
+
+class Ending:
+    """The early end of a run: none yet, or what has been said about it."""
+
+    def __init__(self, launcher: NodeLauncher, membership: Membership) -> None:
+        self._launcher, self._membership = launcher, membership
+        self.failure: Failure | None = None
+        self.stopping = False  # interrupted: the workers stop after a step that they agree on
+        self.source = ""  # in a failed run: who had the parameters that were saved
+        self._saving = False  # the run has failed, and a worker may still send parameters
+        self._saver: tuple[Peer, str] | None = None  # the worker that sends them, and whose they are
+        self._steps: dict[Peer, int] = {}  # how many steps each worker has taken
+
+    @property
+    def over(self) -> bool:
+        """True if the run has failed and nothing more is to be saved."""
+        return self.failure is not None and not (self._saving and self._membership.workers)
+
+    def stop(self, lockstep: bool) -> None:
+        """The run is interrupted: asks the workers to stop."""
+        self.stopping = True
+        self._launcher.tell(Notice("stop", step=-1 if lockstep else 0))
+
+    def report(self, peer: Peer, steps: int) -> None:
+        """A worker that was asked to stop has taken so many steps."""
+        self._steps[peer] = steps
+        self.advance()
+
+    def advance(self) -> None:
+        """Tells the workers where to stop, if all have reported."""
+        if self._steps and not {*self._membership.workers} - self._steps.keys():
+            self._launcher.tell(Notice("stop", step=max(self._steps.values()) + 1))
+            self._steps = {}
+
+    def fail(self, message: str, exit_code: int, save: bool) -> bool:
+        """The run has failed; `save` if workers may have parameters. False if it had failed before."""
+        if self.failure is not None:
+            return False
+        self.failure = Failure(message, exit_code)
+        if self.stopping:
+            self.failure = Failure(INTERRUPTED, Interrupted.exit_code)
+        self._saving = save
+        if save:
+            self._launcher.tell(Notice("abandon"))
+        return True
+
+    def give_up(self) -> None:
+        """Saves nothing more: a second Ctrl-C, or the time for it is over."""
+        self._saving = False
+
+    def offer(self, peer: Peer, source: str, respond: Callable[[Farewell], None]) -> bool:
+        """A worker has parameters: its own, or those of `source`. True if it shall send them."""
+        wanted = self._saving and self._saver is None
+        if wanted:
+            self._saver = peer, source
+        respond(Farewell(last=wanted))
+        return wanted
+
+    def saved(self) -> None:
+        """The parameters have arrived."""
+        if self._saver is not None:
+            self.source = self._saver[1]
+        self._saving = False
+
+    @property
+    def outcome(self) -> Failure | None:
+        """Why the run ended before its scripts did, also if its workers have stopped in order."""
+        return self.failure or (Failure(INTERRUPTED, Interrupted.exit_code) if self.stopping else None)
+
+    def summary(self) -> dict[str, str]:
+        """How the run ended: for its summary."""
+        outcome = self.outcome
+        if outcome is None:
+            return {"ended": "finished"}
+        source = {"source": self.source} if self.source else {}
+        if outcome.exit_code == Interrupted.exit_code:
+            return {"ended": INTERRUPTED, **source}
+        return {"ended": "failed", "error": outcome.message, **source}
+
+    def lose(self, peer: Peer) -> None:
+        """A worker has left a run that has failed: another one may send its parameters."""
+        if self._saver is not None and self._saver[0] == peer:
+            self._saver = None

@@ -1,0 +1,43 @@
+"""EarlyEnd: limits the time that an interrupted or failed run takes to save its model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.coordination.ending import INTERRUPTED
+from polyrhythm.core.errors import Interrupted
+from polyrhythm.launch.signals import HINT, STOP
+
+SAVE = 5.0  # seconds for a worker of a run that has failed to send what it has
+
+
+class EarlyEnd:
+    """Counts signals, and decides what the first and the second one do."""
+
+    def __init__(self, coordinator: Coordinator, say: Callable[[str], None]) -> None:
+        self._coordinator, self._say = coordinator, say
+        self.signals = 0  # how often Ctrl-C was pressed, or SIGTERM arrived
+        self._stop_until: float | None = None
+        self._save_until: float | None = None
+
+    def advance(self) -> None:
+        """Called by the launcher's loop, again and again."""
+        coordinator, ending, now = self._coordinator, self._coordinator.ending, time.monotonic()
+        if self.signals and coordinator.failure is None and self._stop_until is None:
+            if coordinator.stop():
+                self._say(HINT)
+                self._stop_until = now + STOP
+            else:
+                self._interrupt()
+        if self._stop_until is not None and now > self._stop_until:
+            self._interrupt()  # some worker does not get to its next step
+        if coordinator.failure is not None:
+            self._save_until = self._save_until or now + SAVE
+        if self.signals > 1 or (self._save_until is not None and now > self._save_until):
+            self._interrupt()
+            ending.give_up()
+
+    def _interrupt(self) -> None:
+        self._coordinator.fail(INTERRUPTED, Interrupted.exit_code)

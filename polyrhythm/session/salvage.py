@@ -1,0 +1,38 @@
+"""Which parameters a worker can save when the run has failed, without help from other workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyrhythm.core.errors import PolyrhythmError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyrhythm.core.peer import Peer
+    from polyrhythm.core.strategy import Strategy
+    from polyrhythm.core.worker import Worker
+
+
+class Salvaged(NamedTuple):
+    """The parameters of each part of the model as flat vectors, and whose they are."""
+
+    parameters: Sequence[Sequence[Tensor]]
+    source: str
+
+
+def salvaged(strategy: Strategy, me: Peer, workers: Sequence[Worker], intact: bool) -> Salvaged | None:
+    """The servers' parameters, or this worker's own if they are intact; None if there are none."""
+    traits = strategy.traits
+    if traits.uses_servers:
+        with contextlib.suppress(PolyrhythmError):  # a server is gone too
+            return Salvaged([worker.consensus() for worker in workers], "the servers")
+    if not intact:
+        return None
+    together = traits.lockstep and traits.sync_period == 1 and len(strategy.parts) == 1
+    equal = together and not traits.parameters_held_by_peers and not traits.uses_servers
+    equal |= traits.steps_in_place
+    own = [worker.replica.parameters for worker in workers]
+    return Salvaged(own, "all workers" if equal else str(me))

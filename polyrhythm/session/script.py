@@ -1,0 +1,32 @@
+"""Runs the script of one node to its end, or to the end of the run if that comes first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
+from polyrhythm.core.stopping import RunStopped, Stopping
+from polyrhythm.session.context import session
+from polyrhythm.session.distributed import DistributedSession
+
+
+def run_script(script: Callable[[], None], stopping: Stopping) -> None:
+    """Runs the script and ends its session. Raises ServerDone on a server."""
+    try:
+        script()
+    except RunStopped:
+        if stopping.alone:
+            raise PeerLost("the run has failed on another node") from None
+    mine = session.get()
+    if not isinstance(mine, DistributedSession):
+        raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
+    mine.close()
+
+
+def salvage(error: Exception) -> None:
+    """The run has failed: saves what this worker has trained, unless another worker does."""
+    mine = session.get()
+    if isinstance(mine, DistributedSession):
+        with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be saved
+            mine.salvage(untouched=isinstance(error, PeerLost) and error.untouched)
