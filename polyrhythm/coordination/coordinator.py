@@ -85,9 +85,10 @@ class Coordinator:
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
-            ReleaseMemory: self._release_memory, ShowNote: self._show_note, OfferResult: self._offer,
+            ReleaseMemory: self._release_memory, ShowNote: self._show_note,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: self._compare_replica,
+            OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
             self.set_strategy(strategy)
@@ -125,7 +126,7 @@ class Coordinator:
         self.membership.join(peer, request.location)
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
-        if self.running or len(self.membership.members) >= self._nodes:
+        if self.running or len(self.membership.members) >= self.plan.nodes:
             self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
@@ -142,9 +143,10 @@ class Coordinator:
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._preparing.add(peer, respond)
-        if self.running or self.membership.prepared >= self._nodes:
+        if self.running or self.membership.prepared >= self.plan.nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()
+                self.ending.keeps = self._record.lasting
             self._preparing.release_all(lambda each: None)
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
@@ -211,10 +213,6 @@ class Coordinator:
         respond(None)
         self.fail(request.error, request.exit_code)
 
-    def _offer(self, peer: Peer, request: OfferResult, respond: Respond) -> None:
-        if not self.ending.offer(peer, request.source, respond):
-            self.leave(peer, "left a run that has failed")
-
     def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
         dead = Peer("worker", request.rank), request.incarnation
         if self.membership.release(peer, dead):
@@ -225,11 +223,11 @@ class Coordinator:
         self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
     ) -> None:
         """A worker has sent the final parameters: the parts of a file, lent until the response."""
-        self.digest = digest
         self.tally.ended = self.clock()
         self.ending.saved()
         try:
             self._record.consensus(file)
+            self.digest = digest
         except PolyrhythmError as error:
             self.fail(str(error))
         respond()
@@ -256,13 +254,12 @@ class Coordinator:
         """The process of a node has ended before the node left; it may not even have joined."""
         if peer in self.membership.gone:
             return
+        strategy = self.strategy
+        if self.failure is None:
+            self.membership.count_death(peer, reason)
         if self.failure is not None:
             self.ending.lose(peer)
-            self.leave(peer, reason)
-            return
-        self.membership.count_death(peer, reason)
-        strategy = self.strategy
-        if not self.running:
+        elif not self.running:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
             self.fail(f"{peer} {reason}; its part of the parameters is lost")
@@ -295,12 +292,7 @@ class Coordinator:
         else:
             membership.gone[peer] = reason
         # Workers that hold the parameters read each other's memory.
-        holders = {
-            each for each in membership.members if self._peers_hold_parameters or each.role == "server"
-        }
-        if joined and holders:
-            membership.hold(dead, holders)
-        else:
+        if not joined or not membership.hold(dead, workers_too=self._peers_hold_parameters):
             self._launcher.released(*dead)
         self._advance()
         if membership.no_workers_left and not self.digest:
@@ -308,23 +300,15 @@ class Coordinator:
 
     def stop(self) -> bool:
         """Ends the run as if the scripts had ended. False if there is nothing to keep yet."""
-        if not self._has_model or self.strategy is None:
-            return False
-        self.membership.expected.clear()
-        self.ending.stop(self.strategy.traits.lockstep)
+        stops = self.strategy is not None and self.ending.stop(self.strategy.traits.lockstep)
         self._advance()
-        return True
+        return stops
 
     def fail(self, message: str, exit_code: int = 1) -> None:
         """Ends the run with a failure; only the first one counts."""
-        if self.ending.fail(message, exit_code, save=self._has_model):
+        if self.ending.fail(message, exit_code):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
-
-    @property
-    def _has_model(self) -> bool:
-        """True if workers have something that is worth keeping, and can be kept."""
-        return self.running and self._record.lasting and not self.digest
 
     @property
     def failure(self) -> Failure | None:
@@ -346,9 +330,7 @@ class Coordinator:
         membership = self.membership
         return self._record.summary({
             **self.tally.build(self.plan),
-            "lost": membership.lost,
-            "joined": membership.replaced.total(),
-            "replaced": dict(membership.replaced),
+            **membership.summary(),
             "batches_undone": self.data.leases.undone,
             "samples_left_out": self.tally.left_out(membership.dead),
             "digest": self.digest,
@@ -356,10 +338,6 @@ class Coordinator:
         })  # fmt: skip
 
     # --- inside -------------------------------------------------------------------------------------
-
-    @property
-    def _nodes(self) -> int:
-        return self.plan.workers + self.plan.servers
 
     @property
     def _peers_hold_parameters(self) -> bool:

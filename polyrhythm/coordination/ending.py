@@ -33,6 +33,7 @@ class Ending:
     def __init__(self, launcher: NodeLauncher, membership: Membership) -> None:
         self._launcher, self._membership = launcher, membership
         self.failure: Failure | None = None
+        self.keeps = False  # workers have something that can be saved
         self.stopping = False  # interrupted: the workers stop after a step that they agree on
         self.source = ""  # in a failed run: who had the parameters that were saved
         self._saving = False  # the run has failed, and a worker may still send parameters
@@ -44,10 +45,14 @@ class Ending:
         """True if the run has failed and nothing more is to be saved."""
         return self.failure is not None and not (self._saving and self._membership.workers)
 
-    def stop(self, lockstep: bool) -> None:
-        """The run is interrupted: asks the workers to stop."""
+    def stop(self, lockstep: bool) -> bool:
+        """The run is interrupted: asks the workers to stop. False if they have nothing to save."""
+        if not self.keeps or self.failure is not None:
+            return False
         self.stopping = True
+        self._membership.expected.clear()
         self._launcher.tell(Notice("stop", step=-1 if lockstep else 0))
+        return True
 
     def report(self, peer: Peer, steps: int) -> None:
         """A worker that was asked to stop has taken so many steps."""
@@ -60,15 +65,15 @@ class Ending:
             self._launcher.tell(Notice("stop", step=max(self._steps.values()) + 1))
             self._steps = {}
 
-    def fail(self, message: str, exit_code: int, save: bool) -> bool:
-        """The run has failed; `save` if workers may have parameters. False if it had failed before."""
+    def fail(self, message: str, exit_code: int) -> bool:
+        """The run has failed. False if it had failed before."""
         if self.failure is not None:
             return False
         self.failure = Failure(message, exit_code)
         if self.stopping:
             self.failure = Failure(INTERRUPTED, Interrupted.exit_code)
-        self._saving = save
-        if save:
+        self._saving = self.keeps
+        if self.keeps:
             self._launcher.tell(Notice("abandon"))
         return True
 
@@ -76,19 +81,18 @@ class Ending:
         """Saves nothing more: a second Ctrl-C, or the time for it is over."""
         self._saving = False
 
-    def offer(self, peer: Peer, source: str, respond: Callable[[Farewell], None]) -> bool:
-        """A worker has parameters: its own, or those of `source`. True if it shall send them."""
+    def offer(self, peer: Peer, source: str, respond: Callable[[Farewell], None]) -> None:
+        """A worker has the parameters of `source`; it sends them unless another one does."""
         wanted = self._saving and self._saver is None
         if wanted:
             self._saver = peer, source
         respond(Farewell(last=wanted))
-        return wanted
 
     def saved(self) -> None:
         """The parameters have arrived."""
         if self._saver is not None:
             self.source = self._saver[1]
-        self._saving = False
+        self._saving = self.keeps = False
 
     @property
     def outcome(self) -> Failure | None:

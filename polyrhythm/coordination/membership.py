@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import Location
@@ -94,9 +95,12 @@ class Membership:
 
     # --- memory of the dead -------------------------------------------------------------------------
 
-    def hold(self, dead: Incarnation, holders: set[Peer]) -> None:
-        """These nodes may still use the memory of a dead worker."""
-        self._holders[dead] = holders
+    def hold(self, dead: Incarnation, workers_too: bool) -> bool:
+        """Servers, and workers if `workers_too`, may still use a dead worker's memory. False if none may."""
+        holders = {each for each in self.members if workers_too or each.role == "server"}
+        if holders:
+            self._holders[dead] = holders
+        return bool(holders)
 
     def release(self, holder: Peer, dead: Incarnation) -> bool:
         """A node no longer uses the memory of a dead worker. True if it was the last one."""
@@ -115,6 +119,11 @@ class Membership:
     def deaths(self) -> int:
         """How many nodes have died."""
         return sum(deaths.total() for deaths in self._deaths.values())
+
+    def summary(self) -> dict[str, Any]:
+        """The deaths and replacements."""
+        joined, replaced = self.replaced.total(), dict(self.replaced)
+        return {"lost": self.lost, "joined": joined, "replaced": replaced}
 
     @property
     def lost(self) -> dict[str, str]:

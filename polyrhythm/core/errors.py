@@ -30,7 +30,9 @@ class WaitError(PolyrhythmError):
 class PeerLost(WaitError):
     """The node that another waited for is gone."""
 
-    untouched = False  # the exchange that failed has changed no parameter
+    def __init__(self, message: str, untouched: bool = False) -> None:
+        super().__init__(message)
+        self.untouched = untouched  # the exchange that failed has changed no parameter
 
 
 class NotFinite(PolyrhythmError):

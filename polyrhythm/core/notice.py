@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +21,11 @@ class Notice(msgspec.Struct, frozen=True):
     reason: str = ""  # of one that has left
     address: str = ""  # of one that has joined
     step: int = -1  # the step after which all workers stop; -1: they report where they are
+
+    @staticmethod
+    def of(kind: str, fields: Mapping[str, Any]) -> Notice:
+        """The notice in a message of this kind with these fields."""
+        return msgspec.convert({**fields, "kind": kind}, Notice)
 
     @property
     def peer(self) -> Peer | None:

@@ -53,6 +53,11 @@ class Plan:
         return self.workers if self.here is None else self.here
 
     @property
+    def nodes(self) -> int:
+        """The number of workers and servers."""
+        return self.workers + self.servers
+
+    @property
     def mesh(self) -> Mesh:
         """The place of every worker. Without sites all are at one."""
         return Mesh.of_sites(list(self.sites.values()) or [range(self.workers)])

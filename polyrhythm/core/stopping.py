@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 
+from polyrhythm.core.notice import Notice
+
 PATIENCE = 60.0  # seconds; the launcher waits less for an interrupted run to end
 
 
@@ -30,20 +32,17 @@ class Stopping:
         self._last: int | None = None  # the step after which all workers stop
         self._decided = threading.Event()
 
-    def ask(self) -> int:
-        """The run is to end: pauses after the present step. Returns the number of steps so far."""
+    def handle(self, notice: Notice) -> int | None:
+        """Handles a notice that the run ends early. Returns the number of steps, if it is to be reported."""
         self._asked = True  # first, so that at most one step more is taken
-        return self.steps
-
-    def stop_after(self, step: int) -> None:
-        """All workers stop after this step, or after the present one if that comes later."""
-        self._last, self._asked = step, True
+        if notice.kind == "abandon":
+            self.alone = True
+        elif notice.step < 0:
+            return self.steps
+        else:
+            self._last = notice.step
         self._decided.set()
-
-    def abandon(self) -> None:
-        """The run has failed: stops before or after the present step, whichever comes first."""
-        self.alone = self._asked = True
-        self._decided.set()
+        return None
 
     def before_step(self) -> None:
         """Called before each step is taken."""

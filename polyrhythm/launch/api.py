@@ -261,7 +261,7 @@ def _finish(coordinator: Coordinator, record: RunFolder | RunMemory) -> RunResul
             else PolyrhythmError(failure.message)
         )
         error.exit_code = failure.exit_code
-    if record.lasting:
+    if record.lasting and summary["steps"]:
         error.add_note(kept(summary))
     raise error
 

@@ -48,6 +48,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     except ServerDone:
         pass
     except Exception as error:
+        node.stopping.alone = True  # what follows needs no other worker
         what, code = _explain(me, error)
         with contextlib.suppress(PolyrhythmError):
             node.flush()

@@ -28,7 +28,7 @@ class EarlyEnd:
         if self.signals and coordinator.failure is None and self._stop_until is None:
             if coordinator.stop():
                 self._say(HINT)
-                self._stop_until = now + STOP
+                self._stop_until = now + self._patience()
             else:
                 self._interrupt()
         if self._stop_until is not None and now > self._stop_until:
@@ -38,6 +38,12 @@ class EarlyEnd:
         if self.signals > 1 or (self._save_until is not None and now > self._save_until):
             self._interrupt()
             ending.give_up()
+
+    def _patience(self) -> float:
+        """Seconds for the workers to stop: enough for a few steps as long as those so far."""
+        tally, plan = self._coordinator.tally, self._coordinator.plan
+        seconds = (self._coordinator.clock() - tally.began) * plan.workers / max(1, tally.progress()[0])
+        return min(STOP, 5.0 + 5 * seconds)
 
     def _interrupt(self) -> None:
         self._coordinator.fail(INTERRUPTED, Interrupted.exit_code)

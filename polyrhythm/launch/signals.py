@@ -12,7 +12,7 @@ from typing import Any
 from polyrhythm.core.errors import Interrupted
 
 TERMINATION = (signal.SIGINT, signal.SIGTERM)  # sent by users and process managers to end a run
-STOP = 20.0  # seconds for an interrupted run to end in order
+STOP = 30.0  # seconds at most for an interrupted run to end in order
 HINT = "interrupted: the model is saved after the present step; Ctrl-C again ends the run at once"
 
 

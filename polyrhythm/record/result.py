@@ -30,7 +30,7 @@ class MetricsTable(list[dict[str, Any]]):
         return pandas.DataFrame(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunResult(Mapping[str, Any]):
     """The result of a run: its summary, its metrics, its folder and the model that it has trained.
 
@@ -94,7 +94,7 @@ def kept(summary: Mapping[str, Any]) -> str:
     path = summary.get("parameters", f"{folder}/{PARAMETERS}")
     whose = summary.get("source", "")
     of = f" of {whose}" if whose else ""
-    seen = f"{summary['samples']:,} examples"
+    seen = f"{summary['steps']:,} steps of all workers"
     return f"the model{of} after {seen} is in {path}; to continue, load it before session.prepare(): {GUIDE}"
 
 

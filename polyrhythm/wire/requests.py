@@ -127,6 +127,11 @@ class Requests:
 
             self.complete(pending, failure=failure)
 
+    def peers(self) -> set[Peer]:
+        """The peers that owe a reply."""
+        with self._lock:
+            return {pending.to for pending in self._pending.values()}
+
     def forget(self, pending: Pending) -> None:
         """Drops a request. Its reply is ignored."""
         with self._lock:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from polyrhythm.core.errors import PeerLost, UsageError, WaitError
-from polyrhythm.core.peer import Peer
+from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.wire.buffers import Buffer, parts_of
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.connection import Connection
@@ -212,6 +212,11 @@ class Transport:
         else:
             self._links.close_later(link.channel)  # the remaining requests fail when it is read to its end
         self._poller.notify()
+
+    def abandon(self) -> None:
+        """Ends all waits for replies, except those of the coordinator. Later requests are sent as always."""
+        for peer in self._requests.peers() - {COORDINATOR}:
+            self._requests.fail(PeerLost, "the run has failed", peer)
 
     def close(self) -> None:
         """Ends all threads and connections. May be called again."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
@@ -141,8 +140,7 @@ class ProcessNode(Node):
         self.stopping = Stopping()
         for kind in ("left", "joined", "over"):
             transport.handlers[kind] = self._on_notice
-        for kind in ("stop", "abandon"):
-            transport.handlers[kind] = self._on_stop
+        transport.handlers["stop"] = transport.handlers["abandon"] = self._on_stop
 
     # --- membership ---------------------------------------------------------------------------------
 
@@ -181,10 +179,10 @@ class ProcessNode(Node):
             why = (
                 "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
             )
-            error = PeerLost(f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}")
-            error.untouched = gone in missing  # so no worker has begun to write results
-            raise error
-        if missing and (waited > self.transport.wait or self.transport.closed):
+            # If it has not come, no worker has begun to write results.
+            what = f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}"
+            raise PeerLost(what, untouched=gone in missing)
+        if missing and (waited > self.transport.wait or self.transport.closed or self.stopping.alone):
             names = ", ".join(map(str, missing))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
 
@@ -193,7 +191,7 @@ class ProcessNode(Node):
 
         `members` changes later, in `receive`, in the order of arrival.
         """
-        notice = msgspec.convert({**incoming.fields, "kind": incoming.kind}, Notice)
+        notice = Notice.of(incoming.kind, incoming.fields)
         if notice.peer is not None and notice.kind == "left":
             self.transport.lost(notice.peer, notice.reason)
         elif notice.peer is not None:
@@ -203,14 +201,12 @@ class ProcessNode(Node):
 
     def _on_stop(self, incoming: Incoming) -> None:
         """Handles a notice that the run ends early."""
-        notice = msgspec.convert({**incoming.fields, "kind": incoming.kind}, Notice)
-        if notice.kind == "abandon":
-            self.stopping.abandon()
-        elif notice.step >= 0:
-            self.stopping.stop_after(notice.step)
-        else:  # in another thread: the one that reads must not send
-            taken = StepsTaken(self.stopping.ask())
-            _Thread(self._tell_coordinator, (taken,))
+        alone = self.stopping.alone
+        steps = self.stopping.handle(Notice.of(incoming.kind, incoming.fields))
+        if steps is not None:  # in another thread: the one that reads must not send
+            _Thread(self._tell_coordinator, (StepsTaken(steps),))
+        if self.stopping.alone and not alone:
+            self.transport.abandon()
 
     def _update_members(self, notice: Notice) -> None:
         peer, members = notice.peer, self.members

@@ -101,9 +101,8 @@ class _Collective(Task):
         while not self._done:
             if self._lost:
                 gone = ", ".join(self.node.world.coordinator.membership.lost)
-                error = PeerLost(f"{self.node.me} waited in {self.kind} for {gone}, which is gone")
-                error.untouched = True  # the last to enter would have written the results
-                raise error
+                what = f"{self.node.me} waited in {self.kind} for {gone}, which is gone"
+                raise PeerLost(what, untouched=True)  # the last to enter would have written the results
             self._waiter = self.node.current()
             self._waiter.block(self.kind, "number", self.number, "with", self.group)
 

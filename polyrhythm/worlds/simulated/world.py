@@ -114,13 +114,9 @@ class Simulated:
     def _stop(self, notice: Notice) -> None:
         """Tells the workers that the run ends early. May be called by a signal handler: it never waits."""
         for peer in list(self.coordinator.membership.workers):
-            stopping = self.nodes[peer].stopping
-            if notice.kind == "abandon":
-                stopping.abandon()
-            elif notice.step >= 0:
-                stopping.stop_after(notice.step)
-            else:
-                self.coordinator.ending.report(peer, stopping.ask())
+            steps = self.nodes[peer].stopping.handle(notice)
+            if steps is not None:
+                self.coordinator.ending.report(peer, steps)
         if notice.kind == "abandon":
             self.collectives.lose()
 
