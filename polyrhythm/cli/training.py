@@ -105,13 +105,15 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
     from polyrhythm.launch.api import Output
     from polyrhythm.launch.console import Console
 
-    output = Output(options.runs, options.name, Console(sys.stderr, quiet=options.quiet))
+    console = Console(sys.stderr, options.quiet, sys.stdout)
+    output = Output(options.runs, options.name, console)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         summary = execute(program, plan, output).summary
     if options.json:
         print(json.dumps(summary))
     else:
-        _report(summary)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the script's
+            _report(summary)
     return 0
 
 

@@ -47,6 +47,9 @@ class Recorder(Protocol):
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
         """Records metrics that the script has logged."""
 
+    def output(self, node: str, line: str) -> None:
+        """Records a line that the script has printed on a node."""
+
     def consensus(self, file: Sequence[memoryview]) -> Path | None:
         """Saves the final parameters, given as the parts of a file; returns its path.
 
@@ -69,6 +72,9 @@ class NullRecorder:
         pass
 
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
+        pass
+
+    def output(self, node: str, line: str) -> None:
         pass
 
     def consensus(self, file: Sequence[memoryview]) -> None:

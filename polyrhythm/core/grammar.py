@@ -57,6 +57,7 @@ class Configured(ABC):
     registry: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     main: ClassVar[str | None] = None
+    shows_main: ClassVar[bool] = False  # its text always has the main field: local:8, never local
     paper: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -93,7 +94,7 @@ class Configured(ABC):
         texts = {
             o.name: write(o.type, getattr(self, o.name))
             for o in options(type(self))
-            if o.required or getattr(self, o.name) != o.default
+            if o.required or getattr(self, o.name) != o.default or (self.shows_main and o.name == self.main)
         }
         # An empty bare value would read as no value, so empty text keeps its field's name.
         bare = [texts.pop(self.main)] if self.main and texts.get(self.main) else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,7 +238,7 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
         torch.set_num_threads(threads)
         world = Simulated(program.load(), plan, cluster, strategy, record, console.line)
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
-        with stoppable(world.coordinator.stop, console.line), _prefixed(console):
+        with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
         return _finish(coordinator, record)
     finally:
@@ -273,15 +274,18 @@ def _write_plan(record: RunFolder | RunMemory, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _prefixed(console: Console) -> Iterator[None]:
+def _prefixed(console: Console, record: RunFolder | RunMemory) -> Iterator[None]:
     """Shows what virtual workers print as that of processes: line by line, with the worker's name."""
     from polyrhythm.session.context import world_context
 
-    def write(text: str) -> None:
+    def write(show: Callable[[str], None], text: str) -> None:
         here = world_context.get()
-        console.line(f"[{here.me}] {text}" if here else text)
+        show(f"[{here.me}] {text}" if here else text)
+        if here:
+            record.output(str(here.me), text)
 
-    with contextlib.redirect_stdout(LineStream(write)), contextlib.redirect_stderr(LineStream(write)):
+    streams = [LineStream(partial(write, show)) for show in (console.print, console.line)]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         yield
 
 

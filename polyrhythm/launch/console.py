@@ -14,9 +14,16 @@ REPORT = 5.0  # seconds between two lines of progress in a file or a pipe
 
 
 class Console:
-    """Writes whole lines, and keeps the progress line below them."""
+    """Writes whole lines, and keeps the progress line below them.
 
-    def __init__(self, stream: IO[str] | None = None, quiet: bool = False) -> None:
+    Notes and progress go to `stream`, by default standard error, and what scripts print to `output`: by
+    default to the same stream, or to standard output if none is given.
+    """
+
+    def __init__(
+        self, stream: IO[str] | None = None, quiet: bool = False, output: IO[str] | None = None
+    ) -> None:
+        self._output = output or stream or sys.stdout
         self._stream = stream or sys.stderr
         self.live = self._stream.isatty()
         self._quiet = quiet
@@ -28,6 +35,15 @@ class Console:
         """Writes a permanent line."""
         self._clear()
         self._stream.write(text + "\n")
+        self._draw(self._shown)
+        self._stream.flush()
+
+    def print(self, text: str) -> None:
+        """Writes a line that a script has printed."""
+        self._clear()
+        self._stream.flush()
+        self._output.write(text + "\n")
+        self._output.flush()
         self._draw(self._shown)
         self._stream.flush()
 

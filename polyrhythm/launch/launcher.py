@@ -86,6 +86,8 @@ class Launcher:
                 self._broken,
                 self._resolved,
             )
+            if record is not None:
+                self._nodes.keep_output = record.output
             self._nodes.watch(self._wake_read, lambda: os.read(self._wake_read, 4096))
             self._transport = _listen(config, self._console)
             self._hosts = RemoteHosts(program, plan, self._transport, self._console, self, self._wake_loop)

@@ -47,8 +47,9 @@ class NodeProcesses:
         self._server, self._pool, self._console = server, pool, console
         self._exited, self._broken, self._resolved = exited, broken, resolved
         self._wanted: list[tuple[Peer, int]] = []
+        self.keep_output: Callable[[str, str], None] = lambda node, line: None  # of the script, in a log
         self._alive: set[Peer] = set()
-        self._outputs: dict[int, _LinePrefixer] = {}
+        self._outputs: dict[int, _LineSplitter] = {}
         self._ending = False
         self._selector = selectors.DefaultSelector()
         self.watch(self._server, self._receive)
@@ -108,13 +109,17 @@ class NodeProcesses:
         ends = [os.pipe(), os.pipe()]
         self._server.fork(start, (ends[0][1], ends[1][1]))
         self._alive.add(start.peer)
-        for read, write in ends:
+        for (read, write), show in zip(ends, (self._console.print, self._console.line), strict=True):
             os.close(write)
             os.set_blocking(read, False)
-            lines = self._outputs[read] = _LinePrefixer(f"[{start.peer}] ", self._console.line)
+            lines = self._outputs[read] = _LineSplitter(partial(self._show, start.peer, show))
             self.watch(read, partial(self._read, read, lines))
 
-    def _read(self, file: int, lines: _LinePrefixer) -> None:
+    def _show(self, peer: Peer, show: Callable[[str], None], line: str) -> None:
+        show(f"[{peer}] {line}")
+        self.keep_output(str(peer), line)
+
+    def _read(self, file: int, lines: _LineSplitter) -> None:
         try:
             data = os.read(file, 1 << 16)
         except BlockingIOError:
@@ -149,11 +154,11 @@ class NodeProcesses:
             self._broken(why, exit_code)
 
 
-class _LinePrefixer:
-    """Splits a stream of bytes into whole lines with a prefix."""
+class _LineSplitter:
+    """Splits a stream of bytes into whole lines."""
 
-    def __init__(self, prefix: str, write: Callable[[str], None]) -> None:
-        self._prefix, self._write = prefix, write
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
@@ -162,7 +167,7 @@ class _LinePrefixer:
             lines, self._rest = [self._rest], b""
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
-            self._write(self._prefix + text.rpartition("\r")[2])  # the last state of a progress bar
+            self._write(text.rpartition("\r")[2])  # the last state of a progress bar
 
 
 def threads_each(wanted: int, workers: int) -> int:

@@ -2,7 +2,8 @@
 
 `runs/NAME/` has `config.json` (the plan, with all seeds), `metrics.jsonl` (metrics logged by the script),
 `events.jsonl.gz` (who pushed what when, versions, staleness, the order of deliveries at each node, leases and
-changes of membership), `summary.json` and `consensus.safetensors` (the final parameters and buffers).
+changes of membership), `worker-0.log` and so on (what the script printed on each node), `summary.json` and
+`consensus.safetensors` (the final parameters and buffers).
 
 A folder that cannot be written never ends a run. The first error is reported in one line, and the final
 parameters go elsewhere: to the working directory, the home directory or the directory for temporary files.
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from polyrhythm.record.event_file import EventFile
 from polyrhythm.record.result import PARAMETERS, RunResult
 
 MAX_BUFFERED = 10 * BATCH  # events; beyond this the thread that logs drains the buffer itself
+METRICS = "metrics.jsonl"
 _json = msgspec.json.Encoder(enc_hook=float)
 
 
@@ -68,7 +71,7 @@ class RunFolder:
         self._writer = BackgroundWriter(self._tick)
         if events != "off":
             self._append(self._events.write, b"")
-        self._append(self._write_metrics, b"")
+        self._append(partial(self._append_to, METRICS), b"")
 
     # --- during the run -----------------------------------------------------------------------------
 
@@ -88,7 +91,14 @@ class RunFolder:
     def metrics(self, node: str, t: float, metrics: Metrics) -> None:
         """Records metrics that the script has logged."""
         line = _json.encode({"t": t, "node": node, "step": metrics.step, **metrics.values}) + b"\n"
-        self._writer.submit(lambda content: self._append(self._write_metrics, content), line)
+        write = partial(self._append_to, METRICS)
+        self._writer.submit(lambda content: self._append(write, content), line)
+
+    def output(self, node: str, line: str) -> None:
+        """Records a line that the script has printed on a node, in a log of that node."""
+        name = f"{node.replace(' ', '-')}.log"
+        write = partial(self._append_to, name)
+        self._writer.submit(lambda content: self._append(write, content), line.encode() + b"\n")
 
     def config(self, config: dict[str, Any]) -> None:
         """Writes the plan of the run."""
@@ -177,8 +187,8 @@ class RunFolder:
         except OSError as error:
             self._failed(error)
 
-    def _write_metrics(self, line: bytes) -> None:
-        with (self.path / "metrics.jsonl").open("ab") as file:
+    def _append_to(self, name: str, line: bytes) -> None:
+        with (self.path / name).open("ab") as file:
             file.write(line)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ class RunMemory:
         """Keeps metrics that the script has logged."""
         self._rows.append({"t": t, "node": node, "step": metrics.step, **metrics.values})
 
+    def output(self, node: str, line: str) -> None:
+        pass
+
     def config(self, config: dict[str, Any]) -> None:
         pass
 

@@ -121,5 +121,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor | np.generic):
         value = value.item()
     if isinstance(value, float):
-        return round(value, 6)
+        return round(value, 6) if abs(value) >= 1e-3 else float(f"{value:.6g}")  # a rate may be tiny
     return value if isinstance(value, int | str | bool | None) else str(value)

@@ -29,6 +29,7 @@ class Rounds(Strategy):
     """
 
     main: ClassVar[str | None] = "period"
+    shows_main: ClassVar[bool] = True
     exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
 
     period: Literal["auto"] | int = 8

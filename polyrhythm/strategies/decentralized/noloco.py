@@ -47,6 +47,7 @@ class NoLoCo(Decentralized):
 
     name: ClassVar[str] = "noloco"
     main: ClassVar[str | None] = "period"
+    shows_main: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Kolehmainen et al. 2025, NoLoCo: No-all-reduce Low Communication Training Method for Large Models"
     )

@@ -57,6 +57,7 @@ class DelayedNesterov(ParameterServer):
 
     name: ClassVar[str] = "delayed-nesterov"
     main: ClassVar[str | None] = "period"
+    shows_main: ClassVar[bool] = True
     exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
     paper: ClassVar[str] = "Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling"
 

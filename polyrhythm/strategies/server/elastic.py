@@ -50,6 +50,7 @@ class Elastic(ParameterServer):
 
     name: ClassVar[str] = "easgd"
     main: ClassVar[str | None] = "period"
+    shows_main: ClassVar[bool] = True
     exchanges: ClassVar[Literal["gradients", "updates"]] = "updates"
     paper: ClassVar[str] = "Zhang, Choromanska, LeCun 2015, Deep Learning with Elastic Averaging SGD"
 

@@ -179,6 +179,5 @@ class Simulated:
         if isinstance(error, PolyrhythmError):
             self.coordinator.fail(str(error), error.exit_code)
             return
-        for line in "".join(traceback.format_exception(error)).rstrip().splitlines():
-            self.say(f"[{peer}] {line}")
+        traceback.print_exception(error)
         self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
