@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from polyrhythm.optim.lars_lamb import LAMB, LARS
     from polyrhythm.optim.linear_scaling import LinearScaling
     from polyrhythm.optim.sparse_sgd import SparseSGD
+    from polyrhythm.record.result import RunResult
     from polyrhythm.session.api import Session, init
     from polyrhythm.strategies.reduce_ops import MeanReducer
 
 # Imported on first use: `polyrhythm --help` and the launcher do without torch, which takes seconds to import.
 _HOME = {
     "init": "session.api", "Session": "session.api",
-    "run": "launch", "simulate": "launch", "join": "launch",
+    "run": "launch", "simulate": "launch", "join": "launch", "RunResult": "record.result",
     "Strategy": "core.strategy", "Traits": "core.strategy", "Worker": "core.worker", "Server": "core.worker",
     "MeanReducer": "strategies.reduce_ops", "Codec": "core.codec", "Reduction": "core.codec",
     "parse": "core.registry", "Plan": "core.plan",
@@ -43,9 +44,9 @@ _HOME = {
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
-    "PeerLost", "Plan", "PolyrhythmError", "Reduction", "Replica", "Server", "Session", "Shard", "SparseSGD",
-    "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations", "join",
-    "parse", "run", "simulate",
+    "PeerLost", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server", "Session",
+    "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker", "init", "integrations",
+    "join", "parse", "run", "simulate",
 ]  # fmt: skip
 
 

@@ -262,7 +262,7 @@ class Coordinator:
         elif not self.running:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
-            self.fail(f"{peer} {reason}; its part of the parameters is lost")
+            self.fail(f"{peer} {reason}; its part of the parameters is lost (is there enough memory?)")
         elif strategy is None or not strategy.traits.survives:
             self.fail(
                 f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"

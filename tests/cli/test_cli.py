@@ -65,12 +65,15 @@ def test_run_command_prints_a_table_and_prefixes_worker_output(runs: str) -> Non
     """A run trains, ends with a table and names its folder; what workers print has their name before it."""
     done = polyrhythm("run", TRAIN, "--workers", "4", "--strategy", "async", "--runs", runs)
     assert done.returncode == 0
-    said = sorted(line for line in done.stderr.splitlines() if not line.startswith("async  "))  # progress
+    said = sorted(done.stdout.splitlines())
     assert said == [f"[worker {rank}] worker {rank} is done" for rank in range(4)]
-    head, _, row, *rest = done.stdout.splitlines()
+    head, _, row, *rest = done.stderr[done.stderr.index("strategy ") :].splitlines()
     assert head.startswith("strategy")
     assert row.startswith("async")
-    assert Path(rest[-1].removeprefix("folder: "), "summary.json").is_file()
+    folder = Path(rest[-1].removeprefix("folder: "))
+    assert (folder / "summary.json").is_file()
+    for rank in range(4):
+        assert (folder / f"worker-{rank}.log").read_text() == f"worker {rank} is done\n"
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ SCRIPT_MISTAKES = {
 }
 
 
-def request(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code and the one line."""
+def request(capfd: pytest.CaptureFixture[str], *arguments: str, lines: int = 1) -> tuple[int, str]:
+    """The exit code and the one line; of a run that has trained, a second one says what is left."""
     try:
         code = main(arguments)
     except SystemExit as end:
@@ -80,7 +80,7 @@ def request(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     out, error = capfd.readouterr()
     assert not out
     assert error.startswith("polyrhythm")
-    assert error.count("\n") == 1, error
+    assert error.count("\n") == lines, error
     return code, error
 
 
@@ -115,7 +115,7 @@ def test_cli_error_for_a_nan_gradient_names_worker_and_step(
 ) -> None:
     """A gradient that is no number ends the run; the worker and the step where it began are named."""
     how = ["-s", strategy, "--runs", str(tmp_path)]
-    code, error = request(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2")
+    code, error = request(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2", lines=2)
     assert code == 1
     assert re.search(r"worker 1\b.*step 2\b", error)
 

@@ -215,5 +215,5 @@ def test_ctrl_c_ends_a_simulation_that_compiles(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 130, done.stderr
     assert "compiling" in done.stdout + done.stderr and "went on" not in done.stdout + done.stderr
-    assert done.stderr.endswith("polyrhythm: interrupted\n") and "Traceback" not in done.stderr
+    assert "polyrhythm: interrupted\n" in done.stderr and "Traceback" not in done.stderr
     assert kept(cache)

@@ -79,7 +79,7 @@ def test_asynchronous_run_survives_two_workers_killed_at_once(tmp_path: Path) ->
 def test_a_killed_server_ends_the_run_and_is_named(strategy: str, tmp_path: Path) -> None:
     """Nobody can go on without a server; the error names it and says what is lost."""
     error, output, _ = run_to_the_end(strategy, do="kill the server", folder=tmp_path)
-    assert error == "server 0 was killed by SIGKILL; its part of the parameters is lost"
+    assert error.startswith("server 0 was killed by SIGKILL; its part of the parameters is lost")
     assert "Traceback" not in output
 
 

@@ -185,7 +185,7 @@ def test_cli_reports_lost_and_replaced_workers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "run", str(SCRIPT), "--runs", str(tmp_path / "runs"), "-q"]
     command += ["-s", "async", "--restarts", "2", "--", "--do", "kill", "--pause", "0.02"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "lost: worker 1 was killed by SIGKILL 3 times; replaced 2 times\n" in done.stdout
+    assert "lost: worker 1 was killed by SIGKILL 3 times; replaced 2 times\n" in done.stderr
 
 
 def test_negative_restarts_are_refused() -> None:

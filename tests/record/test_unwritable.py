@@ -201,5 +201,5 @@ def test_the_summary_on_the_screen_names_the_place_of_the_parameters(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     path = tmp_path / "polyrhythm-it" / "consensus.safetensors"
-    assert f"parameters: {path}, because the run folder could not be written" in done.stdout.splitlines()
+    assert f"parameters: {path}, because the run folder could not be written" in done.stderr.splitlines()
     assert path.is_file() and done.stderr.count("cannot write to the run folder") == 1

@@ -500,7 +500,7 @@ def test_cli_reports_the_bytes_between_sites(tmp_path: Path, capfd: pytest.Captu
     for command in ("run", "simulate"):
         how = ["-n", "3", "-s", "local:2 / diloco:4", "--cluster", str(cluster), "--runs", str(tmp_path)]
         assert main([command, train, *how, "-q"]) == 0
-        assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().out, re.MULTILINE)
+        assert re.search(r"^between sites: [0-9.]+ k?B$", capfd.readouterr().err, re.MULTILINE)
 
 
 def sum_over_parts(folder: Path, worker: Worker) -> None:

@@ -96,6 +96,6 @@ def test_cli_reports_left_out_examples_only_if_there_are_any(
     torch.manual_seed(0)
     arguments = ["simulate", str(tmp_path / "train.py"), "-n", "3", "-s", "gossip", "--runs", str(tmp_path)]
     assert command([*arguments, "--cluster", str(tmp_path / "dies.toml")]) == 0
-    assert "examples of epochs in which their workers died" in capsys.readouterr().out
+    assert "examples of epochs in which their workers died" in capsys.readouterr().err
     assert command(arguments) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "left out" not in capsys.readouterr().err
