@@ -141,7 +141,7 @@ def test_run_starts_after_torch_has_used_several_threads() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
     )
-    samples, error = done.stdout.splitlines()
+    *_, samples, error = done.stdout.splitlines()
     assert samples == str(EXAMPLES)
     assert error.startswith("2 threads per worker are not possible")
 

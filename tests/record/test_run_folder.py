@@ -150,7 +150,8 @@ def test_consensus_file_loads_into_a_plain_model_and_matches_the_digest(folder: 
     model.load_state_dict(safetensors.torch.load_file(folder.path / "consensus.safetensors"), strict=True)
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert hashlib.sha256(flat.numpy().tobytes()).hexdigest() == folder.summary["digest"]
-    assert {path.name for path in folder.path.iterdir()} == {
+    logs = {f"worker-{rank}.log" for rank in range(3)}
+    assert {path.name for path in folder.path.iterdir()} == logs | {
         "config.json", "consensus.safetensors", "events.jsonl.gz", "metrics.jsonl", "summary.json",
     }  # fmt: skip
 
