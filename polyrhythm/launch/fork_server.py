@@ -196,8 +196,8 @@ class _Server:
                 os.close(file)
             return
         os.setsid()  # its own group, so that the processes it starts can be killed with it
-        _exit_with(parent)
         _show_as(f"pr {start.peer}")
+        _exit_with(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

@@ -7,7 +7,6 @@ all tensors for other hosts, are sent as bytes. Tensors on a GPU are copied thro
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.memory import ProcessMemory
 from polyrhythm.worlds.processes.process_group import NodeLocation, ProcessGroup
 from polyrhythm.worlds.processes.reporter import Reporter
+from polyrhythm.worlds.processes.thread_task import ThreadTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,26 +79,6 @@ class _FailedReply(Reply):
 
     def wait(self) -> Message:
         raise self._error
-
-
-class _Thread(Task):
-    def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._error: BaseException | None = None
-        context = contextvars.copy_context()
-
-        def body() -> None:
-            try:
-                context.run(function, *args)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=body, name=f"polyrhythm {function.__name__}", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 class ProcessNode(Node):
@@ -204,7 +184,7 @@ class ProcessNode(Node):
         alone = self.stopping.alone
         steps = self.stopping.handle(Notice.of(incoming.kind, incoming.fields))
         if steps is not None:  # in another thread: the one that reads must not send
-            _Thread(self._tell_coordinator, (StepsTaken(steps),))
+            ThreadTask(self._tell_coordinator, (StepsTaken(steps),))
         if self.stopping.alone and not alone:
             self.transport.abandon()
 
@@ -337,7 +317,7 @@ class ProcessNode(Node):
                 with self._lock:
                     del self._handled[thread]
 
-        return _Thread(body, ())
+        return ThreadTask(body, ())
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         return self._handler_lock
@@ -368,7 +348,7 @@ class ProcessNode(Node):
     # --- threads, events and shutdown ---------------------------------------------------------------
 
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
-        return _Thread(function, args)
+        return ThreadTask(function, args)
 
     def log(self, event: Event) -> None:
         self._reporter.log(self.now(), event)
