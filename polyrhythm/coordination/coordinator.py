@@ -203,8 +203,7 @@ class Coordinator:
 
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting}
-        members = sorted(self.membership.members)
-        respond(LateReply([str(each) for each in members if each not in waiting]))
+        respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
 
     def _compare_replica(self, peer: Peer, request: CompareReplica, respond: Respond) -> None:
         respond(self._replicas.compare(peer, request))
@@ -327,12 +326,11 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Builds the summary of the run and records it."""
-        membership = self.membership
         return self._record.summary({
             **self.tally.build(self.plan),
-            **membership.summary(),
+            **self.membership.summary(),
             "batches_undone": self.data.leases.undone,
-            "samples_left_out": self.tally.left_out(membership.dead),
+            "samples_left_out": self.tally.left_out(self.membership.dead),
             "digest": self.digest,
             **self.ending.summary(),
         })  # fmt: skip
