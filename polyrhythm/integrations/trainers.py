@@ -132,7 +132,7 @@ class TrainerSession:
         with torch.no_grad(), self.run._context.blocking():
             for tensor in _tensors(model):
                 dense = tensor.detach().contiguous()
-                self.run._node.everyone.broadcast(dense)
+                self.run._node.everyone.broadcast(dense.view(-1))
                 tensor.data = dense
 
     def show_replica(self) -> None:
