@@ -72,7 +72,6 @@ class DistributedSession(Session):
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
-        self._given: Arguments | None = None  # the models and optimizers of this session
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
@@ -259,7 +258,9 @@ class DistributedSession(Session):
                 result = joined(self._consensus_models(final))
                 self._note_left_out(result)
                 vectors = [vector for each in final for vector in each]
-                self._context.send_result(digest(vectors), safetensors(result))
+                assert self._given is not None
+                names = joined(self._given.models).state_dict()  # some models rename their copies
+                self._context.send_result(digest(vectors), safetensors(result, names))
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)
