@@ -78,6 +78,20 @@ def test_a_gan_resumes_exactly(row: Row, tmp_path: Path) -> None:
     assert run_in("simulated", Gan(MOMENTUM, folder=tmp_path, begin=2, epochs=4), **how)["digest"] == whole
 
 
+@pytest.mark.parametrize(
+    "row",
+    [Row("allreduce+topk:0.3"), Row("allreduce+int8"), Row("allreduce+powersgd"), Row("allreduce")],
+    ids=str,
+)
+def test_a_gradient_that_the_script_drops_costs_nothing(row: Row) -> None:
+    """Exchanged and dropped, it leaves the residual of a codec as it was, as if it had never been."""
+    digests = [
+        run_in("simulated", Gan(freezes=freezes), strategy=row.strategy, workers=3)["digest"]
+        for freezes in (True, False)
+    ]
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("strategy", ["ssp:1", "backup:1", "adpsgd", "hogwild", "broadcast:0.01"])
 def test_workers_that_wait_for_each_other_save_both_parts(strategy: str, tmp_path: Path) -> None:
     """A worker that saves one part keeps nobody waiting in the other: a slow one saves last."""

@@ -244,6 +244,31 @@ def test_replaced_parameters_are_taken_in(replace: Any, strategy: str) -> None:
     assert same(seen, program(pr.Session()))
 
 
+class ReplacingSGD(torch.optim.Optimizer):
+    """Makes new tensors instead of working in place."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.data = torch.add(each.data, each.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "async", "gossip"])
+def test_an_optimizer_may_replace_parameters(strategy: str) -> None:
+    digests = []
+    for kind in (SGD, ReplacingSGD):
+
+        def program(kind: Any = kind) -> None:
+            session, model = pr.init(), mlp()
+            model, optimizer, batches = session.prepare(model, kind(model.parameters()), loader())
+            train(model, optimizer, batches)
+
+        digests.append(run_in("simulated", program, strategy=strategy, workers=2)["digest"])
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("strategy", ["sync", "async", "broadcast:0.01"])
 def test_replaced_parameters_are_refused_where_a_step_would_overwrite_them(strategy: str) -> None:
     def program(replace: Callable[[nn.Module], None]) -> None:

@@ -42,6 +42,7 @@ class Gan:
     begin: int = 0
     epochs: int = 2
     folder: Path | None = None
+    freezes: bool = False  # the generator's loss leaves no gradients in the discriminator
     kills: int = -1  # the rank of a worker that kills itself in its third round
     seen: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # both models after each round
     consensus: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -70,8 +71,10 @@ class Gan:
                 loss(d(fake.detach()), torch.zeros(len(x), 1).double()).backward()
                 for_d.step()
                 for_g.zero_grad()
+                d.requires_grad_(not self.freezes)
                 loss(d(fake), torch.ones(len(x), 1).double()).backward()
                 for_g.step()
+                d.requires_grad_(True)
                 rounds.append(state_of(d, g))
         if path and not self.begin:
             states = [each.state_dict() for each in (g, d, for_g, for_d)]
