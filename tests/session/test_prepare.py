@@ -91,7 +91,7 @@ REFUSED = {
     shared: "2.weight is in two optimizers .*: leave it out of one",
     forgotten: r"no optimizer .* has 2.weight, 2.bias: pass the optimizer .* or freeze them",
     no_optimizer: "got 1 models and 0 optimizers; pass them all to one call",
-    twice: "called twice: pass all models and optimizers to one call",
+    twice: "called twice: pass all models, optimizers and schedulers to one call",
     new_group: r"before session.prepare\(\): give the optimizer all parameters at the start, freeze",
     new_head: "no optimizer given to session.prepare.. has 2.weight, 2.bias",
 }
