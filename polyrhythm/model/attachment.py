@@ -34,7 +34,7 @@ class Attachment:
     @property
     def intact(self) -> bool:
         """True if no parameter has been replaced."""
-        return [parameter.data_ptr() for parameter in self._layout.parameters] == self._addresses
+        return list(map(Tensor.data_ptr, self._layout.parameters)) == self._addresses
 
     def restore(self, settable: bool = True) -> None:
         """Copies replaced parameters into the flat vectors and attaches them again.

@@ -231,6 +231,10 @@ class GradientBuffer:
         self._rows = rows
         return any(self._has)
 
+    def any(self) -> bool:
+        """False if the script has dropped the gradient: by `zero_grad()`, for example."""
+        return any(each.grad is not None and bool(each.grad.any()) for each in self.layout.parameters)
+
     def revive(self) -> None:
         """Marks parameters that have a non-zero gradient as present: it may come from a residual."""
         for index in (self.present == 0).nonzero().flatten().tolist():

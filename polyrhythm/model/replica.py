@@ -60,6 +60,8 @@ class Replica:
         self.attachment.attach(self.parameters)
         self.gradients = GradientBuffer(self.layout, empty, sparse)
         self._optimizer_step = optimizer.step
+        # Those of torch work in place. Another one may set `p.data`.
+        self._may_replace = not type(optimizer).__module__.startswith("torch.optim.")
         self.closure: Callable[[], Any] | None = None  # of an optimizer that evaluates the loss itself
         self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `take_consensus`
         self._abandoned: list[tuple[Tensor, ...]] = []
@@ -82,7 +84,7 @@ class Replica:
         """Runs the user's own optimizer on the gradient."""
         step = self._optimizer_step
         self.runner.run(step if self.closure is None else partial(step, self.closure))
-        if not self.attachment.intact:  # the optimizer has replaced them
+        if self._may_replace and not self.attachment.intact:
             self.attachment.restore()
 
     def settings(self) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ class Session:
     backward_passes: BackwardPasses | None = None  # None: they need no attention
 
     def __init__(self) -> None:
+        self._given: Arguments | None = None  # the models and optimizers of this session
         self._copies: ConsensusModel | None = None
 
     def prepare(self, *objects: Any) -> Any:
@@ -70,7 +71,7 @@ class Session:
         given = Arguments(objects, again=self._copies is not None)
         if self._copies is None:
             given.check()
-            self._copies = ConsensusModel(given.models)
+            self._given, self._copies = given, ConsensusModel(given.models)
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)
         return given.returned({})
@@ -111,8 +112,9 @@ class Session:
         A tuple of models if several were given to `prepare`. They are copies that neither training nor a
         later call changes. All workers must call it at the same points of the script.
         """
-        if self._copies is None:
+        if self._copies is None or self._given is None:
             raise UsageError("call session.prepare(model, optimizer, loader) before session.consensus()")
+        self._given.check_owned()
         return one_or_all(self._copies.copy())
 
 

@@ -74,7 +74,6 @@ class DistributedSession(Session):
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
-        self._given: Arguments | None = None  # the models and optimizers of this session
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
@@ -266,7 +265,7 @@ class DistributedSession(Session):
                 result = joined(self._consensus_models(final))
                 self._note_left_out(result)
                 vectors = [vector for each in final for vector in each]
-                self._context.send_result(digest(vectors), safetensors(result))
+                self._context.send_result(digest(vectors), self._file(result))
 
     def salvage(self, untouched: bool) -> None:
         """The run has failed: sends the parameters that this worker has, or can get from servers.
@@ -283,8 +282,12 @@ class DistributedSession(Session):
             self._context.flush()
             if found is not None and self._context.request(OfferResult(found.source)).last:
                 vectors = [vector for each in found.parameters for vector in each]
-                file = safetensors(joined(copies.copy(*found.parameters)))
-                self._context.send_result(digest(vectors), file)
+                self._context.send_result(digest(vectors), self._file(joined(copies.copy(*found.parameters))))
+
+    def _file(self, result: nn.Module) -> list[Tensor]:
+        """A copy of the models as a file, with the names of the originals: some models rename copies."""
+        assert self._given is not None
+        return safetensors(result, joined(self._given.models).state_dict())
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)

@@ -121,7 +121,7 @@ class Parts:
         for part in self:  # before the first one waits for all workers
             if isinstance(part.worker, BeforeSave):
                 part.worker.before_save()
-        return {"parts": [part.worker.state_dict() for part in self]}
+        return {"parts": [part.driver.state_dict() for part in self]}
 
     def load_state_dict(self, state: State) -> None:
         saved = [state["worker"]] if len(self) == 1 else state["parts"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,17 @@ def digest(vectors: Sequence[Tensor]) -> str:
     return made.hexdigest()
 
 
-def safetensors(model: nn.Module) -> list[Tensor]:
+def safetensors(model: nn.Module, names: Collection[str] = ()) -> list[Tensor]:
     """The state of a model as a file in safetensors format: its parts, large ones in the model's own memory.
 
+    `names`: of its entries, in their order, where they are not its own.
     The library would write the same bytes, but needs the whole file in memory beside the model. Entries that
     the format cannot hold are left out: see `left_out`.
     """
-    state = {name: value for name, value in model.state_dict().items() if _obstacle(value) is None}
+    whole = model.state_dict()
+    if len(names) == len(whole):
+        whole = dict(zip(names, whole.values(), strict=True))
+    state = {name: value for name, value in whole.items() if _obstacle(value) is None}
     names = sorted(state, key=lambda name: (_ORDER[state[name].dtype], name))
     parts = [_bytes(state[name]) for name in names]
     header, at = {}, 0

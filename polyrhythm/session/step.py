@@ -6,6 +6,7 @@ when backward is complete, and calls its step in place of the optimizer's.
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from polyrhythm.core.errors import PeerLost, UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.node import Node
-from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, Worker
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, State, Worker
 from polyrhythm.model.buckets import Bucket
 from polyrhythm.model.layout import needs_closure
 from polyrhythm.model.replica import Replica
@@ -53,6 +55,10 @@ class StepDriver:
         self._accumulating = False
         self._depth = 0  # of nested backward passes
         self._settable = worker.strategy.traits.settable
+        # With several optimizers a script often drops a gradient that has been exchanged. What a codec has
+        # added to it from its residual must not be lost.
+        self._may_drop = not alone and self._on_gradient is not None and _has_residual(worker.strategy)
+        self._before_exchange: State | None = None  # of the worker, since the last step
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
@@ -91,6 +97,9 @@ class StepDriver:
     def before_backward(self) -> None:
         self._depth += 1
         gradients = self._replica.gradients
+        if self._before_exchange is not None and not gradients.any():
+            self._worker.load_state_dict(self._before_exchange)
+            self._before_exchange = None
         if self._depth > 1:  # checkpointing nests backward, and may complete a gradient twice
             self._overlaps = False
             gradients.wait_for_the_end()
@@ -126,6 +135,10 @@ class StepDriver:
 
         self._context.wait_in_pass(wait)
 
+    def state_dict(self) -> State:
+        """The worker's state. Gradients are not saved, so one that was exchanged is dropped."""
+        return self._worker.state_dict() if self._before_exchange is None else self._before_exchange
+
     def reattach(self) -> None:
         """Takes in parameters that the script has replaced, as by `p.data = ...`."""
         if not self._replica.attachment.intact:
@@ -153,6 +166,8 @@ class StepDriver:
                 gradients.hand_on(self._begin)
         else:
             self._context.advance_time(seconds)
+        if self._may_drop and self._before_exchange is None:
+            self._before_exchange = copy.deepcopy(self._worker.state_dict())
         if self._on_gradient is not None:
             with self.meter.exchange():
                 self._on_gradient()
@@ -242,7 +257,7 @@ class StepDriver:
         with torch.no_grad(), self._context.blocking():
             self.reattach()
             self._finish_gradient()
-            self._complete = False
+            self._complete, self._before_exchange = False, None
             replica.steps += 1
             replica.check_finite(self._node.me)
             self._node.stopping.before_step()
@@ -260,3 +275,11 @@ class StepDriver:
             self.complete(self._context.compute_time())
         if not self._exchanged:
             self._exchange()
+
+
+def _has_residual(strategy: Strategy) -> bool:
+    """True if a codec keeps a part of each gradient, to send it later."""
+    return any(
+        part.codec is not None and part.codec.feedback and part.exchanges == "gradients"
+        for part in strategy.parts
+    )

@@ -719,7 +719,7 @@ def test_broadcast_refuses_load_state_dict_after_prepare(tmp_path: Path) -> None
         model = mlp()
         model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         here.consensus().load_state_dict(mlp().state_dict())
-        with pytest.raises(UsageError, match=r"load_state_dict\(\) must be called before session.prepare"):
+        with pytest.raises(UsageError, match=r"call load_state_dict\(\) before session.prepare"):
             model.load_state_dict(mlp().state_dict())
 
     run_in("simulated", main, strategy="broadcast", workers=2, runs=tmp_path)

@@ -105,11 +105,17 @@ def grouped(model: Bag) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": model.table.parameters()}, head], lr=0.1)
 
 
+def sparse_adam(model: Bag) -> torch.optim.Optimizer:
+    """The dense parameters are frozen."""
+    model.head.requires_grad_(False)
+    return torch.optim.SparseAdam(model.table.parameters(), lr=0.1)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "groups": grouped,
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
-    "sparse adam": lambda model: torch.optim.SparseAdam(model.table.parameters(), lr=0.1),
+    "sparse adam": sparse_adam,
 }
 
 

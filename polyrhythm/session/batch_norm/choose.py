@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch.nn import ModuleList
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.errors import UsageError
@@ -45,6 +46,11 @@ def choose(
     elif name == "recompute" and tracking(model):
         if not loaders:
             raise UsageError("batch_norm=recompute needs the training loader: pass it to session.prepare()")
+        if isinstance(model, ModuleList):
+            raise UsageError(
+                "batch_norm=recompute has to call the model as the script does, which it knows for one model "
+                "only: use batch_norm=mean, or local"
+            )
         policy = Recompute(model, node, samples, loaders[0], seed)
     elif name == "mean" and tracking(model):
         policy = Mean(model, node, samples, other_names(model), statistics_names(model))
