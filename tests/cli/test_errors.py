@@ -114,7 +114,7 @@ def test_cli_error_for_a_nan_gradient_names_worker_and_step(
     command: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A gradient that is no number ends the run; the worker and the step where it began are named."""
-    how = ["-s", strategy, "--runs", str(tmp_path)]
+    how = ["-q", "-s", strategy, "--batch-norm", "local", "--runs", str(tmp_path)]
     code, error = request(capfd, command, TRAIN, *how, "--", "--do", "nan", "--step", "2", lines=2)
     assert code == 1
     assert re.search(r"worker 1\b.*step 2\b", error)

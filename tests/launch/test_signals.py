@@ -30,6 +30,7 @@ class Run:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.mark, self.folder = uuid.uuid4().hex, folder
         command = [sys.executable, "-m", "polyrhythm", "run", str(SCRIPT), "--runs", str(folder / "runs")]
+        command += ["--batch-norm", "local"]  # chosen, so that nothing is said about it
         self.launcher = subprocess.Popen(
             [*command, *arguments, "--folder", str(folder), "--epochs", "1000", "--pause", "0.01"],
             env=os.environ | {"POLYRHYTHM_TEST": self.mark}, start_new_session=True,
