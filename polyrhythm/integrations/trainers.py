@@ -58,6 +58,7 @@ class TrainerSession:
         self._trainee = trainee
         self._loaders: list[DeferredLoader] = []
         self._trained: ModelSwap | None = None  # of the prepared model
+        self._consensus: nn.Module | None = None  # since the last step: what was evaluated is what is saved
 
     @property
     def lockstep(self) -> bool:
@@ -73,7 +74,7 @@ class TrainerSession:
                 f"the training data is a {type(loader).__name__}, which cannot be shared among workers: use "
                 "a torch.utils.data.DataLoader"
             )
-        shared = DeferredLoader(loader, length, self._prepare)
+        shared = DeferredLoader(loader, length, self._prepare, self.forget_consensus)
         if self._trained is None:
             self._loaders.append(shared)
         else:  # a trainer that makes a new loader for later epochs
@@ -108,6 +109,7 @@ class TrainerSession:
 
     def begin_batch(self) -> None:
         """Called before each training step: trainers may draw batches ahead."""
+        self.forget_consensus()
         for deferred in self._loaders:
             deferred.begin_batch()
 
@@ -117,13 +119,14 @@ class TrainerSession:
         """From here on the trainer's model holds the parameters that all workers agree on. Collective."""
         if self._trained is None or not self.shows_replica:
             return
-        with torch.inference_mode(False):  # its tensors outlive the evaluation
-            if not self.lockstep:
-                self.barrier()  # or each would see what the others have done by then
-            consensus = self.session.consensus()
-            if not self.lockstep:
-                self._agree(consensus)
-        self._trained.show(consensus)
+        if self._consensus is None:
+            with torch.inference_mode(False):  # its tensors outlive the evaluation
+                if not self.lockstep:
+                    self.barrier()  # or each would see what the others have done by then
+                self._consensus = self.session.consensus()
+                if not self.lockstep:
+                    self._agree(self._consensus)
+        self._trained.show(self._consensus)
 
     def _agree(self, model: nn.Module) -> None:
         """Gives all workers the model of the first: under `broadcast` messages may still be on their way."""
@@ -134,6 +137,10 @@ class TrainerSession:
                 dense = tensor.detach().contiguous()
                 self.run._node.everyone.broadcast(dense.view(-1))
                 tensor.data = dense
+
+    def forget_consensus(self) -> None:
+        """Called when training goes on, by each worker in each epoch: one may get no batch of it."""
+        self._consensus = None
 
     def show_replica(self) -> None:
         """From here on the trainer's model is this worker's replica again."""
@@ -208,8 +215,14 @@ def _path(value: Any) -> str:
 class DeferredLoader:
     """A training loader for a time before the session is prepared; otherwise like the one it wraps."""
 
-    def __init__(self, loader: DataLoader[Any], length: int | None, prepare: Callable[[], None]) -> None:
-        self.loader, self._length, self._prepare = loader, length, prepare
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        length: int | None,
+        prepare: Callable[[], None],
+        on_epoch: Callable[[], None],
+    ) -> None:
+        self.loader, self._length, self._prepare, self._on_epoch = loader, length, prepare, on_epoch
         self.shared: SharedLoader | None = None
         self._drawn: deque[tuple[int, float]] = deque()  # of the batches that no step has used yet
         self._on_batch: Callable[[int, float], None] | None = None
@@ -223,6 +236,7 @@ class DeferredLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        self._on_epoch()
         if self.shared is None:
             self._prepare()
         assert self.shared is not None
