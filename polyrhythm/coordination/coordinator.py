@@ -14,13 +14,14 @@ from typing import Any
 from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
+from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
@@ -31,15 +32,18 @@ from polyrhythm.core.requests import (
     ExamplesDue,
     Farewell,
     JoinRun,
+    LastStep,
     LateReply,
     LeaveRun,
     LogMetrics,
     NodeFailed,
     OfferResult,
+    OrderDrawn,
     Prepared,
     ReleaseMemory,
     Report,
     Request,
+    ResumeData,
     ReturnLease,
     ShareEpoch,
     ShowNote,
@@ -47,6 +51,7 @@ from polyrhythm.core.requests import (
     StepsTaken,
     TakeLease,
     Welcome,
+    WhereIsData,
     WhoIsLate,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
@@ -70,7 +75,7 @@ class Coordinator:
         self.clock = clock
         self.membership = Membership()
         self.ending = Ending(launcher, self.membership)
-        self.data = DataSharing(plan.workers, self.membership, self._log)
+        self.data = DataSharing(plan.workers, self.membership, self._log, self._refuse)
         self.tally = SummaryBuilder()
         self.running = False
         self.digest = ""  # of the final parameters
@@ -78,14 +83,17 @@ class Coordinator:
         self._record: Recorder = record or NullRecorder()
         self._finish = Finish()
         self._replicas = ReplicaComparison()
+        self.ended = LastSteps()
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
         self._preparing: ReplyBarrier[None] = ReplyBarrier()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
-            ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
-            BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
-            LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
-            ReleaseMemory: self._release_memory, ShowNote: self._show_note,
+            ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
+            OrderDrawn: self.data.order_drawn,
+            ResumeData: self.data.resume, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
+            BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, LastStep: self._last_step,
+            StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
+            NodeFailed: self._fail_node, ReleaseMemory: self._release_memory, ShowNote: self._show_note,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: self._compare_replica,
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
@@ -152,11 +160,9 @@ class Coordinator:
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
         assert self.strategy is not None
-        respond(self.data.take_lease(peer, request, self.strategy.traits.max_lease))
-
-    def _return_lease(self, peer: Peer, request: ReturnLease, respond: Respond) -> None:
-        self.data.return_lease(peer, request)
-        respond(None)
+        reply = self.data.take_lease(peer, request, self.strategy.traits.max_lease)
+        if reply is not None:
+            respond(reply)
 
     def _share_epoch(self, peer: Peer, request: ShareEpoch, respond: Respond) -> None:
         self.data.share_epoch(peer, request, respond)
@@ -178,6 +184,13 @@ class Coordinator:
     def _show_note(self, peer: Peer, request: ShowNote, respond: Respond) -> None:
         self._launcher.say(request.text)
         respond(None)
+
+    def _last_step(self, peer: Peer, request: LastStep, respond: Respond) -> None:
+        respond(None)
+        lockstep = self.strategy is not None and self.strategy.traits.lockstep
+        if lockstep and not self.membership.incarnations[peer]:  # a replacement has taken fewer steps
+            self._refuse(self.ended.end(peer, request.steps, str(self.strategy)))
+            self._launcher.tell(Notice("done", peer.role, peer.rank, steps=request.steps))
 
     def _steps_done(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
         if peer in self.membership.members:  # otherwise it died while the request was in flight
@@ -308,6 +321,10 @@ class Coordinator:
         if self.ending.fail(message, exit_code):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
+
+    def _refuse(self, wrong: str) -> None:
+        if wrong:
+            self.fail(wrong, UsageError.exit_code)
 
     @property
     def failure(self) -> Failure | None:

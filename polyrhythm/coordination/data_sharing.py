@@ -6,34 +6,108 @@ from collections.abc import Callable, Collection
 
 from polyrhythm.coordination.leases import Cohorts, Leases
 from polyrhythm.coordination.membership import Membership
+from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.core.events import Event, LeaseReturned, LeaseTaken
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import LeaseReply, ReturnLease, ShareEpoch, ShareReply, TakeLease
+from polyrhythm.core.requests import (
+    DataPosition,
+    LeaseReply,
+    OrderDrawn,
+    ResumeData,
+    ReturnLease,
+    ShareEpoch,
+    ShareReply,
+    TakeLease,
+    WhereIsData,
+)
 
 
 class DataSharing:
     """Assigns batches to workers: by leases, or in equal parts of an epoch."""
 
-    def __init__(self, workers: int, membership: Membership, log: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        membership: Membership,
+        log: Callable[[Event], None],
+        fail: Callable[[str], None],
+    ) -> None:
         self.leases, self.cohorts = Leases(), Cohorts(workers)
-        self._membership, self._log = membership, log
+        self._membership, self._log, self._fail = membership, log, fail
+        self._orders: dict[tuple[int, int], tuple[Peer, str]] = {}  # by loader and epoch: who drew it first
+        self._resumed: dict[int, dict[Peer, ResumeData]] = {}  # by loader
+        self._resuming: dict[int, ReplyBarrier[None]] = {}
+        self._begun: dict[int, set[Peer]] = {}  # by loader: workers that have requested batches
 
-    def take_lease(self, peer: Peer, request: TakeLease, longest: int) -> LeaseReply:
-        """Leases at most `longest` batches to a worker."""
-        workers = len(self._membership.workers)
+    def take_lease(self, peer: Peer, request: TakeLease, longest: int) -> LeaseReply | None:
+        """Leases at most `longest` batches to a worker; None after a failure."""
         loader, epoch = request.loader, request.epoch
+        self._begun.setdefault(loader, set()).add(peer)
+        if self._mixed(loader):
+            return None
+        workers = [each.rank for each in self._membership.workers]
         lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, longest, request.unseen)
         if lease is not None:
             self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
         return LeaseReply(lease)
 
-    def return_lease(self, peer: Peer, request: ReturnLease) -> None:
+    def return_lease(self, peer: Peer, request: ReturnLease, respond: Callable[[None], None]) -> None:
         """Takes back batches that a worker will not train on."""
-        returned = self.leases.give_back(peer.rank, request.loader, request.unseen)
+        returned = self.leases.give_back(peer.rank, request.loader, request.leases, request.peeked)
         self._log(LeaseReturned(str(peer), request.loader, returned))
+        respond(None)
+
+    def position(self, peer: Peer, request: WhereIsData, respond: Callable[[DataPosition], None]) -> None:
+        """Which batches have been leased, to save it."""
+        respond(self.leases.position(request.loader))
+
+    def resume(self, peer: Peer, request: ResumeData, respond: Callable[[None], None]) -> None:
+        """A worker continues from a saved position."""
+        loader, resumed = request.loader, self._resumed.setdefault(request.loader, {})
+        resumed[peer] = request
+        if request.position is None:  # in lockstep all are at the same place
+            first, other = next(iter(resumed.items()))
+            if (other.epoch, other.batches) != (request.epoch, request.batches):
+                self._fail(
+                    f"{peer} resumed from batch {request.batches} of epoch {request.epoch}, but {first} from "
+                    f"batch {other.batches} of epoch {other.epoch}: load the same step on all workers"
+                )
+            if not self._mixed(loader):
+                respond(None)
+            return
+        waiting = self._resuming.setdefault(loader, ReplyBarrier())
+        waiting.add(peer, respond)
+        if not self._mixed(loader) and not {*self._membership.workers} - {*waiting}:
+            self.leases.resume(loader, {each.rank: position for each, position in resumed.items()})
+            waiting.release_all(lambda each: None)
+
+    def _mixed(self, loader: int) -> bool:
+        """Fails if some workers have resumed, and another has begun without."""
+        resumed = self._resumed.get(loader, {})
+        begun = sorted(self._begun.get(loader, set()).difference(resumed))
+        if resumed and begun:
+            self._fail(
+                f"{next(iter(resumed))} continues from a saved state, but {begun[0]} does not: either each "
+                "worker loads the state that it saved itself, or none does"
+            )
+        return bool(resumed and begun)
+
+    def order_drawn(self, peer: Peer, request: OrderDrawn, respond: Callable[[None], None]) -> None:
+        """Fails if workers draw different orders: they would train on some examples twice."""
+        respond(None)
+        first, digest = self._orders.setdefault((request.loader, request.epoch), (peer, request.digest))
+        if digest != request.digest:
+            self._fail(
+                f"{peer} and {first} draw different orders of the data in epoch {request.epoch}: a sampler "
+                "must draw the same order on all workers, from the global generators of torch, NumPy or "
+                "Python, or from a seed that is the same on all"
+            )
 
     def share_epoch(self, peer: Peer, request: ShareEpoch, respond: Callable[[ShareReply], None]) -> None:
         """A worker wants to begin an epoch; `begin` replies."""
+        self._begun.setdefault(request.loader, set()).add(peer)
+        if self._mixed(request.loader):
+            return
         incarnation = self._membership.incarnations[peer]
         self.cohorts.request(peer, incarnation, request.loader, request.epoch, respond)
 
@@ -44,4 +118,8 @@ class DataSharing:
 
     def lose(self, peer: Peer, reason: str) -> int:
         """A node has left. Returns how many of its leased batches are available again."""
-        return self.leases.lose(peer.rank) if peer.role == "worker" and reason != "finished" else 0
+        if peer.role != "worker":
+            return 0
+        returned = self.leases.lose(peer.rank) if reason != "finished" else 0
+        self.leases.release([each.rank for each in self._membership.workers])
+        return returned

@@ -1,8 +1,9 @@
 """Leases and Cohorts: which worker trains on which batches. Logic without I/O.
 
 Workers that step at their own pace lease batches: few at a time, and fewer towards the end of an epoch, so
-that a fast worker takes more and all finish together (guided self-scheduling). Batches of a lost worker are
-returned and leased to others, in the next epoch at the latest.
+that a fast worker takes more and all finish together (guided self-scheduling). If an epoch has a batch for
+each worker, the last ones are kept for workers that have none yet, so that no script finds an epoch empty.
+Batches of a lost worker are returned and leased to others, in the next epoch at the latest.
 
 Workers that step together share each epoch in equal parts. If they may die and be replaced, those that share
 an epoch are a cohort.
@@ -10,12 +11,11 @@ an epoch are a cohort.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import EpochShare, ShareReply
+from polyrhythm.core.requests import DataPosition, EpochShare, ResumeData, ShareReply
 
 
 def _last(leases: Sequence[Lease], count: int) -> list[Lease]:
@@ -24,8 +24,19 @@ def _last(leases: Sequence[Lease], count: int) -> list[Lease]:
     for lease in reversed(leases):
         some = min(lease.count, count)
         if some:
-            kept.insert(0, Lease(lease.epoch, lease.first + lease.count - some, some))
+            kept.insert(0, Lease(lease.epoch, lease.end - some, some))
         count -= some
+    return kept
+
+
+def _without_last(leases: Sequence[Lease], count: int) -> list[Lease]:
+    """These leases without their last `count` batches."""
+    kept = list(leases)
+    while kept and count:
+        lease = kept.pop()
+        if lease.count > count:
+            kept.append(Lease(lease.epoch, lease.first, lease.count - count))
+        count -= min(count, lease.count)
     return kept
 
 
@@ -38,6 +49,10 @@ class Leases:
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
         self._returned: dict[int, list[Lease]] = {}
+        self._served: dict[tuple[int, int], set[int]] = {}  # by loader and epoch: workers that had a batch
+        # By loader and epoch: the batches of an epoch whose last ones were refused to one worker, and kept.
+        self._refused: dict[tuple[int, int], int] = {}
+        self._positions = 0  # that were saved
 
     def take(
         self,
@@ -45,11 +60,11 @@ class Leases:
         loader: int,
         epoch: int,
         batches: int,
-        workers: int,
+        workers: Collection[int],
         longest: int,
         unseen: int = 0,
     ) -> Lease | None:
-        """The next batches for a worker, at most `longest`; None if the epoch is over.
+        """The next batches for one of these workers, at most `longest`; None if the epoch is over for it.
 
         The worker has trained on all batches that it held, except the last `unseen` ones, which are
         prefetched.
@@ -57,39 +72,103 @@ class Leases:
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
         over = epoch < self._since.get((worker, loader), 0)
-        lease = self._take(loader, epoch, 0 if over else batches, workers, longest)
+        lease = self._take(worker, loader, epoch, 0 if over else batches, workers, longest)
         if lease is not None:
             held.append(lease)
+            self._served.setdefault((loader, epoch), set()).add(worker)
         return lease
 
-    def _take(self, loader: int, epoch: int, batches: int, workers: int, longest: int) -> Lease | None:
+    def _take(
+        self, worker: int, loader: int, epoch: int, batches: int, workers: Collection[int], longest: int
+    ) -> Lease | None:
         returned = self._returned.get(loader, [])
         for at, lease in enumerate(returned):
             if lease.epoch <= epoch:
                 return returned.pop(at)
         first = self._next.get((loader, epoch), 0)
         left = batches - first
-        if left <= 0:
+        count = max(1, min(longest, left // (2 * len(workers))))
+        first_of_worker = int(worker not in self._served.get((loader, epoch), ()))
+        count = min(
+            count, max(first_of_worker, left - self._kept(worker, loader, epoch, batches, workers)), left
+        )
+        if count <= 0:
+            if left > 0:
+                self._refused[loader, epoch] = batches
             return None
-        count = max(1, min(longest, left // (2 * workers)))
         self._next[loader, epoch] = first + count
         return Lease(epoch, first, count)
+
+    def _kept(self, worker: int, loader: int, epoch: int, batches: int, workers: Collection[int]) -> int:
+        """How many batches at the end of an epoch are for other workers, which have had none of it yet."""
+        if batches < len(workers):
+            return 0
+        served = self._served.get((loader, epoch), set())
+        return sum(
+            each != worker and each not in served and epoch >= self._since.get((each, loader), 0)
+            for each in workers
+        )
 
     def enter(self, worker: int) -> None:
         """A worker joins while others train: for it, earlier epochs are over."""
         for loader, epoch in self._latest.items():
             self._since[worker, loader] = epoch
 
-    def give_back(self, worker: int, loader: int, unseen: int) -> int:
-        """A worker returns the last `unseen` batches that it holds; others may lease them."""
-        returned = _last(self._held.pop((worker, loader), []), unseen)
-        self._returned.setdefault(loader, []).extend(returned)
-        return sum(lease.count for lease in returned)
+    def give_back(self, worker: int, loader: int, leases: Sequence[Lease], peeked: bool = False) -> int:
+        """A worker returns batches that it holds; others may lease them. Returns how many.
+
+        If it has only `peeked`, an epoch of which nothing else was leased has not begun.
+        """
+        held, count = self._held.pop((worker, loader), []), sum(lease.count for lease in leases)
+        if peeked:  # it may still train on those that it has seen
+            self._held[worker, loader] = _without_last(held, count)
+        self._return(loader, leases, peeked)
+        return count
+
+    def _return(self, loader: int, leases: Sequence[Lease], peeked: bool = False) -> None:
+        returned = self._returned.setdefault(loader, [])
+        returned.extend(leases)
+        while peeked:
+            ends = [each for each in returned if each.end == self._next.get((loader, each.epoch))]
+            peeked = bool(ends)
+            for each in ends:
+                returned.remove(each)
+                self._next[loader, each.epoch] = each.first
 
     def lose(self, worker: int) -> int:
         """A worker is gone: others may lease its batches. Returns how many."""
-        loaders = [loader for who, loader in self._held if who == worker]
-        return sum(self.give_back(worker, loader, sys.maxsize) for loader in loaders)
+        held = {key: leases for key, leases in self._held.items() if key[0] == worker}
+        for (_, loader), leases in held.items():
+            del self._held[worker, loader]
+            self._return(loader, leases)
+        return sum(lease.count for leases in held.values() for lease in leases)
+
+    def release(self, workers: Collection[int]) -> None:
+        """Only these workers are left: others may lease what was kept for one that has gone."""
+        for (loader, epoch), batches in self._refused.items():
+            first = self._next.get((loader, epoch), 0)
+            count = batches - first - self._kept(-1, loader, epoch, batches, workers)
+            if count > 0:
+                self._next[loader, epoch] = first + count
+                self._return(loader, [Lease(epoch, first, count)])
+
+    def position(self, loader: int) -> DataPosition:
+        """Which batches of a loader have been leased, to save it."""
+        self._positions += 1
+        leased = {epoch: count for (which, epoch), count in self._next.items() if which == loader}
+        return DataPosition(self._positions, leased, list(self._returned.get(loader, [])))
+
+    def resume(self, loader: int, saved: Mapping[int, ResumeData]) -> None:
+        """The workers of a run continue from the positions that they saved together."""
+        last = max((each.position for each in saved.values() if each.position), key=lambda it: it.number)
+        self._positions = last.number
+        self._returned[loader] = list(last.returned)
+        self._next.update({(loader, epoch): count for epoch, count in last.leased.items()})
+        for worker, each in saved.items():
+            self._held[worker, loader] = list(each.held)
+            self._latest[loader] = max(self._latest.get(loader, 0), each.epoch)
+            if each.batches or each.held:
+                self._served.setdefault((loader, each.epoch), set()).add(worker)
 
     @property
     def undone(self) -> int:

@@ -12,3 +12,7 @@ class Lease:
     epoch: int
     first: int
     count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count

@@ -118,6 +118,9 @@ class Node(ABC):
     stopping: Stopping  # whether the run ends early, and where this worker stops
     cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
     mesh: Mesh  # set when it has joined the run
+    # Called in any thread when another worker has taken its last step, with their number. Returns an error
+    # that ends the run, or an empty string.
+    on_done: Callable[[Peer, int], str] | None = None
 
     @property
     def rank(self) -> int:

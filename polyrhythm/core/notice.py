@@ -11,15 +11,17 @@ from polyrhythm.core.peer import Peer
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """A node has left or joined; the run is over: every worker is gone and none will come; or the run ends
-    early: workers stop after a step that they agree on, or each where it is, because the run has failed."""
+    """A node has left, joined or taken its last step; the run is over: every worker is gone and none will
+    come; or the run ends early: workers stop after a step that they agree on, or each where it is, because
+    the run has failed."""
 
-    kind: Literal["left", "joined", "over", "stop", "abandon"]
+    kind: Literal["left", "joined", "done", "over", "stop", "abandon"]
     role: str = ""
     rank: int = 0
     incarnation: int = 0
     reason: str = ""  # of one that has left
     address: str = ""  # of one that has joined
+    steps: int = 0  # of one that is done
     step: int = -1  # the step after which all workers stop; -1: they report where they are
 
     @staticmethod

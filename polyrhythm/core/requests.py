@@ -46,6 +46,14 @@ class LeaseReply(msgspec.Struct, frozen=True):
     lease: Lease | None  # None: the epoch is over
 
 
+class DataPosition(msgspec.Struct, frozen=True):
+    """Which batches of a loader the workers have leased so far; of several positions the last one counts."""
+
+    number: int  # how many positions the coordinator has given out
+    leased: dict[int, int]  # by epoch: how many batches
+    returned: list[Lease]  # those of them that wait for another worker
+
+
 class EpochShare(msgspec.Struct, frozen=True):
     """The workers that share an epoch, which epoch it is, and how many cohorts there were before this one."""
 
@@ -121,10 +129,40 @@ class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):
 
 
 class ReturnLease(Request[None], frozen=True, tag="return lease"):
-    """Returns the last `unseen` leased batches."""
+    """Returns leased batches. `peeked`: nobody has trained on anything of this lease."""
 
     loader: int
-    unseen: int
+    leases: list[Lease]
+    peeked: bool = False
+
+
+class WhereIsData(Request[DataPosition], frozen=True, tag="where"):
+    """Requests which batches of a loader have been leased."""
+
+    reply: ClassVar[Any] = DataPosition
+
+    loader: int
+
+
+class ResumeData(Request[None], frozen=True, tag="resume data"):
+    """The worker continues from a saved position of a loader; the batches in `held` are its own.
+
+    Where batches are leased, the reply comes when all workers have loaded their positions.
+    """
+
+    loader: int
+    epoch: int
+    batches: int  # of this epoch that the worker has trained on
+    position: DataPosition | None = None  # None in lockstep
+    held: list[Lease] = []
+
+
+class OrderDrawn(Request[None], frozen=True, tag="order"):
+    """The worker has drawn the order of an epoch, and this is a hash of how it begins."""
+
+    loader: int
+    epoch: int
+    digest: str
 
 
 class ShareEpoch(Request[ShareReply], frozen=True, tag="share epoch"):
@@ -161,6 +199,12 @@ class ShowNote(Request[None], frozen=True, tag="note"):
     """Something that a person should know about this run, in one line."""
 
     text: str
+
+
+class LastStep(Request[None], frozen=True, tag="last step"):
+    """The script is over, after so many steps."""
+
+    steps: int
 
 
 class StepsDone(Request[None], frozen=True, tag="done"):
@@ -235,9 +279,9 @@ class Report(Request[None], frozen=True, tag="report"):
 REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
-        JoinRun, Prepared, TakeLease, ReturnLease, ShareEpoch, ExamplesDue, BeginEpoch, LogMetrics, ShowNote,
-        StepsDone, LeaveRun, WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory,
-        Report,
+        JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
+        ExamplesDue, BeginEpoch, LogMetrics, ShowNote, LastStep, StepsDone, LeaveRun, WhoIsLate,
+        CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

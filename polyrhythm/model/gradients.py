@@ -41,6 +41,7 @@ class GradientBuffer:
         self._dense = () if sparse else self.vectors  # the parts of the vectors that hold a gradient
         self._sums: list[Tensor] = []
         self._scale, self._before = 1.0, tuple[Tensor, ...]()
+        self.passes = 0  # complete gradients so far
         self.touched: dict[int, None] = {}  # the parameters that a backward pass has reached, in order
         self.begun = 0  # how many buckets of this backward pass have been handed on
         self._early = False  # buckets of this pass are handed on before it ends
@@ -190,6 +191,7 @@ class GradientBuffer:
 
     def after_backward(self) -> None:
         """Copies the new gradient into the flat vectors, scaled. Its sums keep any NaN for later."""
+        self.passes += 1
         self.gather()
         if self._scale != 1:
             for vector, before in zip(self.vectors, self._before, strict=True):

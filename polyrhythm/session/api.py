@@ -20,7 +20,7 @@ from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
-from polyrhythm.session.arguments import Arguments, refuse_groups
+from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.context import session, world_context
 
 if TYPE_CHECKING:
@@ -62,13 +62,15 @@ class Session:
         self._given: Arguments | None = None  # the models and optimizers of this session
         self._copies: ConsensusModel | None = None
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
         """Call it with the model, its optimizer and the training loader; use the objects that it returns.
 
         A script may have any number of each: all models and optimizers are given in one call. The order of
         the arguments does not matter; the results have the same order. A later call takes loaders only.
+        Loaders in `evaluate`, one or a list, come last: each of their examples is on exactly one worker. A
+        loader that is not passed stays whole on every worker.
         """
-        given = Arguments(objects, again=self._copies is not None)
+        given = Arguments(objects, evaluate, again=self._copies is not None)
         if self._copies is None:
             given.check()
             self._given, self._copies = given, ConsensusModel(given.models)
@@ -92,7 +94,8 @@ class Session:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this worker's strategy, such as the residual of a codec; without model and optimizer.
+        """The state of this worker besides model and optimizer: its strategy's, such as the residual of a
+        codec, the position in the data, and the random number generators.
 
         Each worker saves its own: `torch.save(session.state_dict(), f"{session.rank}.pt")`.
         """

@@ -15,13 +15,21 @@ from polyrhythm.model.consensus import joined
 
 _NAMED = 3  # parameters that an error names
 
+Evaluated = DataLoader[Any] | Sequence[DataLoader[Any]]  # loaders to evaluate on
+
 
 class Arguments:
-    """The objects that a script passes to `prepare`, in any order."""
+    """The objects that a script passes to `prepare`, in any order, and then its evaluation loaders."""
 
-    def __init__(self, objects: Sequence[Any], again: bool = False) -> None:
+    def __init__(self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False) -> None:
         """UsageError if one of them is of no use; `again`: in a later call."""
-        self._objects = tuple(objects)
+        self.evaluated = [evaluate] if isinstance(evaluate, DataLoader) else list(evaluate)
+        for loader in self.evaluated:
+            if not isinstance(loader, DataLoader):
+                raise UsageError(
+                    f"session.prepare(evaluate=...) takes DataLoaders, not {type(loader).__name__}"
+                )
+        self._objects = (*objects, *self.evaluated)
         if again and any(map(_trains, self._objects)):
             raise UsageError(
                 "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; "
@@ -31,7 +39,7 @@ class Arguments:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.loaders: list[DataLoader[Any]] = []
         self.schedulers: list[LRScheduler] = []
-        for thing in self._objects:
+        for thing in objects:
             self._sort(thing)
         owned = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
         # A module without parameters to train, such as a loss, is returned as it is.

@@ -1,23 +1,97 @@
-"""SharedLoader: the DataLoader of a worker, which gives out that worker's share of the batches."""
+"""SharedLoader and EvaluationLoader: the DataLoaders of a worker, which give out its share of the batches.
+
+One iteration over a training loader is one epoch. These rules say what else a script may do with it:
+
+- A script that takes some batches, leaves the loop and does not train on them has only looked: the epoch has
+  not begun, and the next iteration has all of its batches. Whether it trains is seen by its backward passes.
+- There is one iteration at a time. A new one ends the one before; to go on with the older one is an error.
+- To evaluate on a training loader is an error, because each worker would see only a part.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.session.order import Order, SampledOrder, copy_of, order_of
+from polyrhythm.session.random_states import OwnNumbers
 from polyrhythm.session.schedules import Progress
-from polyrhythm.session.sharing import EpochOrder, Sharing
+from polyrhythm.session.sharing import Position, Sharing
+
+SAMPLED = 1 << 14  # `SharedLoader.sample` chooses from so many batches at most
+
+EVALUATED = (
+    "this loader divides the training data among workers, and is used to evaluate: pass it as "
+    "session.prepare(..., evaluate=loader), or use a DataLoader that was not passed to prepare()"
+)
+OLDER = (
+    "a loader that was passed to session.prepare() has one iteration at a time, and a newer one has begun: "
+    "make a second DataLoader, and pass it to prepare() too if it is for training"
+)
+NO_TRAINING = (
+    "a training loader was read to its end without a backward pass: in a run each worker sees only its "
+    "share; for something about all of the data use a DataLoader that was not passed to session.prepare()"
+)
 
 
-class SharedLoader:
+class Training:
+    """What a shared loader must know of the training. The default: the script trains on each batch."""
+
+    passes = 0  # backward passes and steps so far
+    evaluates = False  # all models are in evaluation mode
+
+    def on_batch(self, samples: int, scale: float) -> None:
+        """The script gets a batch: how many examples count, and the factor for the gradient."""
+        self.passes += 1
+
+    def on_unused(self, samples: int) -> None:
+        """The script has not trained on these examples after all."""
+
+    def on_drawn(self, epoch: int, digest: str) -> None:
+        """This worker trains on an epoch, in the order with this hash."""
+
+    def on_resumed(self, epoch: int, batches: int) -> None:
+        """Workers in lockstep continue from this batch of an epoch."""
+
+    def note(self, text: str) -> None:
+        """Tells the person something, once."""
+
+
+class _Iteration:
+    """One iteration of the script over the loader."""
+
+    def __init__(self, passes: int, progress: Progress) -> None:
+        self.passes = passes  # of the training when it began
+        self.latest = passes  # of the training when the script got the last batch
+        self.given = 0  # batches
+        self.untrained: list[int] = []  # the examples of the last batches, which no pass has used yet
+        self.progress = progress.own, progress.run  # when it began
+        self.digest = ""  # of the order of the epoch, until the other workers have been compared
+
+    def give(self, passes: int, samples: int) -> None:
+        if passes != self.latest:
+            self.untrained, self.latest = [], passes
+        self.untrained.append(samples)
+        self.given += 1
+
+
+class _Drawn(NamedTuple):
+    """A batch that is drawn and not given to the script yet."""
+
+    samples: int  # that count
+    scale: float
+    position: int  # see `ScaledBatch`
+
+
+class SharedLoader(DataLoader[Any]):
     """Iterates over this worker's batches; otherwise behaves like the DataLoader it wraps.
 
-    `on_batch(samples, scale)` is called before each batch: the number of examples that count, and the factor
-    for the gradient. `processes`: the DataLoader may start worker processes.
+    `processes`: the DataLoader may start worker processes.
     """
 
     def __init__(
@@ -25,77 +99,183 @@ class SharedLoader:
         loader: DataLoader[Any],
         sharing: Sharing,
         seed: int,
-        on_batch: Callable[[int, float], None],
+        training: Training | None = None,
         processes: bool = True,
     ) -> None:
-        if isinstance(loader.dataset, IterableDataset):
-            raise UsageError("an IterableDataset cannot be shared among workers; use a map-style dataset")
-        if loader.batch_sampler is None:
-            raise UsageError(
-                "the DataLoader has batch_size=None and cannot be shared among workers; give it a batch size"
-            )
+        # Not the constructor of DataLoader: all of its attributes are those of `loader`.
         self.loader = loader
         self.epoch = 0
         self.left_early = False  # the script did not finish the last epoch
         self.watch: Callable[[Any], None] | None = None  # called with each batch
-        self._order, self._sharing, self._on_batch = EpochOrder(loader, seed), sharing, on_batch
+        self._order: Order = order_of(loader, seed, processes)
+        self._sharing, self._training = sharing, training or Training()
+        self._start = 0  # batches of this epoch that were trained on before the run was resumed
+        self._iteration: _Iteration | None = None  # open
+        self._looked: _Iteration | None = None  # ended before the script trained
+        self._resumed = False
         self.progress = Progress()
-        self._prefetched: deque[tuple[int, float, int]] = deque()  # samples, scale, position; not yet used
-        num_workers = loader.num_workers if processes else 0
-        self._inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=_Batches(self),
-            num_workers=num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout if num_workers else 0,
-            worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor if num_workers else None,
-            persistent_workers=loader.persistent_workers if num_workers else False,
+        self._prefetched: deque[_Drawn] = deque()
+        self._inner = self._make_inner(processes)
+        self._DataLoader__initialized = True  # from here on DataLoader refuses to change what it refuses
+
+    def _make_inner(self, processes: bool) -> DataLoader[Any] | None:
+        if not isinstance(self._order, SampledOrder):
+            return None
+        return copy_of(
+            self.loader, processes, batch_sampler=_Batches(self), collate_fn=self.loader.collate_fn
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet, as in an unpickled copy
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return self._sharing.length(self._order, self.epoch)
+        return self._sharing.length(self._order)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._prefetched.clear()
-        complete, self.progress.iterating = False, True
+    # --- iterating ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._end(complete=False)  # one that is still open
+        self._settle()
+        mine = self._iteration = _Iteration(self._training.passes, self.progress)
+        self.progress.iterating = True
+        complete = False
         try:
-            for batch in self._inner:
-                samples, scale, position = self._prefetched.popleft()
-                self.progress.give(position)
-                self._on_batch(samples, scale)
-                self._sharing.used(samples)
+            for batch in self._load():
+                self._give(mine)
                 if self.watch is not None:
                     self.watch(batch)
                 yield batch
+                if self._iteration is not mine:
+                    raise UsageError(OLDER)
+                self._check_use(mine)
+            self._check_use(mine)
             complete = True
-        finally:  # an epoch that the script leaves early is over too
-            self.epoch += 1
-            self.progress.iterating = False
-            self.left_early = not complete
-            self._sharing.end(complete, len(self._prefetched))
+        finally:
+            if self._iteration is mine:
+                self._end(complete)
 
-    def indexes(self) -> Iterator[Sequence[int]]:
-        """The examples of each batch of this worker in the current epoch."""
+    def _load(self) -> Iterator[Any]:
+        if self._inner is None:
+            return (each.batch for each in self._batches())
+        if not self._resumed:
+            return iter(self._inner)
+        self._resumed = False
+        with OwnNumbers(0):  # a DataLoader draws a number for each iteration, and this one has begun before
+            return iter(self._inner)
+
+    def _batches(self) -> Iterator[Any]:
+        """The batches of this worker in the current epoch: lists of indexes, or loaded batches."""
         epoch = self._sharing.begin(self.epoch)
         if epoch is None:
             return
-        self.epoch = epoch
-        for indexes, scale, position in self._sharing.batches(self._order, epoch, self._prefetched):
-            self._prefetched.append((len(indexes) if scale else 0, scale, position))
-            yield indexes
+        if epoch != self.epoch:
+            self.epoch, self._start = epoch, 0
+        if self._iteration is not None:
+            self._iteration.digest = self._order.digest(epoch)
+        for batch, scale, position in self._sharing.batches(self._order, epoch, self._start, self._untrained):
+            self._prefetched.append(_Drawn(len(batch) if scale else 0, scale, position))
+            yield batch
+
+    def indexes(self) -> Iterator[Sequence[int]]:
+        """The examples of each batch of this worker in the current epoch."""
+        return self._batches()
+
+    def _give(self, iteration: _Iteration) -> None:
+        """The script gets the next batch."""
+        samples, scale, position = self._prefetched.popleft()
+        self.progress.give(position)
+        iteration.give(self._training.passes, samples)
+        self._training.on_batch(samples, scale)
+        self._sharing.used(samples)
+
+    def _check_use(self, iteration: _Iteration) -> None:
+        """Called when the script wants another batch."""
+        evaluates = not torch.is_grad_enabled() or (iteration.given and self._training.evaluates)
+        if evaluates and self._training.passes == iteration.passes:
+            raise UsageError(EVALUATED)
+        if iteration.digest and self._training.passes != iteration.passes:  # not if it has only looked
+            self._training.on_drawn(self.epoch, iteration.digest)
+            iteration.digest = ""
+
+    def _untrained(self) -> int:
+        """How many batches the script has got and not trained on."""
+        last = self._iteration or self._looked
+        return len(last.untrained) if last is not None and self._training.passes == last.latest else 0
+
+    def _end(self, complete: bool) -> None:
+        """The open iteration is over."""
+        ended, self._iteration = self._iteration, None
+        if ended is None:
+            return
+        self._prefetched.clear()
+        self.progress.iterating = False
+        trained = self._training.passes != ended.passes
+        if complete or trained:
+            if not trained and ended.given:
+                self._training.note(NO_TRAINING)
+            self.left_early = not complete
+            self._sharing.end(complete)
+            self._finish_epoch()
+        else:
+            self._looked = ended
+            self._sharing.peeked(ended.given)
+
+    def _settle(self) -> None:
+        """Decides whether the last iteration, which the script left before it trained, was an epoch."""
+        looked, self._looked = self._looked, None
+        if looked is None:
+            return
+        trained = self._training.passes != looked.passes
+        self._sharing.trained(trained)
+        if trained:
+            self._finish_epoch()
+        else:
+            self._training.on_unused(sum(looked.untrained))
+            self.progress.own, self.progress.run = looked.progress
+            self._order.forget(self.epoch)
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self._start = 0
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, which `session.state_dict()` has too."""
+        if self._iteration is None:
+            self._settle()
+        untrained = self._untrained()
+        given = 0 if self._iteration is None else self._iteration.given
+        return Position(
+            self.epoch, self._start + given - untrained, self._sharing.position(untrained)
+        )._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues there: the next iteration has the batches of the epoch that were left."""
+        self._end(complete=False)
+        self._settle()
+        position = Position(**state)
+        self.epoch, self._start = position.epoch, position.batches
+        self._resumed = self._start > 0
+        if position.shared:
+            self._sharing.resume(position)
+        else:
+            self._training.on_resumed(position.epoch, position.batches)
+
+    # --- for BatchNorm ------------------------------------------------------------------------------
 
     def sample(self, most: int) -> Iterator[Any]:
         """Up to `most` batches, evenly spaced over the epoch drawn last, in the order of a single process.
 
         They are not counted or leased, and the order of training does not change.
         """
-        drawn = self._order.batches(self._order.latest(default=self.epoch))
-        batches = [batch for batch in drawn if len(batch) > 1] or drawn
+        drawn = self._order.epoch(self._order.latest(default=self.epoch))
+        if not isinstance(self._order, SampledOrder):
+            raise UsageError("batch_norm=recompute cannot read a stream again; use batch_norm=mean")
+        found = [batch for number, batch in zip(range(SAMPLED), drawn, strict=False)]
+        batches = [batch for batch in found if len(batch) > 1] or found
         count = min(most, len(batches))
         chosen: list[Any] = [batches[number * len(batches) // count] for number in range(count)]
         return iter(DataLoader(self.loader.dataset, batch_sampler=chosen, collate_fn=self.loader.collate_fn))
@@ -114,3 +294,44 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         return self.shared.indexes()
+
+
+class EvaluationLoader(DataLoader[Any]):
+    """Gives each example of an evaluation loader to exactly one worker: every `workers`-th batch.
+
+    No batch is repeated or filled up, so workers may have different numbers of batches, or none. All
+    iterations have the same order, so it does not matter how often which worker iterates.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], rank: int, workers: int, seed: int, processes: bool = True
+    ) -> None:
+        self.loader, self._rank, self._workers = loader, rank, workers
+        self._order: Order = order_of(loader, seed, processes)
+        self._seed, self._processes = seed, processes
+        self._DataLoader__initialized = True
+
+    __getattr__ = SharedLoader.__getattr__
+
+    def __len__(self) -> int:
+        return len(range(self._rank, len(self._order), self._workers))
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._order.forget(0)  # drawn again, from the same seed
+        mine = self._mine()
+        if not isinstance(self._order, SampledOrder):
+            return (each.batch for each in mine)
+        return iter(
+            copy_of(
+                self.loader,
+                self._processes,
+                persistent_workers=False,
+                batch_sampler=mine,
+                collate_fn=self.loader.collate_fn,
+            )
+        )
+
+    def _mine(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._order.epoch(0)):
+            if number % self._workers == self._rank:
+                yield batch

@@ -15,6 +15,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
+    LastStep,
     LeaveRun,
     LogMetrics,
     OfferResult,
@@ -31,7 +32,7 @@ from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.api import Session, plain
-from polyrhythm.session.arguments import Arguments, refuse_groups
+from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
@@ -78,10 +79,13 @@ class DistributedSession(Session):
         # The same seed on every node, so that all build the same model.
         seed_all(mix("model", self.seed))
 
-    def prepare(self, *objects: Any) -> Any:
-        given = Arguments(objects, again=self._data is not None)
+    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
-        return given.returned(dict(zip(given.loaders, shared, strict=True)))
+        assert self._data is not None
+        evaluated = [self._data.share_evaluation(loader) for loader in given.evaluated]
+        loaders = zip([*given.loaders, *given.evaluated], [*shared, *evaluated], strict=True)
+        return given.returned(dict(loaders))
 
     def _begin(self, given: Arguments) -> list[SharedLoader]:
         """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""
@@ -106,6 +110,7 @@ class DistributedSession(Session):
             parts.attach(self._context, given.models, peers)
             for part in parts:
                 self._watch(part)
+                part.driver.check_step = data.check_step
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)
@@ -206,10 +211,18 @@ class DistributedSession(Session):
         parts = self._parts
         if parts is None:
             return {}
+        # The position first: where batches are leased, workers wait for each other in what follows.
+        data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
             parts.reattach()
             states = parts.state_dict()
-        return {"strategy": str(self.strategy), "layout": parts.layout, "workers": self.workers, **states}
+        return {
+            "strategy": str(self.strategy),
+            "layout": parts.layout,
+            "workers": self.workers,
+            "data": data,
+            **states,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parts = self._parts
@@ -230,8 +243,11 @@ class DistributedSession(Session):
             )
         # A replacement continues from the state of the others, which is newer than the saved one.
         if state and not self._late:
+            assert self._data is not None
             with self._blocking():
+                self._data.load_state_dict(state["data"])
                 parts.load_state_dict(state)
+            self._data.restore_random(state["data"])
 
     def close(self) -> None:
         """The script is done: the worker finishes, and one worker sends the result."""
@@ -242,6 +258,7 @@ class DistributedSession(Session):
         for each in self.before_close:
             each()
         parts.reattach()
+        self._context.request(LastStep(parts.steps))
         with torch.no_grad():
             self._node.stopping.stepping = True  # it may fail half-way
             for part in parts:

@@ -56,6 +56,7 @@ class Parts:
         runner: OptimizerRunner,
     ) -> None:
         self._strategy = strategy
+        self.models: Sequence[nn.Module] = ()
         self._parts = [
             TrainingPart(strategy, each, model, optimizer, runner)
             for each, optimizer in zip(scoped(node, len(optimizers)), optimizers, strict=True)
@@ -69,6 +70,7 @@ class Parts:
 
     def attach(self, context: WorldContext, models: Sequence[nn.Module], peers: Group) -> None:
         """Makes the workers of the strategy and has them called by the script's training loop."""
+        self.models = models
         meter, group = Meter(context.node, self.replicas), context.node.everyone
         for part in self:
             part.worker = self._strategy.worker(part.node, part.replica, group)

@@ -1,6 +1,6 @@
 """How the batches of an epoch are shared among workers.
 
-All workers draw the same order of batches from the seed of the run (`EpochOrder`), so no indexes are sent.
+All workers draw the same order of batches (see `order`), so no indexes are sent.
 
 - Workers in lockstep divide the order into rounds of one batch per worker. The examples of an incomplete last
   round are divided evenly. A worker that gets none borrows examples whose gradient is scaled by 0, so that it
@@ -11,91 +11,39 @@ All workers draw the same order of batches from the seed of the run (`EpochOrder
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, NamedTuple, TypeGuard
-
-import numpy as np
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from polyrhythm.core.lease import Lease
-from polyrhythm.session.seeds import mix, seed_all
+from polyrhythm.session.order import Order, SampledOrder
 
-Indexes = Sequence[int]  # the examples of one batch
-Take = Callable[[int, int, int], Lease | None]  # epoch, its number of batches, leased but unseen batches
-GiveBack = Callable[[int], None]  # number of leased batches that this worker will not train on
-
-
-class EpochOrder:
-    """The batches of each epoch in the order in which a single process would see them."""
-
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self._loader, self._seed = loader, seed
-        self._drawn: dict[int, list[Indexes]] = {}  # the latest two epochs
-        self.batch_size = int(getattr(loader.batch_sampler, "batch_size", 1))
-        # A custom batch sampler has a reason for its batches, so only those of torch's own are regrouped.
-        self.splits = type(loader.batch_sampler) is BatchSampler
-
-    def latest(self, default: int) -> int:
-        """The last epoch drawn so far."""
-        return max(self._drawn, default=default)
-
-    def batches(self, epoch: int) -> list[Indexes]:
-        if epoch not in self._drawn:
-            self._drawn = {old: self._drawn[old] for old in sorted(self._drawn)[-1:]}
-            self._drawn[epoch] = self._draw(mix("order", self._seed, epoch))
-        return self._drawn[epoch]
-
-    def _draw(self, seed: int) -> list[Indexes]:
-        batches = self._loader.batch_sampler
-        assert batches is not None
-        if type(batches) is BatchSampler and _permutes(batches.sampler):
-            return _shuffled(len(batches.sampler), batches.batch_size, batches.drop_last, seed)
-        generator = getattr(self._loader.sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        return _drawn_from(batches, seed)
-
-
-@functools.lru_cache(maxsize=2)
-def _shuffled(examples: int, batch_size: int, drop_last: bool, seed: int) -> list[Indexes]:
-    """The batches of a DataLoader with `shuffle=True`. All workers of a simulation share them."""
-    return _drawn_from(BatchSampler(RandomSampler(range(examples)), batch_size, drop_last), seed)
-
-
-def _drawn_from(sampler: Iterable[Indexes], seed: int) -> list[Indexes]:
-    """The batches of a sampler that draws from the global generators, which keep their states."""
-    others = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            seed_all(seed)
-            # A range of consecutive rows may be long, and needs no list.
-            return [batch if isinstance(batch, range) else list(batch) for batch in sampler]
-    finally:
-        np.random.set_state(others[0])
-        random.setstate(others[1])
-
-
-def _permutes(sampler: object) -> TypeGuard[RandomSampler]:
-    """True for the sampler of a DataLoader with `shuffle=True`: it permutes all examples."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.generator is None
-        and sampler.num_samples == len(sampler.data_source)
-    )
+DUE = 1024  # rounds that are assigned to a worker at a time where the coordinator counts them
 
 
 class ScaledBatch(NamedTuple):
-    """One batch of a worker, and the factor by which its gradient is scaled: 0 if the batch is borrowed."""
+    """One batch of a worker, and the factor by which its gradient is scaled: 0 if the batch is borrowed.
 
-    indexes: Indexes
+    It is a list of indexes, or a batch of a stream.
+    """
+
+    batch: Any
     scale: float
     position: int  # how many batches a single process would have had when the run has had this one
+
+
+class Position(NamedTuple):
+    """Where a loader is: the epoch, how many batches of it this worker has trained on, and the sharing's own.
+
+    `shared` is empty in lockstep, where epoch and batches say it all.
+    """
+
+    epoch: int
+    batches: int
+    shared: dict[str, Any]
 
 
 class Sharing(ABC):
@@ -104,46 +52,127 @@ class Sharing(ABC):
     borrows = False  # True if the worker may get examples of another worker, which do not count
 
     @abstractmethod
-    def length(self, order: EpochOrder, epoch: int) -> int:
-        """About how many batches the worker gets."""
+    def length(self, order: Order) -> int:
+        """About how many batches the worker gets in an epoch."""
 
     def begin(self, epoch: int) -> int | None:
         """Called before an epoch. Returns its number, or None if it is over for this worker."""
         return epoch
 
     @abstractmethod
-    def batches(self, order: EpochOrder, epoch: int, prefetched: Sized) -> Iterator[ScaledBatch]:
-        """The batches of an epoch for this worker. `prefetched`: those drawn but not yet used."""
+    def batches(
+        self, order: Order, epoch: int, start: int, untrained: Callable[[], int]
+    ) -> Iterator[ScaledBatch]:
+        """The batches of an epoch for this worker, without the first `start`, which it has trained on.
+
+        `untrained`: how many batches the script has and has not trained on.
+        """
 
     def used(self, samples: int) -> None:
         """Called when the script gets a batch with so many examples that count."""
 
-    def end(self, complete: bool, prefetched: int) -> None:
-        """Called after an epoch; not `complete` if the script left it early."""
+    def end(self, complete: bool) -> None:
+        """Called after an epoch in which the worker trained; not `complete` if the script left it early."""
+
+    def peeked(self, given: int) -> None:
+        """Called instead if the script left it early and had not trained on the `given` batches."""
+
+    def trained(self, given: bool) -> None:
+        """Called later: whether the script has trained on what it was given before it left."""
+
+    def position(self, untrained: int) -> dict[str, Any]:
+        """What the next run needs to continue here."""
+        return {}
+
+    def resume(self, position: Position) -> None:
+        """Continues from a position that was saved."""
+
+
+class Coordination(Protocol):
+    """The requests of `LeasedSharing` to the coordinator, for one loader of one worker."""
+
+    def take(self, epoch: int, batches: int, unseen: int) -> Lease | None:
+        """The next batches of an epoch; `batches`: how many it has, `unseen`: leased and not trained on."""
+
+    def give_back(self, leases: list[Lease], peeked: bool) -> None:
+        """Returns batches that this worker will not train on."""
+
+    def position(self) -> dict[str, Any]:
+        """Which batches of each epoch have been leased by now."""
+
+    def resume(self, position: Position, held: list[Lease]) -> None:
+        """Continues from a position; returns when all workers have."""
 
 
 class LeasedSharing(Sharing):
     """Leases batches from the coordinator, a few at a time."""
 
-    def __init__(self, workers: int, take: Take, give_back: GiveBack) -> None:
-        self._workers, self._take, self._give_back = workers, take, give_back
-        self._undrawn = 0  # batches of the current lease that are not drawn yet
+    def __init__(self, workers: int, coordinator: Coordination) -> None:
+        self._workers, self._coordinator = workers, coordinator
+        self._given: list[tuple[int, int]] = []  # epoch and number of each batch that the script has got
+        self._ahead: deque[tuple[int, int]] = deque()  # leased, and not given to the script yet
 
-    def length(self, order: EpochOrder, epoch: int) -> int:
-        return math.ceil(len(order.batches(epoch)) / self._workers)
+    def length(self, order: Order) -> int:
+        return math.ceil(len(order) / self._workers)
 
-    def batches(self, order: EpochOrder, epoch: int, prefetched: Sized) -> Iterator[ScaledBatch]:
-        count = len(order.batches(epoch))
-        while (lease := self._take(epoch, count, len(prefetched))) is not None:
-            self._undrawn = lease.count
-            for number in range(lease.first, lease.first + lease.count):
-                self._undrawn -= 1
-                yield ScaledBatch(order.batches(lease.epoch)[number], 1.0, lease.epoch * count + number + 1)
+    def batches(
+        self, order: Order, epoch: int, start: int, untrained: Callable[[], int]
+    ) -> Iterator[ScaledBatch]:
+        drawn = order.epoch(epoch)
+        for held, number in tuple(self._ahead):  # when the run was saved
+            yield ScaledBatch(order.epoch(held).get(number), 1.0, order.before(held) + number + 1)
+        while (lease := self._take(epoch, drawn.count, untrained())) is not None:
+            numbers = range(lease.first, lease.end)
+            self._ahead += [(lease.epoch, number) for number in numbers]
+            for number in numbers:
+                batch = order.epoch(lease.epoch).get(number)
+                if batch is None:  # the epoch is shorter than its sampler said, or did not say
+                    self._ahead = deque(each for each in self._ahead if each < (lease.epoch, number))
+                    break
+                yield ScaledBatch(batch, 1.0, order.before(lease.epoch) + number + 1)
 
-    def end(self, complete: bool, prefetched: int) -> None:
+    def _take(self, epoch: int, batches: int, untrained: int) -> Lease | None:
+        return self._coordinator.take(epoch, batches, untrained + len(self._ahead))
+
+    def used(self, samples: int) -> None:
+        self._given.append(self._ahead.popleft())
+
+    def end(self, complete: bool) -> None:
         if not complete:
-            self._give_back(self._undrawn + prefetched)
-        self._undrawn = 0
+            self._give_back(self._ahead, peeked=False)
+        self._given, self._ahead = [], deque()
+
+    def peeked(self, given: int) -> None:
+        self._give_back(self._ahead, peeked=True)
+        self._given, self._ahead = self._given[len(self._given) - given :], deque()
+
+    def trained(self, given: bool) -> None:
+        if not given:
+            self._give_back(self._given, peeked=True)
+        self._given = []
+
+    def _give_back(self, batches: Iterable[tuple[int, int]], peeked: bool) -> None:
+        self._coordinator.give_back(_leases(batches), peeked)
+
+    def position(self, untrained: int) -> dict[str, Any]:
+        held = [*self._given[len(self._given) - untrained :], *self._ahead]
+        return {**self._coordinator.position(), "held": held}
+
+    def resume(self, position: Position) -> None:
+        self._ahead = deque((epoch, number) for epoch, number in position.shared["held"])
+        self._coordinator.resume(position, _leases(self._ahead))
+
+
+def _leases(batches: Iterable[tuple[int, int]]) -> list[Lease]:
+    """Consecutive batches as one lease each."""
+    leases: list[Lease] = []
+    for epoch, number in batches:
+        last = leases[-1] if leases else None
+        if last is not None and (last.epoch, last.end) == (epoch, number):
+            leases[-1] = Lease(epoch, last.first, last.count + 1)
+        else:
+            leases.append(Lease(epoch, number, 1))
+    return leases
 
 
 class LockstepSharing(Sharing):
@@ -157,44 +186,48 @@ class LockstepSharing(Sharing):
         self._averaged_with = range(workers) if averaged_with is None else averaged_with
         self.borrows = workers > 1
 
-    def length(self, order: EpochOrder, epoch: int) -> int:
-        batches = order.batches(epoch)
-        if not order.splits:
-            return math.ceil(len(batches) / self._workers)
-        return math.ceil(sum(map(len, batches)) / (self._workers * order.batch_size))
+    def length(self, order: Order) -> int:
+        if not isinstance(order, SampledOrder) or not order.splits:
+            return math.ceil(len(order) / self._workers)
+        return math.ceil(order.examples / (self._workers * order.batch_size))
 
-    def batches(self, order: EpochOrder, epoch: int, prefetched: Sized) -> Iterator[ScaledBatch]:
+    def batches(
+        self, order: Order, epoch: int, start: int, untrained: Callable[[], int]
+    ) -> Iterator[ScaledBatch]:
         """One batch per round, with the scale that makes a plain mean over workers the mean over examples.
 
         In a complete round it is 1. A worker with n of the round's examples has n * workers / examples,
         because its batch mean stands for n examples and the mean over workers divides by their number.
         """
-        batches = order.batches(epoch)
-        if not order.splits:
-            for first in range(0, len(batches), self._workers):
-                round_ = batches[first : first + self._workers]
-                mine = self._rank < len(round_)
-                yield ScaledBatch(
-                    round_[self._rank if mine else 0],
-                    self._scale([len(each) for each in round_]),
-                    epoch * len(batches) + first + len(round_),
-                )
-            return
-        indexes = [index for batch in batches for index in batch]
+        rounds = self._divided(order, epoch) if order.splits else self._whole(order, epoch)
+        yield from itertools.islice(rounds, start, None)
+
+    def _whole(self, order: Order, epoch: int) -> Iterator[ScaledBatch]:
+        """Rounds of batches that stay as they are."""
+        batches, position = iter(order.epoch(epoch)), order.before(epoch)
+        while round_ := list(itertools.islice(batches, self._workers)):
+            mine = self._rank < len(round_)
+            position += len(round_)
+            yield ScaledBatch(
+                round_[self._rank if mine else 0], self._scale([len(each) for each in round_]), position
+            )
+
+    def _divided(self, order: Order, epoch: int) -> Iterator[ScaledBatch]:
+        """Rounds whose examples are divided evenly."""
+        indexes, used = (index for batch in order.epoch(epoch) for index in batch), 0
         size = self._workers * order.batch_size
-        for first in range(0, len(indexes), size):
-            examples = indexes[first : first + size]
+        while examples := list(itertools.islice(indexes, size)):
             sharing, full = self._workers, len(examples) == size
             if not full:  # at least two examples per worker, if possible: BatchNorm cannot train on one
                 fewest = math.ceil(len(examples) / order.batch_size)
                 sharing = min(sharing, max(fewest, len(examples) // 2))
             mine = self._rank < sharing
             batch = examples[(self._rank if mine else 0) :: sharing]
-            used = min(len(batches), (first + size) // order.batch_size)
+            used += len(examples)
             yield ScaledBatch(
                 batch,
                 1.0 if full else self._scale([len(examples[r::sharing]) for r in range(sharing)]),
-                epoch * len(batches) + used,
+                order.before(epoch) + math.ceil(used / order.batch_size),
             )
 
     def _scale(self, counts: Sequence[int]) -> float:
@@ -226,25 +259,44 @@ class CohortSharing(LockstepSharing):
         super().__init__(0, workers)
         self._join, self._due = join, due
         self._unused = 0  # examples of this epoch for this worker that it has not used yet
+        self._joined: int | None = None  # an epoch that was begun to look at it, and not trained in
 
     def begin(self, epoch: int) -> int | None:
+        if epoch == self._joined:
+            return epoch
         place = self._join(epoch)
         if place is None:
             return None
-        self._rank, self._workers = place.rank, place.workers
+        self._rank, self._workers, self._joined = place.rank, place.workers, place.epoch
         self._averaged_with = range(place.workers)
         return place.epoch
 
-    def batches(self, order: EpochOrder, epoch: int, prefetched: Sized) -> Iterator[ScaledBatch]:
-        batches = list(super().batches(order, epoch, prefetched))
-        self._unused = sum(len(batch.indexes) for batch in batches if batch.scale)
-        self._due(self._unused)
-        yield from batches
+    def batches(
+        self, order: Order, epoch: int, start: int, untrained: Callable[[], int]
+    ) -> Iterator[ScaledBatch]:
+        batches = super().batches(order, epoch, start, untrained)
+        # The batches of a stream are loaded already: one at a time.
+        while some := list(itertools.islice(batches, DUE if isinstance(order, SampledOrder) else 1)):
+            more = sum(len(each.batch) for each in some if each.scale)
+            self._unused += more
+            self._due(more)
+            yield from some
 
     def used(self, samples: int) -> None:
         self._unused -= samples
 
-    def end(self, complete: bool, prefetched: int) -> None:
+    def end(self, complete: bool) -> None:
+        self._joined = None
+        self._return_unused()
+
+    def peeked(self, given: int) -> None:
+        self._return_unused()
+
+    def trained(self, given: bool) -> None:
+        if given:
+            self._joined = None
+
+    def _return_unused(self) -> None:
         if self._unused:
             self._due(-self._unused)
             self._unused = 0

@@ -59,6 +59,7 @@ class StepDriver:
         # added to it from its residual must not be lost.
         self._may_drop = not alone and self._on_gradient is not None and _has_residual(worker.strategy)
         self._before_exchange: State | None = None  # of the worker, since the last step
+        self.check_step: Callable[[], None] = lambda: None  # called when a step begins
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
@@ -259,6 +260,7 @@ class StepDriver:
             self._finish_gradient()
             self._complete, self._before_exchange = False, None
             replica.steps += 1
+            self.check_step()
             replica.check_finite(self._node.me)
             self._node.stopping.before_step()
             with self.meter.step():

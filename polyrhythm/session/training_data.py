@@ -5,17 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
+from polyrhythm.core.last_step import ended_early
 from polyrhythm.core.lease import Lease
-from polyrhythm.core.requests import ExamplesDue, ReturnLease, ShareEpoch, TakeLease
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import (
+    DataPosition,
+    ExamplesDue,
+    OrderDrawn,
+    ResumeData,
+    ReturnLease,
+    ShareEpoch,
+    ShowNote,
+    TakeLease,
+    WhereIsData,
+)
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
 from polyrhythm.session.part import Parts
-from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
+from polyrhythm.session.random_states import restore_states, saved_states
+from polyrhythm.session.sharing import (
+    CohortPlace,
+    CohortSharing,
+    Coordination,
+    LeasedSharing,
+    LockstepSharing,
+    Position,
+    Sharing,
+)
+
+NO_LOADER = (
+    "no training loader was given to session.prepare(): unless the script divides its data by session.rank "
+    "and session.workers, all workers train on the same batches; pass the DataLoader to prepare()"
+)
 
 
 class TrainingData:
@@ -37,24 +65,74 @@ class TrainingData:
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
+        self._noted: set[str] = set()
+        self._ended: tuple[Peer, int] | None = (
+            None  # in lockstep: a worker that has ended, after so many steps
+        )
+        if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
+            context.node.on_done = self._on_done
 
     @property
     def left_early(self) -> bool:
         """True if the script did not finish the last epoch of a loader."""
         return any(loader.left_early for loader in self.loaders)
 
+    def check_step(self) -> None:
+        """Called when a step begins. Raises if in lockstep another worker has taken its last step before."""
+        if not self.loaders and self._workers > 1:
+            self.note(NO_LOADER)
+        if self._ended is not None and (wrong := self._beyond(*self._ended)):
+            raise UsageError(wrong)
+
+    def _on_done(self, peer: Peer, steps: int) -> str:
+        self._ended = peer, steps
+        return self._beyond(peer, steps)  # the step that this worker is in would wait for the other
+
+    def _beyond(self, peer: Peer, steps: int) -> str:
+        mine = self._parts.steps
+        return ended_early(peer, steps, self._context.me, mine, self._strategy) if mine > steps else ""
+
     def share(self, loader: DataLoader[Any]) -> SharedLoader:
         """The loader that gives out this worker's share of the batches."""
-        shared = SharedLoader(
-            loader, self._sharing(len(self.loaders)), self._seed, self._on_batch, self._context.processes
-        )
+        number = len(self.loaders)
+        sharing, training = self._sharing(number), _LoaderTraining(self, number)
+        shared = SharedLoader(loader, sharing, self._seed, training, self._context.processes)
         self.loaders.append(shared)
         return shared
+
+    def share_evaluation(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        """The loader that gives each example to one of the workers, once."""
+        return EvaluationLoader(loader, self._rank, self._workers, self._seed, self._context.processes)
+
+    def note(self, text: str) -> None:
+        """Tells the person something about the data, once and by worker 0 only."""
+        if self._rank == 0 and text not in self._noted:
+            self._noted.add(text)
+            self._context.request(ShowNote(text))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of each loader, and the states of the random number generators."""
+        return {"loaders": [loader.state_dict() for loader in self.loaders], "random": saved_states()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from saved positions; before `restore_random`, because it may wait for others."""
+        if len(state["loaders"]) != len(self.loaders):
+            raise UsageError(
+                f"this state was saved with {len(state['loaders'])} training loaders, but session.prepare() "
+                f"got {len(self.loaders)}: pass the same loaders in the same order"
+            )
+        for loader, position in zip(self.loaders, state["loaders"], strict=True):
+            loader.load_state_dict(position)
+
+    @staticmethod
+    def restore_random(state: dict[str, Any]) -> None:
+        """Continues with the saved random numbers."""
+        restore_states(state["random"])
 
     def _sharing(self, number: int) -> Sharing:
         traits = self._strategy.traits
         if not traits.lockstep:
-            return self._leased(number)
+            return LeasedSharing(self._workers, _LeaseRequests(self._context, self._parts, number))
         if traits.survives:
             return self._by_cohort(number)
         averaged_with = self._averaged_with() if traits.weighted_by_examples else None
@@ -65,17 +143,6 @@ class TrainingData:
         if self._strategy.parts[0].traits.weighted_by_examples:
             return [self._rank]
         return [peer.rank for peer in self._gradient_peers.members]
-
-    def _leased(self, number: int) -> Sharing:
-        def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-            steps, samples = self._parts.steps, self._parts.samples
-            request = TakeLease(number, epoch, batches, unseen, steps=steps, samples=samples)
-            return self._context.request(request).lease
-
-        def give_back(unseen: int) -> None:
-            self._context.request(ReturnLease(number, unseen))
-
-        return LeasedSharing(self._workers, take, give_back)
 
     def _by_cohort(self, number: int) -> Sharing:
         def join(epoch: int) -> CohortPlace | None:
@@ -99,6 +166,83 @@ class TrainingData:
         with torch.no_grad(), self._context.blocking():
             self._parts.on_membership(ranks, number)
 
-    def _on_batch(self, samples: int, scale: float) -> None:
+    def on_batch(self, samples: int, scale: float) -> None:
+        """The script gets a batch."""
         self._parts.on_batch(samples, scale)
         self._due -= samples
+
+    def on_unused(self, samples: int) -> None:
+        """The script did not train on these examples after all."""
+        for replica in self._parts.replicas:
+            replica.samples -= samples
+
+    @property
+    def passes(self) -> int:
+        """Backward passes and steps so far."""
+        return sum(replica.gradients.passes for replica in self._parts.replicas)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if all models are in evaluation mode."""
+        return not any(model.training for model in self._parts.models)
+
+    def compare_order(self, loader: int, epoch: int, digest: str) -> None:
+        """Lets the coordinator check that all workers have drawn the same order."""
+        self._context.request(OrderDrawn(loader, epoch, digest))
+
+    def compare_position(self, loader: int, epoch: int, batches: int) -> None:
+        """Lets the coordinator check that all workers resume from the same position."""
+        self._context.request(ResumeData(loader, epoch, batches))
+
+
+class _LoaderTraining(Training):
+    """What one loader must know of the training."""
+
+    def __init__(self, data: TrainingData, number: int) -> None:
+        self._data, self._number = data, number
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        return self._data.passes
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        return self._data.evaluates
+
+    def on_batch(self, samples: int, scale: float) -> None:
+        self._data.on_batch(samples, scale)
+
+    def on_unused(self, samples: int) -> None:
+        self._data.on_unused(samples)
+
+    def on_drawn(self, epoch: int, digest: str) -> None:
+        self._data.compare_order(self._number, epoch, digest)
+
+    def on_resumed(self, epoch: int, batches: int) -> None:
+        self._data.compare_position(self._number, epoch, batches)
+
+    def note(self, text: str) -> None:
+        self._data.note(text)
+
+
+class _LeaseRequests(Coordination):
+    """The requests of one loader to the coordinator."""
+
+    def __init__(self, context: WorldContext, parts: Parts, number: int) -> None:
+        self._context, self._parts, self._number = context, parts, number
+
+    def take(self, epoch: int, batches: int, unseen: int) -> Lease | None:
+        steps, samples = self._parts.steps, self._parts.samples
+        request = TakeLease(self._number, epoch, batches, unseen, steps=steps, samples=samples)
+        return self._context.request(request).lease
+
+    def give_back(self, leases: list[Lease], peeked: bool) -> None:
+        self._context.request(ReturnLease(self._number, leases, peeked))
+
+    def position(self) -> dict[str, Any]:
+        state: dict[str, Any] = msgspec.to_builtins(self._context.request(WhereIsData(self._number)))
+        return state
+
+    def resume(self, position: Position, held: list[Lease]) -> None:
+        leased = msgspec.convert(position.shared, DataPosition)
+        self._context.request(ResumeData(self._number, position.epoch, position.batches, leased, held))

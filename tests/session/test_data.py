@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,22 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from polyrhythm.coordination.leases import Leases
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.strategy import Traits
-from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.seeds import mix
-from polyrhythm.session.sharing import CohortPlace, CohortSharing, LeasedSharing, LockstepSharing, Sharing
+from polyrhythm.session.sharing import (
+    CohortPlace,
+    CohortSharing,
+    Coordination,
+    LeasedSharing,
+    LockstepSharing,
+    Sharing,
+)
 
 LONGEST = Traits.max_lease  # batches
 
@@ -39,6 +46,17 @@ class Numbers(Dataset[int]):
         return index
 
 
+class Counting(Training):
+    """Training on every batch, which counts."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, float]] = []
+
+    def on_batch(self, samples: int, scale: float) -> None:
+        super().on_batch(samples, scale)
+        self.counts.append((samples, scale))
+
+
 class Shared(SharedLoader):
     """A worker's loader, and what it counted: (samples, factor) of each batch."""
 
@@ -50,9 +68,10 @@ class Shared(SharedLoader):
         seed: int = 0,
         sharing: Sharing | None = None,
     ) -> None:
-        self.counts: list[tuple[int, float]] = []
+        training = Counting()
         sharing = LockstepSharing(rank, workers) if sharing is None else sharing
-        super().__init__(loader, sharing, seed, on_batch=lambda *count: self.counts.append(count))
+        super().__init__(loader, sharing, seed, training)
+        self.counts = training.counts
 
     def batches(self) -> list[list[int]]:
         return [batch.tolist() for batch in self]
@@ -224,15 +243,8 @@ def test_range_batches_reach_the_dataset_as_ranges(workers: int) -> None:
     batches = [range(0, 4), range(4, 10), range(10, 11)]
     loader = DataLoader(Blocks(11), batch_sampler=batches, collate_fn=lambda batch: batch)
     leases = Leases()
-
-    def take(rank: int, *args: int) -> Lease | None:
-        return leases.take(rank, 0, *args[:2], workers, LONGEST, args[2])
-
-    seen = [
-        each
-        for rank in range(workers)
-        for each in Shared(loader, sharing=LeasedSharing(workers, partial(take, rank), lambda unseen: None))
-    ]
+    shared = [leased(leases, rank, workers, lambda: loader) for rank in range(workers)]
+    seen = [each for worker in shared for each in worker]
     assert seen == batches
 
 
@@ -262,15 +274,8 @@ def test_shared_loader_forwards_attributes_to_the_dataloader() -> None:
     assert (shared.dataset, shared.batch_size) == (loader.dataset, 3)
 
 
-def test_iterable_datasets_and_unbatched_loaders_are_refused() -> None:
-    """A stream has no indexes, and a loader without batches has nothing to deal out."""
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    with pytest.raises(UsageError, match="IterableDataset cannot be shared"):
-        Shared(DataLoader(Stream(), batch_size=2))
+def test_unbatched_loaders_are_refused() -> None:
+    """A map-style dataset without batches has nothing to deal out."""
     with pytest.raises(UsageError, match="batch_size=None"):
         Shared(DataLoader(Numbers(3), batch_size=None))
 
@@ -280,12 +285,19 @@ def test_iterable_datasets_and_unbatched_loaders_are_refused() -> None:
 
 @given(some.integers(0, 200), some.integers(1, 9), some.randoms(use_true_random=False))
 def test_leases_are_a_partition(batches: int, workers: int, chance: Any) -> None:
-    """Whoever asks when, each batch is leased once, in order, and then the epoch is over for all."""
-    leases, given = Leases(), []
-    while (lease := leases.take(chance.randrange(workers), 0, 0, batches, workers, LONGEST)) is not None:
-        given += range(lease.first, lease.first + lease.count)
+    """Whoever asks when, each batch is leased once, in order; each worker has one if there are enough."""
+    leases, given, asking = Leases(), list[int](), set(range(workers))
+    had = set()
+    while asking:
+        worker = chance.choice(sorted(asking))
+        lease = leases.take(worker, 0, 0, batches, range(workers), LONGEST)
+        if lease is None:
+            asking.remove(worker)
+            continue
+        had.add(worker)
+        given += range(lease.first, lease.end)
     assert given == list(range(batches))
-    assert all(leases.take(worker, 0, 0, batches, workers, LONGEST) is None for worker in range(workers))
+    assert len(had) == workers or batches < workers
     assert leases.undone == 0
 
 
@@ -293,7 +305,9 @@ def test_leases_are_a_partition(batches: int, workers: int, chance: Any) -> None
 def test_leases_shrink_towards_the_end(batches: int, workers: int) -> None:
     """Sizes never grow, are at most LONGEST and a share of what is left, and end with single batches."""
     leases, sizes, left = Leases(), [], batches
-    while (lease := leases.take(0, 0, 0, batches, workers, LONGEST)) is not None:
+    for worker in range(workers):
+        leases._served.setdefault((0, 0), set()).add(worker)  # none is kept for them
+    while (lease := leases.take(0, 0, 0, batches, range(workers), LONGEST)) is not None:
         assert lease.count <= max(1, left // (2 * workers))
         left -= lease.count
         sizes.append(lease.count)
@@ -315,10 +329,11 @@ def test_leases_of_lost_workers_are_redone_or_counted_as_undone(
             lease = held.pop(worker, None)
             assert leases.lose(worker) == (lease.count if lease else 0)
             del at[worker]
+            leases.release(at)
             continue
         if (lease := held.pop(worker, None)) is not None:
             done.update((lease.epoch, number) for number in range(lease.first, lease.first + lease.count))
-        lease = leases.take(worker, 0, at[worker], batches, len(at), LONGEST)
+        lease = leases.take(worker, 0, at[worker], batches, at, LONGEST)
         if lease is None:
             at[worker] += 1
         else:
@@ -332,12 +347,15 @@ def test_leases_of_lost_workers_are_redone_or_counted_as_undone(
 def test_each_loader_has_its_own_leases(batches: list[int], chance: Any) -> None:
     """However workers go from one loader to the other, each loader is read once; a loss returns both."""
     leases, given = Leases(), Counter[tuple[int, int]]()
-    open_ = set(range(len(batches)))
+    open_ = {loader: {0, 1, 2} for loader in range(len(batches))}
     while open_:
         loader = chance.choice(sorted(open_))
-        lease = leases.take(chance.randrange(3), loader, 0, batches[loader], 3, LONGEST)
+        worker = chance.choice(sorted(open_[loader]))
+        lease = leases.take(worker, loader, 0, batches[loader], range(3), LONGEST)
         if lease is None:
-            open_.remove(loader)
+            open_[loader].remove(worker)
+            if not open_[loader]:
+                del open_[loader]
         else:
             given.update((loader, number) for number in range(lease.first, lease.first + lease.count))
     assert set(given.values()) <= {1}
@@ -347,44 +365,53 @@ def test_each_loader_has_its_own_leases(batches: list[int], chance: Any) -> None
 def test_a_lost_worker_returns_the_leases_of_all_its_loaders() -> None:
     """What it held of each loader goes back to that loader."""
     leases = Leases()
-    first, second = leases.take(1, 0, 0, 40, 2, LONGEST), leases.take(1, 1, 0, 12, 2, LONGEST)
+    first, second = leases.take(1, 0, 0, 40, [0, 1], LONGEST), leases.take(1, 1, 0, 12, [0, 1], LONGEST)
     assert first == Lease(0, 0, 8) and second == Lease(0, 0, 3)
     assert leases.lose(1) == leases.undone == 11 and leases.lose(1) == 0
-    assert leases.take(0, 1, 0, 12, 1, LONGEST) == second and leases.take(0, 0, 0, 40, 1, LONGEST) == first
+    assert leases.take(0, 1, 0, 12, [0], LONGEST) == second
+    assert leases.take(0, 0, 0, 40, [0], LONGEST) == first
     assert leases.undone == 0
 
 
 def test_returned_leases_are_handed_out_again() -> None:
     """The rest of a lease is the next one's, in the same epoch or a later one, but not in an earlier one."""
     leases = Leases()
-    assert leases.take(0, 0, 3, 16, 1, LONGEST) == Lease(3, 0, 8)
-    assert leases.give_back(0, 0, 3) == 3
+    assert leases.take(0, 0, 3, 16, [0], LONGEST) == Lease(3, 0, 8)
+    assert leases.give_back(0, 0, [Lease(3, 5, 3)]) == 3
     assert leases.undone == 3 and leases.lose(0) == 0
-    assert leases.take(1, 0, 2, 1, 1, LONGEST) == Lease(2, 0, 1)
-    assert leases.take(1, 0, 4, 16, 1, LONGEST) == Lease(3, 5, 3)
-    assert leases.give_back(1, 0, 0) == leases.undone == 0
+    assert leases.take(1, 0, 2, 1, [1], LONGEST) == Lease(2, 0, 1)
+    assert leases.take(1, 0, 4, 16, [1], LONGEST) == Lease(3, 5, 3)
+    assert leases.give_back(1, 0, []) == leases.undone == 0
 
 
 def test_a_lost_worker_returns_batches_prefetched_but_not_seen() -> None:
     """A worker that is lost returns what it had leased and not seen, over several leases, and no more."""
     leases = Leases()
-    assert leases.take(0, 0, 0, 40, 1, LONGEST) == Lease(0, 0, 8)
-    assert leases.take(0, 0, 0, 40, 1, LONGEST, unseen=3) == Lease(0, 8, 8)
+    assert leases.take(0, 0, 0, 40, [0], LONGEST) == Lease(0, 0, 8)
+    assert leases.take(0, 0, 0, 40, [0], LONGEST, unseen=3) == Lease(0, 8, 8)
     assert leases.lose(0) == 3 + 8
-    assert leases.take(1, 0, 0, 40, 1, LONGEST) == Lease(0, 5, 3)
-    assert leases.take(1, 0, 0, 40, 1, LONGEST) == Lease(0, 8, 8)
+    assert leases.take(1, 0, 0, 40, [1], LONGEST) == Lease(0, 5, 3)
+    assert leases.take(1, 0, 0, 40, [1], LONGEST) == Lease(0, 8, 8)
+
+
+@dataclass
+class Asking(Coordination):
+    """The requests of one worker, without a coordinator between."""
+
+    leases: Leases
+    rank: int
+    workers: int
+
+    def take(self, epoch: int, batches: int, unseen: int) -> Lease | None:
+        return self.leases.take(self.rank, 0, epoch, batches, range(self.workers), LONGEST, unseen)
+
+    def give_back(self, leases: list[Lease], peeked: bool) -> None:
+        self.leases.give_back(self.rank, 0, leases, peeked)
 
 
 def leased(leases: Leases, rank: int, workers: int, make: Any, seed: int = 0) -> Shared:
     """A worker's loader that leases from `leases`."""
-
-    def take(epoch: int, batches: int, unseen: int) -> Lease | None:
-        return leases.take(rank, 0, epoch, batches, workers, LONGEST, unseen)
-
-    def give_back(unseen: int) -> None:
-        leases.give_back(rank, 0, unseen)
-
-    return Shared(make(), seed=seed, sharing=LeasedSharing(workers, take, give_back))
+    return Shared(make(), seed=seed, sharing=LeasedSharing(workers, Asking(leases, rank, workers)))
 
 
 @settings(deadline=None)

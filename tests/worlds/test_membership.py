@@ -389,15 +389,15 @@ def test_layouts_are_compared_among_nodes_with_the_same_part_of_the_model() -> N
 def test_finished_epochs_have_no_leases_for_a_joining_worker() -> None:
     """Also one that its script left early, with batches to spare; what came back is still handed out."""
     leases = Leases()
-    held = leases.take(0, 0, 0, 100, 2, longest=8)
-    assert leases.take(1, 0, 1, 100, 2, longest=8) is not None
+    held = leases.take(0, 0, 0, 100, [0, 1], longest=8)
+    assert leases.take(1, 0, 1, 100, [0, 1], longest=8) is not None
     assert leases.lose(1) == 8
     leases.enter(1)
-    assert leases.take(1, 0, 0, 100, 2, longest=8) is None
+    assert leases.take(1, 0, 0, 100, [0, 1], longest=8) is None
     leases.lose(0)
-    assert leases.take(1, 0, 0, 100, 2, longest=8) == held  # although a later one came back before it
-    assert leases.take(1, 0, 0, 100, 2, longest=8) is None
-    assert leases.take(1, 0, 1, 100, 2, longest=8) is not None
+    assert leases.take(1, 0, 0, 100, [0, 1], longest=8) == held  # although a later one came back before it
+    assert leases.take(1, 0, 0, 100, [0, 1], longest=8) is None
+    assert leases.take(1, 0, 1, 100, [0, 1], longest=8) is not None
 
 
 def test_message_life_is_encoded_in_its_sequence_number() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyrhythm.collectives.shared_memory import BOARD
-from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError, WaitError
 from polyrhythm.core.events import Delivered, DeliveredLate, Event, EventPolicy, PeerJoined, PeerLeft, Totals
 from polyrhythm.core.group import Task
 from polyrhythm.core.message import Field, Message, Reply
@@ -118,7 +118,7 @@ class ProcessNode(Node):
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
         self.stopping = Stopping()
-        for kind in ("left", "joined", "over"):
+        for kind in ("left", "joined", "done", "over"):
             transport.handlers[kind] = self._on_notice
         transport.handlers["stop"] = transport.handlers["abandon"] = self._on_stop
 
@@ -172,6 +172,10 @@ class ProcessNode(Node):
         `members` changes later, in `receive`, in the order of arrival.
         """
         notice = Notice.of(incoming.kind, incoming.fields)
+        if notice.peer is not None and notice.kind == "done":
+            if self.on_done is not None and (wrong := self.on_done(notice.peer, notice.steps)):
+                self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
+            return
         if notice.peer is not None and notice.kind == "left":
             self.transport.lost(notice.peer, notice.reason)
         elif notice.peer is not None:

@@ -11,7 +11,7 @@ import torch
 from greenlet import GreenletExit
 
 from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.context import ServerDone, world_context
@@ -81,7 +81,10 @@ class Simulated:
             self.loop.run(is_over)
             if here.failure is None and not here.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
-                here.fail(f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}")
+                here.fail(
+                    here.ended.waited_for(self.present["worker"], str(here.strategy))
+                    or f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}"
+                )
                 self.loop.run(is_over)
         finally:
             for fiber in self._fibers:
@@ -103,6 +106,12 @@ class Simulated:
         if notice.kind in ("stop", "abandon"):
             return self._stop(notice)
         peer = notice.peer
+        if peer is not None and notice.kind == "done":
+            for other in self.coordinator.membership.members:
+                on_done = self.nodes[other].on_done
+                if other != peer and on_done is not None and (wrong := on_done(peer, notice.steps)):
+                    self.coordinator.fail(wrong, UsageError.exit_code)
+            return
         if peer is not None:
             others = [each for each in self.present[peer.role] if each != peer]
             self.present[peer.role] = sorted([*others, peer]) if notice.kind == "joined" else others

@@ -1,0 +1,71 @@
+"""The states of the global random number generators: saved, restored, and kept apart."""
+
+from __future__ import annotations
+
+import random
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class OwnNumbers:
+    """A context whose code draws from the global generators without changing what the script draws.
+
+    It may be entered again and again, and continues with its own numbers each time. `generator` is one more
+    generator to keep apart, such as that of a sampler.
+    """
+
+    def __init__(self, seed: int, generator: torch.Generator | None = None) -> None:
+        self._seed, self._generator = seed, generator
+        self._own: tuple[Any, ...] | None = None  # None before the first time
+        self._outside: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outside = self._get()
+        if self._own is not None:
+            return self._set(self._own)
+        torch.default_generator.manual_seed(self._seed)
+        np.random.seed(self._seed & 0xFFFFFFFF)
+        random.seed(self._seed)
+        if self._generator is not None:
+            self._generator.manual_seed(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._own = self._get()
+        self._set(self._outside)
+
+    def _get(self) -> tuple[Any, ...]:
+        own = None if self._generator is None else self._generator.get_state()
+        return torch.default_generator.get_state(), np.random.get_state(), random.getstate(), own
+
+    def _set(self, states: tuple[Any, ...]) -> None:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if self._generator is not None:
+            self._generator.set_state(states[3])
+
+
+def saved_states() -> dict[str, Any]:
+    """The states of the generators that scripts draw from; `torch.load(weights_only=True)` takes them."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "devices": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "python": random.getstate(),
+    }
+
+
+def restore_states(states: dict[str, Any]) -> None:
+    """Continues with saved states."""
+    name, keys, *rest = states["numpy"]
+    torch.set_rng_state(states["torch"])
+    if states["devices"]:
+        torch.cuda.set_rng_state_all(states["devices"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])
