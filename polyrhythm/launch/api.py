@@ -292,5 +292,5 @@ def _prefixed(console: Console, record: RunFolder | RunMemory) -> Iterator[None]
 def _progress(coordinator: Coordinator, now: float) -> str:
     tally = coordinator.tally
     steps, samples = tally.progress()
-    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics)]
+    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics.reduced())]
     return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

@@ -16,6 +16,7 @@ from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.context import ServerDone, world_context
 from polyrhythm.session.script import run_script, salvage
+from polyrhythm.session.seeds import start_script
 from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
 from polyrhythm.worlds.simulated.group import OpenCollectives
@@ -165,6 +166,7 @@ class Simulated:
         node.fiber = fiber
         node.install_random_state()
         world_context.set(SimulatedContext(node))
+        start_script(self.plan.seed)
         try:
             run_script(self.program, node.stopping)
         except (ServerDone, GreenletExit):
