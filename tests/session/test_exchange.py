@@ -26,7 +26,8 @@ def trained(session: pr.Session, epochs: int, at_end: Callable[[int, int], None]
     """Trains; calls `at_end` after each epoch with its number and the examples that this worker has seen."""
     model: Any = nn.Linear(2, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader: Any = DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=2)
+    data = TensorDataset(torch.randn(26, 2))  # 13 batches: some worker takes more steps, if it may
+    loader: Any = DataLoader(data, batch_size=2)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     for epoch in range(epochs):
         seen = 0
@@ -108,10 +109,10 @@ def test_no_strategy_waits_for_a_worker_that_waits_for_the_others(strategy: str)
     assert len(results) == 6 and all(mean == 1.0 for _, mean, _ in results)
     for epoch in range(2):
         (seen,) = {tuple(seen) for number, _, seen in results if number == epoch}
-        assert sum(seen) >= 24 if traits.lockstep else sum(seen) == 24
+        assert sum(seen) >= 26 if traits.lockstep else sum(seen) == 26
 
 
-@pytest.mark.parametrize("back", ["", 'back = "95 ms"\n'])
+@pytest.mark.parametrize("back", ["", 'back = "250 ms"\n'])
 @pytest.mark.parametrize("strategy", ["async", "gossip", "adpsgd"])
 def test_a_dead_worker_does_not_count_unless_it_is_replaced(strategy: str, back: str) -> None:
     """Its replacement gets what the others got at the points that they have passed."""
@@ -127,14 +128,14 @@ def test_a_dead_worker_does_not_count_unless_it_is_replaced(strategy: str, back:
 
         trained(session, 4, at_end)
 
-    # An epoch takes 40 ms.
+    # An epoch takes 50 ms.
     failures = f'[[failures]]\nworkers = [1]\nat = "65 ms"\n{back}'
     summary = run_in("simulated", main, strategy=strategy, workers=3, cluster=EQUAL + failures)
     assert summary["joined"] == bool(back)
     assert results[0] == results[2] and [each[0] for each in results[0]] == [(0, epoch) for epoch in range(4)]
     assert all({epoch for _, epoch in each} == {number} for number, each in enumerate(results[0]))
     counts = [len(each) for each in results[0]]
-    assert counts[0] == 3 and counts[-1] == (3 if back else 2)
+    assert counts == ([3, 3, 3, 3] if back else [3, 2, 2, 2])
     if back:
         assert results[1] == results[0]
 
