@@ -236,7 +236,9 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     try:
         _write_plan(record, plan)
         torch.set_num_threads(threads)
-        world = Simulated(program.load(), plan, cluster, strategy, record, console.line)
+        world = Simulated(
+            program.load(plan.imports), plan, cluster, strategy, record, console.line, program.places
+        )
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
