@@ -50,7 +50,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "end, and name the first difference; 0: never (100)",
     )  # fmt: skip
     command.add_argument(
-        "--seed", type=int, default=0, help="seed of model, data order and simulated time (0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of simulated time and, for scripts that do not seed, of model and data order (0)",
     )
     command.add_argument(
         "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"

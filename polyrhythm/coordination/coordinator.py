@@ -14,6 +14,7 @@ from typing import Any
 from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
+from polyrhythm.coordination.gathers import Gathers
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -31,6 +32,7 @@ from polyrhythm.core.requests import (
     CompareReplica,
     ExamplesDue,
     Farewell,
+    Gather,
     JoinRun,
     LastStep,
     LateReply,
@@ -40,6 +42,7 @@ from polyrhythm.core.requests import (
     OfferResult,
     OrderDrawn,
     Prepared,
+    PreparedReply,
     ReleaseMemory,
     Report,
     Request,
@@ -76,7 +79,7 @@ class Coordinator:
         self.membership = Membership()
         self.ending = Ending(launcher, self.membership)
         self.data = DataSharing(plan.workers, self.membership, self._log, self._refuse)
-        self.tally = SummaryBuilder()
+        self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
         self.digest = ""  # of the final parameters
         self._launcher = launcher
@@ -84,8 +87,10 @@ class Coordinator:
         self._finish = Finish()
         self._replicas = ReplicaComparison()
         self.ended = LastSteps()
+        self._gathers = Gathers(self.membership, self._finish.done, self.fail)
+        self._seeds: dict[Peer, int | None] = {}  # what the scripts of workers have seeded
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
-        self._preparing: ReplyBarrier[None] = ReplyBarrier()
+        self._preparing: ReplyBarrier[PreparedReply] = ReplyBarrier()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
@@ -95,7 +100,7 @@ class Coordinator:
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             NodeFailed: self._fail_node, ReleaseMemory: self._release_memory, ShowNote: self._show_note,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: self._compare_replica,
+            CompareReplica: self._compare_replica, Gather: self._gathers.add,
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -103,7 +108,7 @@ class Coordinator:
 
     def set_strategy(self, strategy: ResolvedStrategy) -> None:
         """Sets the strategy of the run, and starts its servers."""
-        self.strategy = strategy
+        self.strategy, self._gathers.keep = strategy, strategy.traits.survives
         servers = self.plan.servers or int(strategy.traits.uses_servers)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
@@ -150,12 +155,18 @@ class Coordinator:
             # and before it gets its reply, so that nobody gets a message from an unknown worker.
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
+        if peer.role == "server":
+            self._gathers.serves(peer)
+        else:
+            self._seeds.setdefault(peer, request.seed)
+        self._gathers.advance()
         self._preparing.add(peer, respond)
         if self.running or self.membership.prepared >= self.plan.nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()
                 self.ending.keeps = self._record.lasting
-            self._preparing.release_all(lambda each: None)
+            reply = PreparedReply(self._seeds.get(Peer("worker", 0)), len({*self._seeds.values()}) > 1)
+            self._preparing.release_all(lambda each: reply)
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
@@ -177,7 +188,7 @@ class Coordinator:
         respond(None)
 
     def _log_metrics(self, peer: Peer, request: LogMetrics, respond: Respond) -> None:
-        self.tally.metrics.update(request.values)
+        self.tally.metrics.add(self.membership.current(peer), request)
         self._record.metrics(str(peer), request.t, Metrics(request.step, request.values))
         respond(None)
 
@@ -215,7 +226,7 @@ class Coordinator:
             self.leave(peer, "finished")
 
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
-        waiting = {*self._finish.done, *self.data.cohorts.waiting}
+        waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
 
     def _compare_replica(self, peer: Peer, request: CompareReplica, respond: Respond) -> None:
@@ -261,6 +272,7 @@ class Coordinator:
         self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason))
         if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
+        self._gathers.lose(peer)
 
     def died(self, peer: Peer, reason: str) -> None:
         """The process of a node has ended before the node left; it may not even have joined."""
@@ -361,6 +373,7 @@ class Coordinator:
 
     def _advance(self) -> None:
         """Replies to workers that wait for others, if the others are done or gone."""
+        self._gathers.advance()
         self.data.begin(self._finish.done)
         if not self.membership.expected:
             self._finish.advance(self.membership.workers)

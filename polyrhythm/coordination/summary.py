@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from polyrhythm.coordination.membership import Incarnation
+from polyrhythm.coordination.metrics import ReducedMetrics
 from polyrhythm.core.event_counts import EventCounts
 from polyrhythm.core.events import Totals
-from polyrhythm.core.message import Scalar
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import Report
 
@@ -18,10 +18,10 @@ from polyrhythm.core.requests import Report
 class SummaryBuilder:
     """The totals of a run so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, dead: Collection[Incarnation] = ()) -> None:
         self.totals: dict[Incarnation, Totals] = {}
         self.counts = EventCounts()
-        self.metrics: dict[str, Scalar] = {}
+        self.metrics = ReducedMetrics(dead)
         self.due: dict[Incarnation, int] = {}  # examples that were assigned to a worker in total
         self.epoch = (0, 0)  # the latest epoch of any worker, counted from 1, and the number of epochs
         self.began = self.ended = 0.0
@@ -65,7 +65,7 @@ class SummaryBuilder:
             "wait_s": sum(each.wait_s for each in workers),
             "staleness": self.counts.spread(),
             "dropped": self.counts.dropped,
-            "metrics": self.metrics,
+            "metrics": self.metrics.reduced(),
         }
         if plan.sites:
             figures["bytes_between_sites"] = sum(each.bytes_between for each in everyone)

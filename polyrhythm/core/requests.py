@@ -42,6 +42,13 @@ class Welcome(msgspec.Struct, frozen=True):
     far: list[tuple[str, int]]  # role and rank of all nodes at other sites
 
 
+class PreparedReply(msgspec.Struct, frozen=True):
+    """What worker 0's script has seeded, see `session.seeds`, and whether that of another worker differs."""
+
+    seed: int | None
+    differ: bool = False
+
+
 class LeaseReply(msgspec.Struct, frozen=True):
     lease: Lease | None  # None: the epoch is over
 
@@ -64,6 +71,10 @@ class EpochShare(msgspec.Struct, frozen=True):
 
 class ShareReply(msgspec.Struct, frozen=True):
     share: EpochShare | None  # None: for this worker the epoch is over
+
+
+class Gathered(msgspec.Struct, frozen=True):
+    values: list[bytes]  # by rank, of the workers that are alive
 
 
 class Farewell(msgspec.Struct, frozen=True):
@@ -108,11 +119,14 @@ class JoinRun(Request[Welcome], frozen=True, tag="join"):
     location: Location = NOWHERE
 
 
-class Prepared(Request[None], frozen=True, tag="prepared"):
+class Prepared(Request[PreparedReply], frozen=True, tag="prepared"):
     """The node has built its model. The reply comes when all nodes have."""
+
+    reply: ClassVar[Any] = PreparedReply
 
     layout: str  # the hash of the layout
     part: str = ""  # the name of the part of the model that this node holds; "" is all of it
+    seed: int | None = None  # what the script has seeded
 
 
 class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):
@@ -193,6 +207,19 @@ class LogMetrics(Request[None], frozen=True, tag="metrics"):
     t: float
     step: int
     values: dict[str, Scalar]
+    reduce: str = "mean"  # how values of several workers become one, see `coordination.metrics`
+    samples: int = 0  # that this worker has trained on so far
+
+
+class Gather(Request[Gathered], frozen=True, tag="gather"):
+    """Sends bytes to all workers. The reply, with those of all workers, comes when all have sent theirs."""
+
+    reply: ClassVar[Any] = Gathered
+
+    number: int  # how many gathers this node has begun before
+    point: str  # the call in the script; all workers must be at the same one
+    value: bytes
+    steps: int = 0  # that this worker has taken
 
 
 class ShowNote(Request[None], frozen=True, tag="note"):
@@ -280,7 +307,7 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, ShowNote, LastStep, StepsDone, LeaveRun, WhoIsLate,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, ShowNote, LastStep, StepsDone, LeaveRun, WhoIsLate,
         CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip

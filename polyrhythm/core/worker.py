@@ -97,17 +97,6 @@ class BeforeForward(Protocol):
 
 
 @runtime_checkable
-class BeforeSave(Protocol):
-    """May keep other workers waiting for its next step."""
-
-    def before_save(self) -> None:
-        """Called before `state_dict` where a session has several workers of strategies, one per optimizer.
-
-        All of them have to let others continue before the first one waits for all workers to save.
-        """
-
-
-@runtime_checkable
 class OnMembership(Protocol):
     """Works in lockstep and continues when a worker dies."""
 
@@ -124,6 +113,14 @@ class FetchOptimizerState(Protocol):
 
     def fetch_optimizer_state(self) -> None:
         """Brings the optimizer's state to this worker, before `optimizer.state_dict()`."""
+
+
+@runtime_checkable
+class OnMeeting(Protocol):
+    """Lets the other workers continue while the script of this one waits for them."""
+
+    def on_meeting(self) -> None:
+        """Called before the script waits for all workers: none of them may wait for this one's next step."""
 
 
 class Server(ABC):

@@ -236,7 +236,9 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     try:
         _write_plan(record, plan)
         torch.set_num_threads(threads)
-        world = Simulated(program.load(), plan, cluster, strategy, record, console.line)
+        world = Simulated(
+            program.load(plan.imports), plan, cluster, strategy, record, console.line, program.places
+        )
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
@@ -292,5 +294,5 @@ def _prefixed(console: Console, record: RunFolder | RunMemory) -> Iterator[None]
 def _progress(coordinator: Coordinator, now: float) -> str:
     tally = coordinator.tally
     steps, samples = tally.progress()
-    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics)]
+    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics.reduced())]
     return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

@@ -19,6 +19,7 @@ from polyrhythm.launch import program
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, world_context
 from polyrhythm.session.script import run_script, salvage
+from polyrhythm.session.seeds import start_script
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.context import ProcessContext
@@ -44,6 +45,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     world_context.set(here)
     code = 0
     try:
+        start_script(plan.seed)
         run_script(script, node.stopping)
     except ServerDone:
         pass

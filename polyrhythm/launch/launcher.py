@@ -254,7 +254,7 @@ class Launcher:
         epoch, epochs = tally.epoch
         parts = [str(coordinator.strategy), f"{seconds:.0f} s"]
         parts += [f"epoch {epoch} of {epochs}"] if epochs else []
-        parts += format_metrics(tally.metrics)
+        parts += format_metrics(tally.metrics.reduced())
         parts += [f"{samples / seconds:,.0f} samples/s", f"step {steps:,}"]
         return "  ".join(parts)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import os
 import runpy
 import sys
 import traceback
@@ -48,15 +50,39 @@ class Program:
                 self._enter()
                 runpy.run_path(str(self._script), run_name="__main__")
 
-    def load(self) -> Program:
-        """Prepares the program for many nodes in one process.
+    @property
+    def places(self) -> list[Path]:
+        """Where the script's own modules are: its folder, the current one and PYTHONPATH."""
+        if self._script is None:
+            return []
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        return [self._script.parent, Path(), *(Path(each) for each in path if each)]
 
-        A script with a `main()` is imported once, and each node calls that.
+    def load(self, imports: Sequence[str]) -> Callable[[], None]:
+        """The program for many nodes in one process: a script is read once, and runs as `__main__` of each.
+
+        Modules of `imports` are imported by each node; see `worlds.simulated.modules`.
         """
-        if self._script is None or "def main(" not in self._script.read_text(encoding="utf-8"):
+        if self._script is None:
             return self
-        main = getattr(self._import(), "main", None)
-        return Program(main, self.arguments) if callable(main) else self
+        path, code = str(self._script), self._compiled()
+
+        def run() -> None:
+            with _ending():
+                self._enter()
+                extensions.import_modules(imports)
+                module = sys.modules["__main__"] = ModuleType("__main__")
+                module.__file__, module.__builtins__ = path, builtins  # type: ignore[attr-defined]
+                exec(code, module.__dict__)
+
+        return run
+
+    def _compiled(self) -> CodeType:
+        assert self._script is not None
+        try:
+            return compile(self._script.read_bytes(), str(self._script), "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"{self._script} is not Python code: {error}") from None
 
     def import_script(self) -> None:
         """Imports the script, which registers the strategies and codecs that it defines."""

@@ -8,6 +8,7 @@ share of the batches.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,13 @@ from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.context import session, world_context
+from polyrhythm.session.exchange import (
+    checked,
+    checked_weight,
+    place_of_call,
+    save_atomically,
+    weighted_mean,
+)
 
 if TYPE_CHECKING:
     from polyrhythm.session.backward import BackwardPasses
@@ -46,6 +54,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
         mine = DistributedSession(here, chosen, batch_norm)
     session.set(mine)
     return mine
+
+
+REDUCTIONS = ("mean", "min", "max", "rank0")
 
 
 class Session:
@@ -82,8 +93,14 @@ class Session:
         """Counts epochs like `range(count)`, and shows them in the progress line."""
         yield from range(count)
 
-    def log(self, **metrics: Any) -> None:
-        """Records metrics in the run folder and the summary; a single process prints them."""
+    def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
+        """Records metrics in the run folder and the summary; a single process prints them.
+
+        The summary and the progress line show one value for all workers: the mean of their latest values,
+        weighted by the examples that each has trained on since it logged the same name before; by choice
+        the lowest ("min"), the highest ("max"), or that of worker 0 ("rank0"), as for all that is no number.
+        """
+        check_reduce(reduce)
         print("  ".join(f"{name} {plain(value)}" for name, value in metrics.items()), flush=True)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -92,6 +109,54 @@ class Session:
         The result is the same without it, but strategies that exchange gradients then exchange more often.
         """
         return nullcontext()
+
+    @property
+    def is_main(self) -> bool:
+        """True on worker 0, and in a single process: there a script prints and saves."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """`print` on worker 0 only."""
+        if self.is_main:
+            print(*values, **options)
+
+    def mean(self, value: Any, weight: Any = 1) -> Any:
+        """The mean of a number or tensor over all workers, exact and the same on all of them.
+
+        `weight` is how much this worker's value counts, such as the examples that it is about; a value of
+        weight 0 does not count. All workers must call it at the same points of the script. A worker that has
+        died, and is not replaced, does not count.
+        """
+        pair = checked(value, "session.mean()"), checked_weight(weight)
+        found = weighted_mean(self._gather(pair, place_of_call("session.mean()")))
+        return found.to(value.device) if isinstance(value, Tensor) else found
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all workers, by rank: numbers, texts, tensors of any shape, and lists of these.
+
+        All workers must call it at the same points of the script. A worker that has died, and is not
+        replaced, is left out.
+        """
+        found = self._gather(checked(value, "session.gather()"), place_of_call("session.gather()"))
+        return [each.to(value.device) for each in found] if isinstance(value, Tensor) else found
+
+    def barrier(self) -> None:
+        """Waits until all workers have called it."""
+        self._gather(None, "session.barrier()")
+
+    def save(self, value: Any, path: str | os.PathLike[str]) -> None:
+        """`torch.save` by worker 0 only; when it returns, the file is complete for all workers.
+
+        All workers must call it at the same points of the script. A process that reads the path sees the old
+        file or the new one, never a part. With several machines the file is on that of worker 0.
+        """
+        if self.is_main:
+            save_atomically(value, path)
+        self._gather(None, "session.save()")
+
+    def _gather(self, value: Any, point: str) -> list[Any]:
+        """The values of all workers that are alive, by rank."""
+        return [value]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker besides model and optimizer: its strategy's, such as the residual of a
@@ -119,6 +184,11 @@ class Session:
             raise UsageError("call session.prepare(model, optimizer, loader) before session.consensus()")
         self._given.check_owned()
         return one_or_all(self._copies.copy())
+
+
+def check_reduce(reduce: object) -> None:
+    if reduce not in REDUCTIONS:
+        raise UsageError(f"session.log() can reduce by {', '.join(REDUCTIONS)}, not by {reduce!r}")
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -31,7 +30,7 @@ from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
-from polyrhythm.session.api import Session, plain
+from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
@@ -39,15 +38,21 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.loading import refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
 from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
-from polyrhythm.session.seeds import mix, seed_all
+from polyrhythm.session.seeds import script_seed, separate
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
+
+_SEEDED_DIFFERENTLY = (
+    "workers have seeded torch differently: all start from the parameters and data order of worker 0, but "
+    "each keeps the buffers of the model that it built"
+)
 
 
 class DistributedSession(Session):
@@ -69,15 +74,14 @@ class DistributedSession(Session):
         self.batch_norm = welcome.batch_norm
         self._node.mesh = here.plan.mesh
         self._norms: Policy | None = None
-        self.seed = welcome.seed
+        self.seed = welcome.seed  # `prepare` may replace it by that of the script
+        self._exchange = Exchange(here, welcome.workers)
         self.rank = here.me.rank
         self.workers = welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
-        # The same seed on every node, so that all build the same model.
-        seed_all(mix("model", self.seed))
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
         given = Arguments(objects, evaluate, again=self._data is not None)
@@ -94,15 +98,14 @@ class DistributedSession(Session):
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(model, optimizers, runner)
+            self._serve(given, runner)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
             if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self._context.request(Prepared(parts.layout))
-        seed_all(mix("worker", self.seed, self.rank))  # from here on each worker draws its own numbers
+        self._agree(parts.layout, given)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         shared = [data.share(loader) for loader in given.loaders]
@@ -163,17 +166,40 @@ class DistributedSession(Session):
     def _worker(self) -> Worker | None:
         return None if self._parts is None else self._parts.first.worker
 
+    def _agree(self, layout: str, given: Arguments) -> None:
+        """Waits until all nodes have the same model, and learns what worker 0's script has seeded."""
+        run, me = self.seed, self._context.me
+        agreed = self._context.request(Prepared(layout, seed=script_seed(run, given.loaders)))
+        if agreed.seed is not None:
+            self.seed = agreed.seed
+        if agreed.differ and self.is_main and any(True for model in given.models for _ in model.buffers()):
+            self._context.request(ShowNote(_SEEDED_DIFFERENTLY))
+        separate(me.role, run, me.rank)
+
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
             self._context.request(BeginEpoch(epoch, count))
             yield epoch
 
-    def log(self, **metrics: Any) -> None:
-        step = self._parts.steps if self._parts else 0
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0 and self._context.me.role == "worker"
+
+    def _gather(self, value: Any, point: str) -> list[Any]:
+        steps = 0
+        if self._parts is not None:
+            steps = self._parts.steps
+            with self._blocking():
+                self._parts.on_meeting()
+        return self._exchange.gather(value, point, steps)
+
+    def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
+        check_reduce(reduce)
+        step, samples = (self._parts.steps, self._parts.samples) if self._parts else (0, 0)
         if self._late and self._parts is not None and not step:
             return  # this epoch was over before the replacement started
         values = {name: plain(value) for name, value in metrics.items()}
-        self._context.request(LogMetrics(self._node.now(), step, values))
+        self._context.request(LogMetrics(self._node.now(), step, values, reduce, samples))
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -326,11 +352,12 @@ class DistributedSession(Session):
 
     # --- a server -----------------------------------------------------------------------------------
 
-    def _serve(self, model: nn.Module, optimizers: Sequence[Optimizer], runner: OptimizerRunner) -> None:
-        node, count = self._node, len(self._node.members.servers)
-        shards = [Shard(model, each, self.rank, count, node.memory.empty, runner) for each in optimizers]
-        self._context.request(Prepared(joined_hash([shard.layout.hash for shard in shards])))
-        seed_all(mix("server", self.seed, self.rank))
+    def _serve(self, given: Arguments, runner: OptimizerRunner) -> None:
+        node, count, model = self._node, len(self._node.members.servers), joined(given.models)
+        shards = [
+            Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
+        ]
+        self._agree(joined_hash([shard.layout.hash for shard in shards]), given)
         with torch.no_grad():
             serve(self.strategy, node, shards)
         steps = sum(shard.version for shard in shards)

@@ -18,7 +18,7 @@ from polyrhythm.core.group import Group
 from polyrhythm.core.node import Node
 from polyrhythm.core.scoped_node import ScopedNode
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.core.worker import BeforeSave, OnMembership, State, Worker
+from polyrhythm.core.worker import OnMeeting, OnMembership, State, Worker
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
@@ -111,6 +111,12 @@ class Parts:
             if isinstance(part.worker, OnMembership):
                 part.worker.on_membership(ranks, number)
 
+    def on_meeting(self) -> None:
+        """Called before this worker waits for all others."""
+        for part in self:
+            if isinstance(part.worker, OnMeeting):
+                part.worker.on_meeting()
+
     def reattach(self) -> None:
         """Takes in parameters that the script has replaced since the last step."""
         for part in self:
@@ -120,9 +126,7 @@ class Parts:
         """The states of all workers of strategies: the first by itself, if there is only one."""
         if len(self) == 1:
             return {"worker": self.first.worker.state_dict()}
-        for part in self:  # before the first one waits for all workers
-            if isinstance(part.worker, BeforeSave):
-                part.worker.before_save()
+        self.on_meeting()  # before the first one waits for all workers
         return {"parts": [part.driver.state_dict() for part in self]}
 
     def load_state_dict(self, state: State) -> None:

@@ -58,7 +58,8 @@ class Broadcast(Strategy):
 
     To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
     the same messages: $k$ is saved with $r$, so no pulse is lost and none counts twice. A replacement skips
-    the places where the others saved before it joined. Saving ends the warm-up, and a resumed run has none.
+    the places where the others saved before it joined. Saving ends the warm-up, and so does a call
+    in which workers wait for each other, such as `session.mean()`; a resumed run has none.
 
     - `tau`: the size of a pulse
     - `pulses`: many: send all whole multiples of tau, so that $r$ stays below tau; one, as in the paper: send
@@ -252,6 +253,9 @@ class BroadcastWorker(Worker):
         return self._write_parameters(self.replica.consensus_vectors())
 
     # --- saving -------------------------------------------------------------------------------------
+
+    def on_meeting(self) -> None:
+        self.warmup.end()  # the workers that follow come to this point only after it
 
     def state_dict(self) -> State:
         barrier, state = self.broadcast.barrier, State()

@@ -32,14 +32,7 @@ class SnapshotClient:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._saves = 0  # how often this worker has saved
-
-    def pause(self) -> None:
-        """Tells all servers that this worker takes no step before it has saved: nobody waits for it."""
-        node = self._node
-        requests = [node.request(server, "pause", save=self._saves + 1) for server in node.members.servers]
-        for paused in requests:
-            paused.wait()
+        self._saves = 0  # how often this worker has saved, or has waited for all others
 
     def save(self) -> State | None:
         """The servers' state, on the keeper, and what identifies the snapshot.
@@ -78,6 +71,13 @@ class SnapshotClient:
                 f"worker {meeting['keeper']} died while it sent the servers their saved state; start again"
             )
 
+    def pause(self) -> None:
+        """This worker waits for all others: until it pushes again, the servers do not wait for it."""
+        self._saves += 1
+        servers = self._node.members.servers
+        for paused in [self._node.request(server, "pause", save=self._saves) for server in servers]:
+            paused.wait()
+
     def _meet(self, purpose: Purpose, **fields: Field) -> Message:
         """Waits at the first server until all workers do."""
         node = self._node
@@ -103,7 +103,7 @@ class Rendezvous:
     def __init__(self, node: Node, started: int) -> None:
         self._node = node
         self._run = [started, len(node.members.servers)]  # workers and servers of this run
-        self.paused: dict[int, int] = {}  # the number of the save at which each paused worker is
+        self.paused: dict[int, int] = {}  # the number of the save or wait at which each paused worker is
         self._saved = 0  # the number of the last save of all workers
         self._waiting: dict[int, Message] = {}  # by worker
         self._keeper: int | None = None  # while a snapshot is taken or loaded

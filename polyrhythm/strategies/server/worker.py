@@ -44,7 +44,7 @@ class ParameterServerWorker(Worker):
     def consensus(self, final: bool = False) -> Vectors:
         return self.servers.fetch_parameters(final)
 
-    def before_save(self) -> None:
+    def on_meeting(self) -> None:
         self.servers.join_push()
         self.snapshots.pause()
 

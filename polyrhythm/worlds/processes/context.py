@@ -9,6 +9,7 @@ from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import (
+    Gather,
     JoinRun,
     LeaveRun,
     Prepared,
@@ -47,7 +48,9 @@ class ProcessContext(WorldContext):
         try:
             reply = self.node.transport.request(COORDINATOR, kind, fields=fields).wait().fields
         except WaitError as error:
-            if not isinstance(request, StepsDone | LeaveRun | ShareEpoch) or isinstance(error, PeerLost):
+            if not isinstance(request, StepsDone | LeaveRun | ShareEpoch | Gather) or isinstance(
+                error, PeerLost
+            ):
                 raise
             late = ", ".join(self.request(WhoIsLate()).workers)  # the coordinator waits for these
             raise WaitError(f"{error}; {late} did not arrive; is --timeout too short?") from None

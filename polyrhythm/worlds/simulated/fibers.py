@@ -69,6 +69,7 @@ class Fiber:
 
     def resume(self, _: object = None) -> None:
         if not self._greenlet.dead:
+            self.node.install_modules()
             self._greenlet.switch()
 
     def block(self, *what: object) -> None:
@@ -90,6 +91,7 @@ class Fiber:
     def kill(self) -> None:
         if not self._greenlet.dead:
             self.node.fiber = self  # closing a loader returns its lease
+            self.node.install_modules()
             self._greenlet.parent = self.loop.hub  # control returns there
             self._greenlet.throw(GreenletExit)
 

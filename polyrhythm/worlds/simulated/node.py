@@ -20,6 +20,7 @@ from polyrhythm.core.peer import INCARNATION_SHIFT, Peer
 from polyrhythm.core.stopping import Stopping
 from polyrhythm.worlds.simulated.fibers import Fiber
 from polyrhythm.worlds.simulated.group import SimulatedGroup
+from polyrhythm.worlds.simulated.modules import ModuleTable
 from polyrhythm.worlds.simulated.random_states import RandomState
 from polyrhythm.worlds.simulated.waits import (
     SimulatedLock,
@@ -51,7 +52,7 @@ class SimulatedNode(Node):
         self.crashed = False
         self.locked = False  # inside `lock()`
         self.fiber: Fiber | None = None  # the one that runs now
-        self.random = RandomState(world.generators)
+        self.random, self._modules = RandomState(world.generators), ModuleTable()
         self.bytes_sent = self.bytes_between = 0  # in all, and to other sites
         self._name = str(me)
         self._inbox: deque[Message | MembershipChange] = deque()
@@ -257,6 +258,11 @@ class SimulatedNode(Node):
     def install_random_state(self) -> None:
         """Called before the script or the optimizer of this node runs."""
         self.world.generators.install(self.random)
+
+    def install_modules(self) -> None:
+        """Called before a fiber of this node continues."""
+        if self.world.modules is not None:
+            self.world.modules.install(self._modules)
 
     def take_time(self, seconds: float) -> None:
         if seconds > 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +17,11 @@ from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.context import ServerDone, world_context
 from polyrhythm.session.script import run_script, salvage
+from polyrhythm.session.seeds import start_script
 from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
 from polyrhythm.worlds.simulated.group import OpenCollectives
+from polyrhythm.worlds.simulated.modules import OwnModules
 from polyrhythm.worlds.simulated.network import Network
 from polyrhythm.worlds.simulated.node import MembershipChange, SimulatedNode
 from polyrhythm.worlds.simulated.random_states import GlobalGenerators
@@ -44,6 +47,7 @@ class Simulated:
         strategy: ResolvedStrategy | None = None,
         record: Recorder | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        own: Sequence[Path] = (),
     ) -> None:
         self.program, self.plan, self.cluster = program, plan, cluster
         self.ring = plan.collective == "ring"
@@ -61,6 +65,8 @@ class Simulated:
         self._fibers: list[Fiber] = []
         self.say = say
         self.generators = GlobalGenerators()
+        self._own = own  # where the modules are that every node has a copy of
+        self.modules: OwnModules | None = None
         self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, record)
         for rank in range(plan.workers):
             self._start(Peer("worker", rank))
@@ -71,6 +77,7 @@ class Simulated:
 
     def run(self) -> Coordinator:
         grad = torch.is_grad_enabled()
+        self.modules = OwnModules(self._own) if self._own else None
         try:
             here = self.coordinator
 
@@ -90,6 +97,8 @@ class Simulated:
             for fiber in self._fibers:
                 fiber.kill()
             self.generators.restore()
+            if self.modules is not None:
+                self.modules.restore()
             torch.set_grad_enabled(grad)
         return self.coordinator
 
@@ -174,6 +183,7 @@ class Simulated:
         node.fiber = fiber
         node.install_random_state()
         world_context.set(SimulatedContext(node))
+        start_script(self.plan.seed)
         try:
             run_script(self.program, node.stopping)
         except (ServerDone, GreenletExit):
