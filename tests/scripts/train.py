@@ -72,7 +72,7 @@ def train(
     strategy: str | None = None,
 ) -> None:
     """Trains; in `folder` every node leaves its process id, and every worker the examples it trained on."""
-    session = pr.init(strategy)
+    session = pr.init(strategy, batch_norm="rank0")
     me = session._context.me if session.strategy else "alone"
     if folder is not None:
         (folder / str(me)).write_text(str(os.getpid()))
