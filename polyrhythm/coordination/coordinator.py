@@ -62,6 +62,16 @@ from polyrhythm.core.resolve import ResolvedStrategy
 Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
 
 
+def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
+    """Handles a request that has an empty reply."""
+
+    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
+        respond(None)
+        note(request)
+
+    return handle
+
+
 class Coordinator:
     """One run, from the first node that joins to the summary."""
 
@@ -86,7 +96,7 @@ class Coordinator:
         self._record: Recorder = record or NullRecorder()
         self._finish = Finish()
         self._replicas = ReplicaComparison()
-        self.ended = LastSteps()
+        self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
         self._seeds: dict[Peer, int | None] = {}  # what the scripts of workers have seeded
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
@@ -94,13 +104,15 @@ class Coordinator:
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
-            OrderDrawn: self.data.order_drawn,
-            ResumeData: self.data.resume, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
-            BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, LastStep: self._last_step,
+            OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
+            ShareEpoch: self._share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
+            BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
-            NodeFailed: self._fail_node, ReleaseMemory: self._release_memory, ShowNote: self._show_note,
+            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self.ended.end,
+            ShowNote: _noted(lambda note: launcher.say(note.text)),
+            NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: self._compare_replica, Gather: self._gathers.add,
+            CompareReplica: lambda peer, replica, respond: respond(self._replicas.compare(peer, replica)),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -108,7 +120,8 @@ class Coordinator:
 
     def set_strategy(self, strategy: ResolvedStrategy) -> None:
         """Sets the strategy of the run, and starts its servers."""
-        self.strategy, self._gathers.keep = strategy, strategy.traits.survives
+        self.strategy = self.ended.strategy = strategy
+        self._gathers.keep = strategy.traits.survives
         servers = self.plan.servers or int(strategy.traits.uses_servers)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
@@ -171,9 +184,7 @@ class Coordinator:
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
         assert self.strategy is not None
-        reply = self.data.take_lease(peer, request, self.strategy.traits.max_lease)
-        if reply is not None:
-            respond(reply)
+        self.data.take_lease(peer, request, self.strategy.traits.max_lease, respond)
 
     def _share_epoch(self, peer: Peer, request: ShareEpoch, respond: Respond) -> None:
         self.data.share_epoch(peer, request, respond)
@@ -183,25 +194,10 @@ class Coordinator:
         self.tally.due[self.membership.current(peer)] = request.samples
         respond(None)
 
-    def _begin_epoch(self, peer: Peer, request: BeginEpoch, respond: Respond) -> None:
-        self.tally.epoch = max(self.tally.epoch, (request.epoch + 1, request.count))
-        respond(None)
-
     def _log_metrics(self, peer: Peer, request: LogMetrics, respond: Respond) -> None:
         self.tally.metrics.add(self.membership.current(peer), request)
         self._record.metrics(str(peer), request.t, Metrics(request.step, request.values))
         respond(None)
-
-    def _show_note(self, peer: Peer, request: ShowNote, respond: Respond) -> None:
-        self._launcher.say(request.text)
-        respond(None)
-
-    def _last_step(self, peer: Peer, request: LastStep, respond: Respond) -> None:
-        respond(None)
-        lockstep = self.strategy is not None and self.strategy.traits.lockstep
-        if lockstep and not self.membership.incarnations[peer]:  # a replacement has taken fewer steps
-            self._refuse(self.ended.end(peer, request.steps, str(self.strategy)))
-            self._launcher.tell(Notice("done", peer.role, peer.rank, steps=request.steps))
 
     def _steps_done(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
         if peer in self.membership.members:  # otherwise it died while the request was in flight
@@ -228,13 +224,6 @@ class Coordinator:
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
-
-    def _compare_replica(self, peer: Peer, request: CompareReplica, respond: Respond) -> None:
-        respond(self._replicas.compare(peer, request))
-
-    def _fail_node(self, peer: Peer, request: NodeFailed, respond: Respond) -> None:
-        respond(None)
-        self.fail(request.error, request.exit_code)
 
     def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
         dead = Peer("worker", request.rank), request.incarnation
@@ -334,9 +323,8 @@ class Coordinator:
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
 
-    def _refuse(self, wrong: str) -> None:
-        if wrong:
-            self.fail(wrong, UsageError.exit_code)
+    def _refuse(self, message: str) -> None:
+        self.fail(message, UsageError.exit_code)
 
     @property
     def failure(self) -> Failure | None:

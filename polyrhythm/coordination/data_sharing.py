@@ -39,17 +39,19 @@ class DataSharing:
         self._resuming: dict[int, ReplyBarrier[None]] = {}
         self._begun: dict[int, set[Peer]] = {}  # by loader: workers that have requested batches
 
-    def take_lease(self, peer: Peer, request: TakeLease, longest: int) -> LeaseReply | None:
-        """Leases at most `longest` batches to a worker; None after a failure."""
+    def take_lease(
+        self, peer: Peer, request: TakeLease, longest: int, respond: Callable[[LeaseReply], None]
+    ) -> None:
+        """Leases at most `longest` batches to a worker."""
         loader, epoch = request.loader, request.epoch
         self._begun.setdefault(loader, set()).add(peer)
         if self._mixed(loader):
-            return None
+            return
         workers = [each.rank for each in self._membership.workers]
         lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, longest, request.unseen)
         if lease is not None:
             self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
-        return LeaseReply(lease)
+        respond(LeaseReply(lease))
 
     def return_lease(self, peer: Peer, request: ReturnLease, respond: Callable[[None], None]) -> None:
         """Takes back batches that a worker will not train on."""

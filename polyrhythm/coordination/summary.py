@@ -32,6 +32,10 @@ class SummaryBuilder:
         if report.totals is not None:
             self.totals[node] = report.totals
 
+    def begin_epoch(self, epoch: int, count: int) -> None:
+        """A worker has begun an epoch, of so many."""
+        self.epoch = max(self.epoch, (epoch + 1, count))
+
     def advance(self, node: Incarnation, steps: int, samples: int) -> None:
         """Sets the progress of a worker, which may die before its next report."""
         self.totals[node] = msgspec.structs.replace(self.totals[node], steps=steps, samples=samples)

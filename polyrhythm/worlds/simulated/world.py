@@ -89,7 +89,7 @@ class Simulated:
             if here.failure is None and not here.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 here.fail(
-                    here.ended.waited_for(self.present["worker"], str(here.strategy))
+                    here.ended.waited_for(self.present["worker"])
                     or f"deadlock at {self.loop.now:.6g} s: {waiting or 'nobody is left'}"
                 )
                 self.loop.run(is_over)
