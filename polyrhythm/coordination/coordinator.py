@@ -17,6 +17,7 @@ from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
+from polyrhythm.coordination.preparing import Preparing
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
@@ -39,7 +40,6 @@ from polyrhythm.core.requests import (
     NodeFailed,
     OfferResult,
     Prepared,
-    PreparedReply,
     ReleaseMemory,
     Report,
     Request,
@@ -82,17 +82,16 @@ class Coordinator:
         self._finish = Finish()
         self._replicas = ReplicaComparison()
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
-        self._seeds: dict[Peer, int | None] = {}  # what the scripts of workers have seeded
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
-        self._preparing: ReplyBarrier[PreparedReply] = ReplyBarrier()
+        self._preparing = Preparing()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self._return_lease, ShareEpoch: self._share_epoch, ExamplesDue: self._note_due,
             BeginEpoch: self._begin_epoch, LogMetrics: self._log_metrics, StepsDone: self._steps_done,
             LeaveRun: self._leave_run, WhoIsLate: self._name_late, NodeFailed: self._fail_node,
-            ReleaseMemory: self._release_memory, ShowNote: self._show_note,
+            ReleaseMemory: self._release_memory, ShowNote: self._show_note, Gather: self._gathers.add,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: self._compare_replica, Gather: self._gathers.add,
+            CompareReplica: lambda peer, report, respond: respond(self._replicas.compare(peer, report)),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -135,8 +134,7 @@ class Coordinator:
             self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
-        wrong = self.membership.prepare(peer, request.part, request.layout)
-        if wrong:
+        if wrong := self.membership.prepare(peer, request.part, request.layout):
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
@@ -147,18 +145,13 @@ class Coordinator:
             # and before it gets its reply, so that nobody gets a message from an unknown worker.
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
-        if peer.role == "server":
-            self._gathers.serves(peer)
-        else:
-            self._seeds.setdefault(peer, request.seed)
-        self._gathers.advance()
-        self._preparing.add(peer, respond)
+        self._gathers.prepared(peer)
+        self._preparing.add(peer, request.seed, respond)
         if self.running or self.membership.prepared >= self.plan.nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()
                 self.ending.keeps = self._record.lasting
-            reply = PreparedReply(self._seeds.get(Peer("worker", 0)), len({*self._seeds.values()}) > 1)
-            self._preparing.release_all(lambda each: reply)
+            self._preparing.release()
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
@@ -215,9 +208,6 @@ class Coordinator:
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
-
-    def _compare_replica(self, peer: Peer, request: CompareReplica, respond: Respond) -> None:
-        respond(self._replicas.compare(peer, request))
 
     def _fail_node(self, peer: Peer, request: NodeFailed, respond: Respond) -> None:
         respond(None)
