@@ -18,6 +18,7 @@ from polyrhythm.coordination.gathers import Gathers
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
+from polyrhythm.coordination.preparing import Preparing
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
@@ -42,7 +43,6 @@ from polyrhythm.core.requests import (
     OfferResult,
     OrderDrawn,
     Prepared,
-    PreparedReply,
     ReleaseMemory,
     Report,
     Request,
@@ -98,9 +98,8 @@ class Coordinator:
         self._replicas = ReplicaComparison()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
-        self._seeds: dict[Peer, int | None] = {}  # what the scripts of workers have seeded
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
-        self._preparing: ReplyBarrier[PreparedReply] = ReplyBarrier()
+        self._preparing = Preparing()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
@@ -156,8 +155,7 @@ class Coordinator:
             self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
-        wrong = self.membership.prepare(peer, request.part, request.layout)
-        if wrong:
+        if wrong := self.membership.prepare(peer, request.part, request.layout):
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
@@ -168,18 +166,13 @@ class Coordinator:
             # and before it gets its reply, so that nobody gets a message from an unknown worker.
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
-        if peer.role == "server":
-            self._gathers.serves(peer)
-        else:
-            self._seeds.setdefault(peer, request.seed)
-        self._gathers.advance()
-        self._preparing.add(peer, respond)
+        self._gathers.prepared(peer)
+        self._preparing.add(peer, request.seed, respond)
         if self.running or self.membership.prepared >= self.plan.nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()
                 self.ending.keeps = self._record.lasting
-            reply = PreparedReply(self._seeds.get(Peer("worker", 0)), len({*self._seeds.values()}) > 1)
-            self._preparing.release_all(lambda each: reply)
+            self._preparing.release()
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)

@@ -53,9 +53,11 @@ class Gathers:
                 "call them at the same points of the script"
             )
 
-    def serves(self, peer: Peer) -> None:
-        """A server has built its model, and leaves the script."""
-        self._serving.add(peer)
+    def prepared(self, peer: Peer) -> None:
+        """A node has built its model. If it is a server, it leaves the script."""
+        if peer.role == "server":
+            self._serving.add(peer)
+            self.advance()
 
     def lose(self, peer: Peer) -> None:
         """A node has left or died."""
