@@ -108,7 +108,7 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
     from polyrhythm.launch.api import Output
     from polyrhythm.launch.console import Console
 
-    console = Console(sys.stderr, options.quiet, sys.stdout)
+    console = Console(sys.stderr, options.quiet, sys.stderr if options.json else sys.stdout)
     output = Output(options.runs, options.name, console)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         summary = execute(program, plan, output).summary

@@ -39,7 +39,7 @@ from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
-from polyrhythm.session.loading import refuse_parameters, refuse_state
+from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
@@ -256,19 +256,10 @@ class DistributedSession(Session):
             raise UsageError(
                 "call session.prepare(model, optimizer, loader) before session.load_state_dict()"
             )
-        if state and state.get("strategy") != str(self.strategy):
-            raise UsageError(
-                f"this state was saved under {state.get('strategy')}, but this run uses {self.strategy}"
-            )
-        if state and state["layout"] != parts.layout:
-            raise UsageError("this state was saved with a different model or different parameter groups")
-        if state and (saved := state["workers"]) != self.workers:
-            raise UsageError(
-                f"this state was saved by {saved} workers, but this run has {self.workers}: use --workers "
-                f"{saved}"
-            )
-        # A replacement continues from the state of the others, which is newer than the saved one.
-        if state and not self._late:
+        if not state:
+            return
+        check_saved(state, self.strategy, parts.layout, self.workers)
+        if not self._late:  # a replacement continues from the state of the others, which is newer
             assert self._data is not None
             with self._blocking():
                 self._data.load_state_dict(state["data"])

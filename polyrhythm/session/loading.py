@@ -1,10 +1,13 @@
-"""Refuses `load_state_dict()` after `prepare` where the next step would overwrite what was loaded.
+"""What may be loaded in a run, and when: parameters, optimizer states, and states of sessions.
+
+`load_state_dict()` after `prepare` is refused where the next step would overwrite what was loaded.
 
 Loading the values that are there already is fine: libraries such as Accelerate do it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.batch_norm.hooks import Hook
 
 _ADVICE = "call load_state_dict() before session.prepare(): all workers start from it"
@@ -49,3 +53,15 @@ def _same(one: Any, other: Any) -> bool:
         # A tensor of another shape has an error of its own.
         return one.shape != other.shape or torch.equal(one.detach().to(other), other)
     return bool(one == other)
+
+
+def check_saved(state: Mapping[str, Any], strategy: Strategy, layout: str, workers: int) -> None:
+    """Raises UsageError if the state of a session was saved in another kind of run."""
+    if state.get("strategy") != str(strategy):
+        raise UsageError(f"this state was saved under {state.get('strategy')}, but this run uses {strategy}")
+    if state["layout"] != layout:
+        raise UsageError("this state was saved with a different model or different parameter groups")
+    if (saved := state["workers"]) != workers:
+        raise UsageError(
+            f"this state was saved by {saved} workers, but this run has {workers}: use --workers {saved}"
+        )
