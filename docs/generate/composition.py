@@ -77,9 +77,9 @@ def page() -> str:
         for across in between
     }
     return PAGE.format(
-        codecs=_table(takes, "strategy"),
-        collectives=_table(travels, "codec"),
-        levels=_table(levels, "inside"),
+        codecs=answer_table(takes, "strategy"),
+        collectives=answer_table(travels, "codec"),
+        levels=answer_table(levels, "inside"),
         not_inside=_reason(inside, lambda cls: f"{cls.name} / local"),
         not_between=_reason(between, lambda cls: f"allreduce / {cls.name}"),
     )
@@ -114,7 +114,7 @@ def _error(text: str) -> str:
     return ""
 
 
-def _table(answers: Mapping[tuple[str, str], str], corner: str) -> str:
+def answer_table(answers: Mapping[tuple[str, str], str], corner: str) -> str:
     """A table of yes and numbers, and a list of the reasons that the numbers mean."""
     rows, columns = (list(dict.fromkeys(key[place] for key in answers)) for place in (0, 1))
     reasons: dict[str, int] = {}

@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.generate import composition, configured, imports, mathml, reference
+from docs.generate import composition, configured, features, imports, mathml, reference
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
@@ -23,7 +23,8 @@ SHORT_CODE = re.compile(r"<code>(?=[^<\n]{1,36}</code>)")
 
 def generated() -> dict[str, str]:
     """All generated pages, as Markdown by their path."""
-    return {**configured.pages(), "composition.md": composition.page(), **reference.pages()}
+    tables = {"composition.md": composition.page(), "features.md": features.page()}
+    return {**configured.pages(), **tables, **reference.pages()}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

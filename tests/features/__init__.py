@@ -1,0 +1,1 @@
+"""What real training loops do, and which strategies support it: `python -m tests.features`."""
