@@ -18,7 +18,6 @@ from polyrhythm.core.requests import (
     LeaveRun,
     LogMetrics,
     OfferResult,
-    Prepared,
     ShowNote,
     StepsDone,
 )
@@ -30,6 +29,7 @@ from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
+from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
@@ -45,14 +45,8 @@ from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
 from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
-from polyrhythm.session.seeds import script_seed, separate
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
-
-_SEEDED_DIFFERENTLY = (
-    "workers have seeded torch differently: all start from the parameters and data order of worker 0, but "
-    "each keeps the buffers of the model that it built"
-)
 
 
 class DistributedSession(Session):
@@ -105,7 +99,7 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self._agree(parts.layout, given)
+        self.seed = agree(self._context, parts.layout, given, self.seed)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         shared = [data.share(loader) for loader in given.loaders]
@@ -165,16 +159,6 @@ class DistributedSession(Session):
     @property
     def _worker(self) -> Worker | None:
         return None if self._parts is None else self._parts.first.worker
-
-    def _agree(self, layout: str, given: Arguments) -> None:
-        """Waits until all nodes have the same model, and learns what worker 0's script has seeded."""
-        run, me = self.seed, self._context.me
-        agreed = self._context.request(Prepared(layout, seed=script_seed(run, given.loaders)))
-        if agreed.seed is not None:
-            self.seed = agreed.seed
-        if agreed.differ and self.is_main and any(True for model in given.models for _ in model.buffers()):
-            self._context.request(ShowNote(_SEEDED_DIFFERENTLY))
-        separate(me.role, run, me.rank)
 
     def epochs(self, count: int) -> Iterator[int]:
         for epoch in range(count):
@@ -348,7 +332,7 @@ class DistributedSession(Session):
         shards = [
             Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
         ]
-        self._agree(joined_hash([shard.layout.hash for shard in shards]), given)
+        agree(self._context, joined_hash([shard.layout.hash for shard in shards]), given, self.seed)
         with torch.no_grad():
             serve(self.strategy, node, shards)
         steps = sum(shard.version for shard in shards)

@@ -1,0 +1,27 @@
+"""What all nodes agree on before training begins: the layout of the model, and what the script has seeded."""
+
+from __future__ import annotations
+
+from polyrhythm.core.requests import Prepared, ShowNote
+from polyrhythm.session.arguments import Arguments
+from polyrhythm.session.context import WorldContext
+from polyrhythm.session.seeds import script_seed, separate
+
+_SEEDED_DIFFERENTLY = (
+    "workers have seeded torch differently: all start from the parameters and data order of worker 0, but "
+    "each keeps the buffers of the model that it built"
+)
+
+
+def agree(context: WorldContext, layout: str, given: Arguments, seed: int) -> int:
+    """Waits until all nodes have the same model. Returns the seed for the order of the data.
+
+    `seed` is that of the run. From here on each node draws its own random numbers.
+    """
+    me = context.me
+    agreed = context.request(Prepared(layout, seed=script_seed(seed, given.loaders)))
+    has_buffers = any(True for model in given.models for _ in model.buffers())
+    if agreed.differ and has_buffers and (me.role, me.rank) == ("worker", 0):
+        context.request(ShowNote(_SEEDED_DIFFERENTLY))
+    separate(me.role, seed, me.rank)
+    return seed if agreed.seed is None else agreed.seed
