@@ -81,9 +81,8 @@ class DistributedSession(Session):
         given = Arguments(objects, evaluate, again=self._data is not None)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
-        evaluated = [self._data.share_evaluation(loader) for loader in given.evaluated]
-        loaders = zip([*given.loaders, *given.evaluated], [*shared, *evaluated], strict=True)
-        return given.returned(dict(loaders))
+        replaced = dict(zip(given.loaders, shared, strict=True))
+        return given.returned(replaced | self._data.share_evaluation(given.evaluated))
 
     def _begin(self, given: Arguments) -> list[SharedLoader]:
         """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""

@@ -100,9 +100,10 @@ class TrainingData:
         self.loaders.append(shared)
         return shared
 
-    def share_evaluation(self, loader: DataLoader[Any]) -> EvaluationLoader:
-        """The loader that gives each example to one of the workers, once."""
-        return EvaluationLoader(loader, self._rank, self._workers, self._seed, self._context.processes)
+    def share_evaluation(self, loaders: Sequence[DataLoader[Any]]) -> dict[DataLoader[Any], DataLoader[Any]]:
+        """For each of these loaders one that gives each example to one of the workers, once."""
+        rank, workers, processes = self._rank, self._workers, self._context.processes
+        return {loader: EvaluationLoader(loader, rank, workers, self._seed, processes) for loader in loaders}
 
     def note(self, text: str) -> None:
         """Tells the person something about the data, once and by worker 0 only."""
