@@ -41,10 +41,11 @@ def test_refusal_with_a_collective_is_the_error_of_the_run(collective: str) -> N
                 assert refusal(*classes, collective) == refusal(*classes)
                 continue
             why = refusal(*classes, collective)
+            made = parse(f"{strategy}+{codec}")
             try:
-                check_codec(collective, parse(f"{strategy}+{codec}"))
+                check_codec(collective, made)
             except UsageError as error:
-                assert str(error) == f"{strategy}+{codec}: {why}" != f"{strategy}+{codec}: "
+                assert str(error) == f"{made}: {why}" != f"{made}: "
                 refused.add((strategy, codec))
             else:
                 assert not why

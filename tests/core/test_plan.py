@@ -72,7 +72,7 @@ def test_config_json_holds_the_whole_plan(world: str, tmp_path: Path) -> None:
     """It is read back whole, with what was left to the strategy and to the script."""
     summary = run_in(world, train, strategy="async", workers=2, seed=5, runs=tmp_path)
     expected = Plan(
-        "async", workers=2, servers=1, batch_norm="local", seed=5, threads=1, program="train",
+        "async", workers=2, servers=1, batch_norm="rank0", seed=5, threads=1, program="train",
         world="run" if world == "real" else "simulate",
     )  # fmt: skip
     assert Plan.read(Path(summary["folder"])) == expected

@@ -53,7 +53,8 @@ class Host:
         outcome: dict[str, Any] = {"error": "", "code": 0}
         with self.shown.open("w", buffering=1) as stream:
             try:
-                outcome["summary"] = start(Console(stream, quiet=True))
+                result = start(Console(stream, quiet=True))
+                outcome["summary"] = None if result is None else result.summary
             except pr.PolyrhythmError as error:
                 outcome |= {"error": str(error), "code": error.exit_code}
             except KeyboardInterrupt:
