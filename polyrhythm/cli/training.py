@@ -50,6 +50,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "end, and name the first difference; 0: never (100)",
     )  # fmt: skip
     command.add_argument(
+        "--balance", action="store_true",
+        help="where workers step together, measure their speeds and give fast ones larger batches, with as "
+        "many examples per step as without",
+    )  # fmt: skip
+    command.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -96,7 +101,7 @@ def planned(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Program, 
         strategy=options.strategy, workers=options.workers,
         servers=counted(options.servers, options.workers), colocated=options.servers == "colocated",
         imports=tuple(options.imports), batch_norm=options.batch_norm, collective=options.collective,
-        check_replicas=options.check_replicas,
+        check_replicas=options.check_replicas, balance=options.balance,
         seed=options.seed, threads=options.threads, cluster=options.cluster, world=options.command,
         events=options.events, program=program.name, arguments=tuple(rest),
     )  # fmt: skip

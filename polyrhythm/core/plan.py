@@ -33,6 +33,7 @@ class Plan:
     servers_at: str | None = ""  # the site of the servers; "": none, None: each is beside a worker
     batch_norm: str | None = None  # None: the script chooses
     collective: str = "auto"
+    balance: bool = False  # give fast workers larger batches
     check_replicas: int | None = None  # compare replicas every so many steps; 0: never, None: every 100
     seed: int = 0
     threads: int = 0  # per worker; 0: an equal share of the cores

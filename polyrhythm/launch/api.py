@@ -42,6 +42,7 @@ def run(
     restarts: int = 0,
     collective: str = "auto",
     check_replicas: int | None = None,
+    balance: bool = False,
     cluster: str | Path | None = None,
     imports: Sequence[str] = (),
     runs: str | Path | None = "runs",
@@ -55,7 +56,8 @@ def run(
     by default); "colocated" puts one beside each worker. Up to `restarts` workers that die are replaced, if
     the strategy lets the others continue. `collective` forces one way to all-reduce. `batch_norm` is the
     policy for BatchNorm's statistics: rank0, mean, sync, recompute or local. Where workers step together,
-    replicas and hyper-parameters are compared every `check_replicas` steps (100) and at the end; 0 is never.
+    replicas and hyper-parameters are compared every `check_replicas` steps (100) and at the end; 0 is never,
+    and with `balance` fast workers get larger batches and slow ones smaller, as many examples together.
     `imports` names modules that define strategies or codecs.
 
     With `here`, only so many workers run on this host, and the run waits until other hosts have joined with
@@ -76,7 +78,7 @@ def run(
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads, timeout=timeout,
         listen=listen, here=here, key=None if key is None else str(key), restarts=restarts,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        check_replicas=check_replicas, events=events, world="run", program=what.name,
+        check_replicas=check_replicas, balance=balance, events=events, world="run", program=what.name,
         arguments=tuple(what.arguments),
     )  # fmt: skip
     return run_plan(what, plan, Output(runs, name, console))
@@ -92,6 +94,7 @@ def simulate(
     cluster: str | Path | None = None,
     collective: str = "auto",
     check_replicas: int | None = None,
+    balance: bool = False,
     arguments: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
@@ -113,7 +116,7 @@ def simulate(
         strategy=text, classes=classes, workers=workers, servers=planning.counted(servers, workers),
         colocated=servers == "colocated", batch_norm=batch_norm, seed=seed, threads=threads,
         collective=collective, cluster=None if cluster is None else str(cluster), imports=tuple(imports),
-        check_replicas=check_replicas, events=events, world="simulate", program=what.name,
+        check_replicas=check_replicas, balance=balance, events=events, world="simulate", program=what.name,
         arguments=tuple(what.arguments),
     )  # fmt: skip
     return simulate_plan(what, plan, Output(runs, name, console))

@@ -33,6 +33,7 @@ class WorldContext(ABC):
     node: Node
     plan: Plan
     processes: bool = True  # DataLoaders may start worker processes
+    workload: float = 1.0  # examples of the present batch by the usual number, where batches are balanced
 
     @property
     @abstractmethod

@@ -281,6 +281,11 @@ class SharedLoader(DataLoader[Any]):
         return iter(DataLoader(self.loader.dataset, batch_sampler=chosen, collate_fn=self.loader.collate_fn))
 
     @property
+    def splits(self) -> bool:
+        """True if the examples of a batch may be divided among workers."""
+        return self._order.splits
+
+    @property
     def borrows(self) -> bool:
         """True if the worker may get examples of another worker, which do not count."""
         return self._sharing.borrows

@@ -33,6 +33,7 @@ from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
+from polyrhythm.session.balance import Balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
@@ -101,12 +102,18 @@ class DistributedSession(Session):
         self.seed = agree(self._context, parts.layout, given, self.seed)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
+        if self._context.plan.balance and self.workers > 1:
+            data.balance = Balance(
+                self._context, self.workers, lambda: parts.first.driver.meter, self._gather
+            )
         shared = [data.share(loader) for loader in given.loaders]
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
                 self._watch(part)
                 part.driver.check_step = data.check_step
+            if data.balance is not None:
+                parts.first.driver.after_step = data.balance.after_step
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)
@@ -169,12 +176,12 @@ class DistributedSession(Session):
         return self.rank == 0 and self._context.me.role == "worker"
 
     def _gather(self, value: Any, point: str) -> list[Any]:
-        steps = 0
-        if self._parts is not None:
-            steps = self._parts.steps
+        if self._parts is None:
+            return self._exchange.gather(value, point, 0)
+        with self._parts.first.driver.meter.exchange():  # to wait is not to compute
             with self._blocking():
                 self._parts.on_meeting()
-        return self._exchange.gather(value, point, steps)
+            return self._exchange.gather(value, point, self._parts.steps)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)

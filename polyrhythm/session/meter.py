@@ -32,6 +32,11 @@ class Meter:
         """The examples of this worker. All optimizers train on the same ones."""
         return self._replicas[0].samples
 
+    @property
+    def compute_s(self) -> float:
+        """The seconds that this worker has computed so far."""
+        return self._compute
+
     def start(self) -> None:
         """Called when training begins."""
         self._mark = self._node.now()

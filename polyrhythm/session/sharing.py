@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from polyrhythm.core.lease import Lease
 from polyrhythm.session.order import Order, SampledOrder
 
+Place = tuple[int, int]  # an epoch, and a round of it
 DUE = 1024  # rounds that are assigned to a worker at a time where the coordinator counts them
 
 
@@ -213,22 +214,27 @@ class LockstepSharing(Sharing):
             )
 
     def _divided(self, order: Order, epoch: int) -> Iterator[ScaledBatch]:
-        """Rounds whose examples are divided evenly."""
+        """Rounds whose examples are divided."""
         indexes, used = (index for batch in order.epoch(epoch) for index in batch), 0
-        size = self._workers * order.batch_size
-        while examples := list(itertools.islice(indexes, size)):
-            sharing, full = self._workers, len(examples) == size
-            if not full:  # at least two examples per worker, if possible: BatchNorm cannot train on one
-                fewest = math.ceil(len(examples) / order.batch_size)
-                sharing = min(sharing, max(fewest, len(examples) // 2))
-            mine = self._rank < sharing
-            batch = examples[(self._rank if mine else 0) :: sharing]
+        for number in itertools.count():
+            examples = list(itertools.islice(indexes, self._workers * order.batch_size))
+            if not examples:
+                return
+            batches = self._divide(examples, order.batch_size, (epoch, number))
             used += len(examples)
             yield ScaledBatch(
-                batch,
-                1.0 if full else self._scale([len(examples[r::sharing]) for r in range(sharing)]),
+                batches[self._rank if self._rank < len(batches) else 0],
+                self._scale([len(each) for each in batches]),
                 order.before(epoch) + math.ceil(used / order.batch_size),
             )
+
+    def _divide(self, examples: list[int], batch_size: int, place: Place) -> list[list[int]]:
+        """The batches of a round, of the workers that get one: all of the same size, if possible."""
+        sharing, full = self._workers, len(examples) == self._workers * batch_size
+        if not full:  # at least two examples per worker, if possible: BatchNorm cannot train on one
+            fewest = math.ceil(len(examples) / batch_size)
+            sharing = min(sharing, max(fewest, len(examples) // 2))
+        return [examples[rank::sharing] for rank in range(sharing)]
 
     def _scale(self, counts: Sequence[int]) -> float:
         """The scale of this worker's gradient in a round; `counts`: the examples of each worker with some."""

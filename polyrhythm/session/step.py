@@ -60,6 +60,7 @@ class StepDriver:
         self._may_drop = not alone and self._on_gradient is not None and _has_residual(worker.strategy)
         self._before_exchange: State | None = None  # of the worker, since the last step
         self.check_step: Callable[[], None] = lambda: None  # called when a step begins
+        self.after_step: Callable[[], None] | None = None
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
@@ -194,6 +195,8 @@ class StepDriver:
             if self.check is not None:
                 with torch.no_grad(), self._context.blocking():
                     self.check.after_step()
+            if self.after_step is not None:
+                self.after_step()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             self._node.stopping.after_step()
             return loss

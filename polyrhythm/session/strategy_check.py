@@ -33,6 +33,8 @@ def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     if plan.servers and not traits.uses_servers:
         raise UsageError(f"{strategy} uses no servers; leave out --servers")
     choose.check_codec(plan.collective, strategy)
+    if plan.balance:
+        _check_balance(strategy)
     strategy.check(replace(plan, servers=max(1, plan.servers) if traits.uses_servers else 0))
     if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
         raise UsageError(
@@ -42,6 +44,19 @@ def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     if plan.restarts and not traits.survives:
         raise UsageError(f"under {strategy} no worker can continue without the others; leave out --restarts")
     return resolved(strategy, _notes(plan, strategy))
+
+
+def _check_balance(strategy: Strategy) -> None:
+    if not strategy.traits.lockstep:
+        raise UsageError(
+            f"under {strategy} fast workers take more batches already: leave out --balance, which is for "
+            "strategies in which workers step together, such as allreduce"
+        )
+    if strategy.traits.survives:
+        raise UsageError(
+            f"--balance needs workers that stay the same, and under {strategy} they may die and be replaced: "
+            "leave it out, or use allreduce or local"
+        )
 
 
 def _notes(plan: Plan, strategy: Strategy) -> tuple[str, ...]:

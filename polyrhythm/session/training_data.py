@@ -26,6 +26,7 @@ from polyrhythm.core.requests import (
     WhereIsData,
 )
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.session.balance import WHOLE, Balance
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
 from polyrhythm.session.part import Parts
@@ -62,6 +63,7 @@ class TrainingData:
         self._gradient_peers, self._workers, self._seed = gradient_peers, workers, seed
         self._rank = context.me.rank
         self.loaders: list[SharedLoader] = []
+        self.balance: Balance | None = None  # divides rounds by the speeds of the workers
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
@@ -97,6 +99,8 @@ class TrainingData:
         number = len(self.loaders)
         sharing, training = self._sharing(number), _LoaderTraining(self, number)
         shared = SharedLoader(loader, sharing, self._seed, training, self._context.processes)
+        if self.balance is not None and not shared.splits:
+            raise UsageError(WHOLE)
         self.loaders.append(shared)
         return shared
 
@@ -113,7 +117,12 @@ class TrainingData:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of each loader, and the states of the random number generators."""
-        return {"loaders": [loader.state_dict() for loader in self.loaders], "random": saved_states()}
+        balance = {} if self.balance is None else {"balance": self.balance.state_dict()}
+        return {
+            "loaders": [loader.state_dict() for loader in self.loaders],
+            "random": saved_states(),
+            **balance,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from saved positions; before `restore_random`, because it may wait for others."""
@@ -124,6 +133,8 @@ class TrainingData:
             )
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
+        if self.balance is not None and "balance" in state:
+            self.balance.load_state_dict(state["balance"])
 
     @staticmethod
     def restore_random(state: dict[str, Any]) -> None:
@@ -137,6 +148,8 @@ class TrainingData:
         if traits.survives:
             return self._by_cohort(number)
         averaged_with = self._averaged_with() if traits.weighted_by_examples else None
+        if self.balance is not None:
+            return self.balance.sharing(self._rank, averaged_with)
         return LockstepSharing(self._rank, self._workers, averaged_with)
 
     def _averaged_with(self) -> list[int]:

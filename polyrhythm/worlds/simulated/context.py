@@ -66,7 +66,7 @@ class SimulatedContext(WorldContext):
         self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 
     def compute_time(self) -> float:
-        return self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
+        return self.workload * self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
 
     def advance_time(self, seconds: float) -> None:
         self.node.take_time(seconds)
