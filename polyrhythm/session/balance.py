@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.meter import Meter
+from polyrhythm.session.part import Parts
 from polyrhythm.session.sharing import LockstepSharing, Place
 
 FIRST = 5  # steps before the first exchange
@@ -26,6 +26,7 @@ EVERY = 32  # steps between two exchanges
 GAIN = 0.05  # a division changes if rounds become shorter by this share: noise shall not change it
 LEAST = 2  # examples of a worker: BatchNorm cannot train on one
 
+Gather = Callable[[Any, str], list[Any]]  # the values of all workers, by rank; and where it is called
 START: Place = (0, 0)
 WHOLE = (
     "--balance divides batches by the speeds of workers, but those of this DataLoader stay as they are, "
@@ -52,12 +53,11 @@ class Balance:
     def __init__(
         self,
         context: WorldContext,
+        parts: Parts,
         workers: int,
-        meter: Callable[[], Meter],
-        gather: Callable[[Any, str], list[Any]],
+        gather: Gather,
     ) -> None:
-        self._context, self._workers = context, workers
-        self._meter, self._gather = meter, gather
+        self._context, self._parts, self._workers, self._gather = context, parts, workers, gather
         self._noted = context.me.rank != 0
         self._divisions = [Division([1 / workers] * workers, [])]
         self._sharings: list[BalancedSharing] = []
@@ -82,7 +82,7 @@ class Balance:
 
     def after_step(self) -> None:
         """Called after each step of the first optimizer."""
-        meter = self._meter()
+        meter = self._parts.first.driver.meter
         seconds, examples = meter.compute_s - self._seconds, meter.samples - self._examples
         self._seconds, self._examples = meter.compute_s, meter.samples
         if examples > 0:
@@ -124,6 +124,11 @@ class Balance:
             for shares, starts in state["divisions"]
         ]
         self._measured, self._left = list(state["measured"]), state["left"]
+
+
+def planned_balance(context: WorldContext, parts: Parts, workers: int, gather: Gather) -> Balance | None:
+    """The balance of a run that was asked for one."""
+    return Balance(context, parts, workers, gather) if context.plan.balance and workers > 1 else None
 
 
 class BalancedSharing(LockstepSharing):

@@ -33,7 +33,7 @@ from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.backward import BackwardPasses, watch_backward
-from polyrhythm.session.balance import Balance
+from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
@@ -102,18 +102,13 @@ class DistributedSession(Session):
         self.seed = agree(self._context, parts.layout, given, self.seed)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
-        if self._context.plan.balance and self.workers > 1:
-            data.balance = Balance(
-                self._context, self.workers, lambda: parts.first.driver.meter, self._gather
-            )
+        data.balance = planned_balance(self._context, parts, self.workers, self._gather)
         shared = [data.share(loader) for loader in given.loaders]
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
                 self._watch(part)
-                part.driver.check_step = data.check_step
-            if data.balance is not None:
-                parts.first.driver.after_step = data.balance.after_step
+                data.watch(part)
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)

@@ -29,7 +29,7 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.balance import WHOLE, Balance
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
-from polyrhythm.session.part import Parts
+from polyrhythm.session.part import Parts, TrainingPart
 from polyrhythm.session.random_states import restore_states, saved_states
 from polyrhythm.session.sharing import (
     CohortPlace,
@@ -78,6 +78,12 @@ class TrainingData:
     def left_early(self) -> bool:
         """True if the script did not finish the last epoch of a loader."""
         return any(loader.left_early for loader in self.loaders)
+
+    def watch(self, part: TrainingPart) -> None:
+        """Has this called around the steps of a part."""
+        part.driver.check_step = self.check_step
+        if self.balance is not None and part is self._parts.first:
+            part.driver.after_step = self.balance.after_step
 
     def check_step(self) -> None:
         """Called when a step begins. Raises if in lockstep another worker has taken its last step before."""
