@@ -104,6 +104,8 @@ class GradientBuffer:
         """Hands on the next bucket, to begin its exchange."""
         bucket = self.buckets[self.begun]
         if self._early:  # while it is in the cache; otherwise `after_backward` has done it
+            for part in bucket.gradient if self._scale != 1 else ():
+                part.mul_(self._scale) if self._scale else part.zero_()
             sums = [part.sum() for part in bucket.gradient]
             self._sums = [*self._sums, *sums] if self.begun else sums
         self.begun += 1
@@ -170,18 +172,19 @@ class GradientBuffer:
     def before_backward(self, begin: Callable[[Bucket], None] | None = None) -> None:
         """Keeps the gradient accumulated so far, if the new one has to be scaled.
 
-        With `begin`, buckets are handed on as they are completed, unless they have to be scaled.
+        With `begin`, buckets are handed on, scaled, as they are completed; not if they are added to others
+        with another scale.
         """
         self.touched, self.begun = {}, 0
         if self._frozen:
             self._watch_unfrozen()
-        self._begin = begin if self._scale == 1 else None
+        accumulates = self._scale != 1 and self.gather()
+        self._begin = None if accumulates else begin
         self._early = self._begin is not None
         if self._early:
             for bucket in self.buckets:
                 bucket.missing = set(bucket.indexes)
-        if self._scale != 1:
-            self.gather()
+        elif self._scale != 1:
             self._before = tuple(vector.clone() for vector in self.vectors)
 
     def before_anything(self) -> None:
@@ -193,7 +196,7 @@ class GradientBuffer:
         """Copies the new gradient into the flat vectors, scaled. Its sums keep any NaN for later."""
         self.passes += 1
         self.gather()
-        if self._scale != 1:
+        if self._scale != 1 and not self._early:
             for vector, before in zip(self.vectors, self._before, strict=True):
                 vector.sub_(before).mul_(self._scale).add_(before) if self._scale else vector.copy_(before)
         if not self._early:

@@ -110,6 +110,38 @@ def test_unused_parameters_do_not_hang_or_change_bucketed_allreduce(
 # --- overlap ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.75, 0.0])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_buckets_are_scaled_when_they_are_handed_on(
+    scale: float, accumulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During backward, unless they are added to a gradient that keeps its own scale; the same bits."""
+    small(monkeypatch, 8 * 20)
+    found = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        gradients = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1)).gradients
+        x, y = Examples(6).tensors
+        if accumulated:
+            gradients.before_backward()
+            F.cross_entropy(model(x), y).backward()
+            gradients.after_backward()
+        handed: list[Any] = []
+        gradients.scale(scale)
+        gradients.before_backward(handed.append if overlap else None)
+        F.cross_entropy(model(x), y).backward()
+        assert len(handed) == (overlap and (scale == 1 or not accumulated)) * len(gradients.buckets)
+        gradients.after_backward()
+        while gradients.begun < len(gradients.buckets):
+            gradients.hand_on(handed.append)
+        assert len(handed) == len(gradients.buckets) > 1
+        gradients.check_finite("worker 0", 1)
+        found.append([vector.clone() for vector in gradients.vectors])
+    assert all(map(torch.equal, *found))
+    assert bool(found[0][0].any()) == (scale > 0 or accumulated)
+
+
 def test_an_exchange_goes_on_beside_backward(monkeypatch: pytest.MonkeyPatch, simulate: Any) -> None:
     """The time of a step: a bucket's exchange begins when it is complete and the one before it is over."""
     step, rate, order = 1.0, 1000.0, [3, 2, 1, 0]  # backward completes the last layer first

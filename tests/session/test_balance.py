@@ -160,9 +160,10 @@ class Loop:
                     torch.save({"model": model.state_dict(), "session": session.state_dict()}, path)
 
 
-def test_a_run_resumes_with_its_division(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["allreduce", "local:4"])
+def test_a_run_resumes_with_its_division(strategy: str, tmp_path: Path) -> None:
     """Saved between two exchanges of speeds, in the middle of an epoch: the bits of the run that went on."""
-    options: dict[str, Any] = {"cluster": UNEQUAL, "runs": tmp_path, "balance": True}
+    options: dict[str, Any] = {"strategy": strategy, "cluster": UNEQUAL, "runs": tmp_path, "balance": True}
     whole = run_in("simulated", Loop(tmp_path, stop=8), **options)
     resumed = run_in("simulated", Loop(tmp_path, resume=True), **options)
     assert resumed["digest"] == whole["digest"]
