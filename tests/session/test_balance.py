@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.balance import EVERY, FIRST, GAIN, LEAST, by_speed, counts
-from tests.support.programs import MOMENTUM, Examples, Script, alone, distance, events, mlp, trained
+from tests.support.programs import MOMENTUM, SGD, Examples, Script, alone, distance, events, mlp, trained
 from tests.support.runs import run_in
 
 BATCH, WORKERS, STEP = 28, 3, 0.010  # examples, and seconds of a whole batch on a host of speed 1
@@ -112,6 +112,31 @@ def test_strategies_with_rounds_of_their_own_are_balanced_too(strategy: str, tmp
     assert Counter(map(int, (tmp_path / "seen").read_text().split())) == Counter([*range(SIZE)] * 2)
     assert sizes(found)[FIRST:19] == [DIVIDED] * 14
     assert found["metrics"]["after"] < found["metrics"]["before"]
+
+
+def test_two_loaders_and_two_optimizers_are_balanced_together(tmp_path: Path) -> None:
+    """Loaders with batches of their own sizes, whose epochs end at different times."""
+
+    def script() -> None:
+        session, models = pr.init(), [mlp(), mlp()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        given = [
+            DataLoader(Examples(84 * 10), batch_size=BATCH),
+            DataLoader(Examples(84 * 2, tmp_path / "seen"), batch_size=BATCH // 4),
+        ]
+        _, _, _, _, *loaders = session.prepare(*models, *optimizers, *given)
+        for _ in range(2):
+            for pair in zip(*loaders, strict=False):
+                for (x, y), model, optimizer in zip(pair, models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            assert next(iter(loaders[0]), None) is not None  # a look changes nothing
+
+    found = run_in("simulated", script, cluster=UNEQUAL, runs=tmp_path, balance=True, check_replicas=4)
+    assert Counter(map(int, (tmp_path / "seen").read_text().split())) == Counter([*range(84 * 2)] * 2)
+    assert sizes(found)[-1] == [0] * 3  # of the second optimizer, on the same examples
+    assert sizes(found)[-2] == [12 + 3, 36 + 9, 36 + 9]
 
 
 def test_the_division_follows_the_speeds(tmp_path: Path) -> None:
