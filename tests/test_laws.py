@@ -618,7 +618,19 @@ def ending_early(order: tuple[Path, int] | None = None) -> None:
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
     """A run in which nothing can happen any more ends, and names those who wait."""
+
+    def crossing() -> None:
+        session = pr.init()
+        model = mlp()
+        session.prepare(model, SGD(model.parameters()))
+        session._node.everyone.all_reduce(torch.ones(1)) if session.rank == 0 else session.barrier()
+
     with pytest.raises(PolyrhythmError, match=r"deadlock at .*worker 0 waits since .* for all_reduce number"):
+        pr.simulate(crossing, workers=2, strategy="allreduce")
+
+
+def test_a_worker_that_takes_fewer_steps_is_named() -> None:
+    with pytest.raises(PolyrhythmError, match="worker 1 ended after 3 steps, but worker 0 is at step 4"):
         pr.simulate(ending_early, workers=2, strategy="allreduce")
 
 

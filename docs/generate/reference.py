@@ -6,7 +6,7 @@ import polyrhythm as pr
 
 GROUPS = {
     "session": ("In a training script", ["init", "Session"]),
-    "launch": ("Starting runs from Python", ["run", "simulate", "join", "Plan"]),
+    "launch": ("Starting runs from Python", ["run", "simulate", "join", "RunResult", "Plan"]),
     "strategy": ("Writing a strategy", ["Strategy", "Traits", "Worker", "Server", "MeanReducer", "parse"]),
     "codec": ("Writing a codec", ["Codec", "Reduction"]),
     "node": ("What a strategy works with", ["Node", "Message", "Peer", "Replica", "Shard"]),

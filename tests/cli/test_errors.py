@@ -62,7 +62,6 @@ SCRIPT_MISTAKES = {
     "no_parameters": (2, r"no parameters to train; give the optimizer model.parameters\(\)"),
     "lbfgs": (2, "LBFGS calls a closure .* use allreduce, .* or an optimizer such as SGD or Adam"),
     "sparse_adam": (2, "SparseAdam needs sparse gradients.*use Adam or SGD"),
-    "stream": (2, "IterableDataset|Stream"),
     "different_models": (1, "worker [01] and worker [01] have different models"),
     "prepare_twice": (2, r"session.prepare\(\) was called twice"),
     "consensus_first": (2, r"before session.consensus\(\)"),

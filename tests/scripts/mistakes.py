@@ -1,20 +1,14 @@
 """Scripts that use polyrhythm wrongly, or only unusually: `mistakes.py NAME`."""
 
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 
 Loader = DataLoader[tuple[Tensor, ...]]
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.randn(8, 2)
 
 
 def parts(width: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
@@ -60,11 +54,6 @@ def lbfgs() -> None:
 def sparse_adam() -> None:
     session, model = pr.init(), nn.Embedding(6, 3, sparse=True)
     session.prepare(model, torch.optim.SparseAdam(model.parameters()))
-
-
-def stream() -> None:
-    session, (model, optimizer, _) = pr.init(), parts()
-    session.prepare(model, optimizer, DataLoader(Stream()))
 
 
 def different_models() -> None:

@@ -85,6 +85,8 @@ def main():
         for (x,) in loader:
             model(x).sum().backward()
             optimizer.step()
+if __name__ == "__main__":
+    main()
 """
 
 
