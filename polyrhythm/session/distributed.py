@@ -39,6 +39,7 @@ from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
+from polyrhythm.session.grad_scaler import watch_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
 from polyrhythm.session.replica_check import replica_check
@@ -144,6 +145,7 @@ class DistributedSession(Session):
         """Registers hooks on the optimizer of a part."""
         worker, optimizer = part.worker, part.optimizer
         refuse_groups(optimizer)
+        watch_scaler(optimizer, self.strategy)
         if isinstance(worker, FetchOptimizerState):
             optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
         if self._node.members.servers:
