@@ -41,7 +41,7 @@ from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import watch_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
@@ -99,7 +99,7 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self.seed = agree(self._context, parts.layout, given, self.seed)
+        self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         shared = [data.share(loader) for loader in given.loaders]
@@ -333,7 +333,7 @@ class DistributedSession(Session):
         shards = [
             Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
         ]
-        agree(self._context, joined_hash([shard.layout.hash for shard in shards]), given, self.seed)
+        agree(self._context, [shard.layout for shard in shards], given, self.seed)
         with torch.no_grad():
             serve(self.strategy, node, shards)
         steps = sum(shard.version for shard in shards)
