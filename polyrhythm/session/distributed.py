@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class DistributedSession(Session):
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
-                self._watch(part)
+                _watch(part, self._late, self._blocking)
                 part.driver.check_step = data.check_step
             if not self.strategy.traits.settable:
                 for each in given.models:
@@ -140,18 +140,6 @@ class DistributedSession(Session):
             assert self._replica is not None
             protect_statistics(self._replica)
         return shared
-
-    def _watch(self, part: TrainingPart) -> None:
-        """Registers hooks on the optimizer of a part."""
-        worker, optimizer = part.worker, part.optimizer
-        refuse_groups(optimizer)
-        watch_scaler(optimizer, self.strategy)
-        if isinstance(worker, FetchOptimizerState):
-            optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
-        if self._node.members.servers:
-            refuse_state(optimizer)
-        if self._late:  # it skips past epochs without a step, and schedulers would warn
-            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @property
     def _replica(self) -> Replica | None:
@@ -313,10 +301,6 @@ class DistributedSession(Session):
         if note is not None:
             self._context.request(ShowNote(note))
 
-    def _fetch(self, worker: FetchOptimizerState) -> None:
-        with self._blocking():
-            worker.fetch_optimizer_state()
-
     @contextmanager
     def _blocking(self) -> Iterator[None]:
         with torch.no_grad(), self._context.blocking():
@@ -341,6 +325,24 @@ class DistributedSession(Session):
         self._context.flush()
         self._context.request(LeaveRun())
         raise ServerDone
+
+
+def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:
+    """Registers hooks on the optimizer of a part."""
+    worker, optimizer = part.worker, part.optimizer
+    refuse_groups(optimizer)
+    watch_scaler(optimizer, worker.strategy)
+    if isinstance(worker, FetchOptimizerState):
+
+        def fetch(_: object) -> None:
+            with blocking():
+                worker.fetch_optimizer_state()
+
+        optimizer.register_state_dict_pre_hook(fetch)
+    if worker.strategy.traits.uses_servers:
+        refuse_state(optimizer)
+    if late:  # it skips past epochs without a step, and schedulers would warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
