@@ -39,6 +39,7 @@ COMMANDS = {
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
+    "no servers": (["-s", "async", "--servers", "0"], 2, "async needs servers, and servers is 0: leave out"),
     "servers in words": (["--servers", "two"], 2, "servers is 'two'; it must be a whole number or the word"),
     "servers beside nobody": (
         ["-s", "local", "--servers", "colocated"],

@@ -60,7 +60,7 @@ class Simulated:
         self.locks: dict[
             str, list[SimulatedNode]
         ] = {}  # by name: the holder, then the nodes that wait for it
-        self.costs = self._place(plan.servers)
+        self.costs = self._place(plan.servers or 0)
         self.network = Network(self.loop, self.costs)
         self._fibers: list[Fiber] = []
         self.say = say
