@@ -32,7 +32,7 @@ from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
-from polyrhythm.session.backward import BackwardPasses, watch_backward
+from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
@@ -125,7 +125,6 @@ class DistributedSession(Session):
             # on each worker.
             driver.disable_overlap()
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
-        watch_backward()
         explain_overrun()
         for scheduler in given.schedulers:
             prepare_scheduler(scheduler, self._context, self.strategy, shared, self.workers)
