@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from polyrhythm.core.compile_note import say_once
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.interrupts import held
 
 insert: Any = cgutils.get_or_insert_function
@@ -29,7 +29,7 @@ def compiled(function: Function) -> Function:
     """
 
     def made(cache: bool) -> Function:
-        dispatcher = njit(cache=cache, nogil=True, error_model="numpy")(function)
+        dispatcher: Any = njit(cache=cache, nogil=True, error_model="numpy")(function)
         _announced(dispatcher._compiler, cache)
         return cast(Function, _interruptible(dispatcher))
 
@@ -63,7 +63,7 @@ def _announced(compiler: Any, cache: bool) -> None:
 
     @wraps(compile)
     def compile_announced(*args: Any) -> Any:
-        say_once(cache)
+        compile_note.say(cache)
         return compile(*args)
 
     compiler.compile = compile_announced

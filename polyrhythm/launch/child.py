@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from polyrhythm.core import compile_note
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import NodeFailed

@@ -48,6 +48,7 @@ from polyrhythm.session.salvage import salvaged
 from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
+from polyrhythm.session.write_check import write_check
 
 
 class DistributedSession(Session):
@@ -118,6 +119,7 @@ class DistributedSession(Session):
             )  # fmt: skip
             for number, part in enumerate(parts):
                 part.worker.start()
+                part.driver.writes = write_check(part.worker, part.replica)
                 part.driver.check = replica_check(self._context, part.worker, part.replica, number)
         waits = self._norms is not None and self._norms.waits_in_pass
         if waits:

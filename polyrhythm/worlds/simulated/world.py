@@ -12,7 +12,7 @@ import torch
 from greenlet import GreenletExit
 
 from polyrhythm.coordination.coordinator import Coordinator
-from polyrhythm.core import compile_note
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
