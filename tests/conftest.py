@@ -34,7 +34,12 @@ def simulate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Simulates with a run folder; `cluster` is the text of a cluster file."""
 
     def simulated(
-        program: Any, strategy: str, workers: int, servers: int = 0, cluster: str = "", **options: Any
+        program: Any,
+        strategy: str,
+        workers: int,
+        servers: int | None = None,
+        cluster: str = "",
+        **options: Any,
     ) -> Any:
         return run_in(
             "simulated", program, strategy=strategy, workers=workers, servers=servers, cluster=cluster,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -679,17 +681,47 @@ def test_error_for_a_nan_gradient_on_real_processes_names_its_worker() -> None:
         pr.run(Poisoned(), workers=2, strategy="allreduce", runs=None, threads=1)
 
 
+def wider(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2 + rank))
+    return model, SGD(model.parameters())
+
+
+def deeper(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))
+    return model, SGD(model.parameters())
+
+
+def grouped(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(5, 3)
+    groups = [[model.weight, model.bias], []] if rank else [[model.weight], [model.bias]]
+    return model, SGD([{"params": group} for group in groups])
+
+
+DIFFERENT = {
+    wider: {0: r"1\.weight \[2, 3\] float32", 1: r"1\.weight \[3, 3\] float32"},
+    deeper: {0: "no parameter", 1: r"1\.weight \[2, 2\] float32"},
+    grouped: {0: r"bias \[3\] float32 in parameter group 1", 1: r"bias \[3\] float32"},
+}
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_different_models_are_named(strategy: str) -> None:
-    """Nodes that built different models are told so, by name, before training."""
+@pytest.mark.parametrize("make", DIFFERENT, ids=lambda make: make.__name__)
+def test_different_models_are_named(make: Callable[..., Any], strategy: str) -> None:
+    """Nodes that built different models are told so before training, with the first difference."""
 
     def main() -> None:
         session = pr.init()
-        model = nn.Linear(5, 3 + session.rank)
-        session.prepare(model, SGD(model.parameters()))
+        session.prepare(*make(session.rank))
 
-    with pytest.raises(PolyrhythmError, match=r"\w+ \d and \w+ \d have different models"):
+    with pytest.raises(PolyrhythmError) as caught:
         pr.simulate(main, workers=2, strategy=strategy)
+    kinds = DIFFERENT[make]
+    either = [
+        rf"\w+ \d and \w+ \d have different models: the first difference is {kinds[mine]} on \w+ {mine} and "
+        rf"{kinds[1 - mine]} on \w+ {1 - mine}; every node must build the same model and optimizer"
+        for mine in (0, 1)
+    ]
+    assert any(re.fullmatch(each, str(caught.value)) for each in either), caught.value
 
 
 def test_different_collectives_are_named() -> None:

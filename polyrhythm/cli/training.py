@@ -37,7 +37,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "overrides the one in the script",
     )  # fmt: skip
     command.add_argument(
-        "--servers", type=_servers, default=0, metavar="P",
+        "--servers", type=_servers, metavar="P",
         help="parameter servers, if the strategy uses them (1); colocated: one on the host of each worker",
     )  # fmt: skip
     command.add_argument(

@@ -155,7 +155,7 @@ class Coordinator:
             self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
-        if wrong := self.membership.prepare(peer, request.part, request.layout):
+        if wrong := self.membership.prepare(peer, request):
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()

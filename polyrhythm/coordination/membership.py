@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import Location
+from polyrhythm.core.requests import Location, Prepared
 
 Incarnation = tuple[Peer, int]  # one of the successive processes of a rank
 
@@ -25,6 +27,7 @@ class Membership:
         self._deaths: dict[Peer, Counter[str]] = {}  # the causes of death, and how often
         self._holders: dict[Incarnation, set[Peer]] = {}  # nodes that may still use a dead worker's memory
         self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
+        self._outlines: dict[str, list[str]] = {}  # that of the first node, by part of the model
 
     @property
     def no_workers_left(self) -> bool:
@@ -48,18 +51,21 @@ class Membership:
         self._sort_workers()
         self.expected.discard(peer)
 
-    def prepare(self, peer: Peer, part: str, layout: str) -> str:
+    def prepare(self, peer: Peer, request: Prepared) -> str:
         """A node has built its part of the model. Returns an error, or an empty string.
 
         All nodes with the same part must have the same layout of parameters.
         """
+        part, layout = request.part, request.layout
         layouts = self._layouts.setdefault(part, {})
+        outline = self._outlines.setdefault(part, request.outline)
         first = next(iter(layouts), peer)  # may be this peer itself, before it was replaced
         if layouts.setdefault(first, layout) != layout:
             of = f" of {part}" if part else ""
+            where = _difference(peer, request.outline, first, outline)
             return (
-                f"{peer} and {first} have different models{of} (layouts {layout} and {layouts[first]}): "
-                "every node must build the same model and optimizer"
+                f"{peer} and {first} have different models{of}: {where}; every node must build the same "
+                "model and optimizer"
             )
         layouts[peer] = layout
         return ""
@@ -134,3 +140,11 @@ class Membership:
             )
             for peer, deaths in self._deaths.items()
         }
+
+
+def _difference(one: Peer, mine: Sequence[str], other: Peer, theirs: Sequence[str]) -> str:
+    """The first parameter that two nodes do not have in common."""
+    for a, b in zip_longest(mine, theirs, fillvalue="no parameter"):
+        if a != b:
+            return f"the first difference is {a} on {one} and {b} on {other}"
+    return f"they differ after the first {len(mine)} parameters"

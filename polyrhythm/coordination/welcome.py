@@ -28,7 +28,7 @@ def welcome(
 
 def _far(plan: Plan, peer: Peer) -> list[tuple[str, int]]:
     """Role and rank of all nodes at other sites."""
-    counts = {"worker": plan.workers, "server": plan.servers} if plan.sites else {}
+    counts = {"worker": plan.workers, "server": plan.servers or 0} if plan.sites else {}
     nodes = [Peer(role, rank) for role, count in counts.items() for rank in range(count)]
     site_of = {rank: name for name, ranks in plan.sites.items() for rank in ranks}
 

@@ -14,6 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.interrupts import held
 
 insert: Any = cgutils.get_or_insert_function
@@ -28,7 +29,8 @@ def compiled(function: Function) -> Function:
     """
 
     def made(cache: bool) -> Function:
-        dispatcher = njit(cache=cache, nogil=True, error_model="numpy")(function)
+        dispatcher: Any = njit(cache=cache, nogil=True, error_model="numpy")(function)
+        _announced(dispatcher._compiler, cache)
         return cast(Function, _interruptible(dispatcher))
 
     try:
@@ -53,6 +55,18 @@ def _interruptible(dispatcher: Any) -> Any:
 
     dispatcher.compile = compile_held
     return dispatcher
+
+
+def _announced(compiler: Any, cache: bool) -> None:
+    """Has a person told before this compiles; it is not called for what is in the cache."""
+    compile = compiler.compile
+
+    @wraps(compile)
+    def compile_announced(*args: Any) -> Any:
+        compile_note.say(cache)
+        return compile(*args)
+
+    compiler.compile = compile_announced
 
 
 def _trailing_zeros(context: Any, number: Any) -> Any:

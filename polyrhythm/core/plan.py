@@ -24,7 +24,7 @@ class Plan:
 
     strategy: str | None = None  # as text; None: the script chooses
     workers: int = 2
-    servers: int = 0  # 0: as many as the strategy needs
+    servers: int | None = None  # None: as many as the strategy needs
     sites: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the ranks of the workers at each site
     # The class path of each name in `strategy` that is not built in, as in {"codec round": "mine:Round"}.
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Plan:
     @property
     def nodes(self) -> int:
         """The number of workers and servers."""
-        return self.workers + self.servers
+        return self.workers + (self.servers or 0)
 
     @property
     def mesh(self) -> Mesh:

@@ -127,6 +127,7 @@ class Prepared(Request[PreparedReply], frozen=True, tag="prepared"):
     layout: str  # the hash of the layout
     part: str = ""  # the name of the part of the model that this node holds; "" is all of it
     seed: int | None = None  # what the script has seeded
+    outline: list[str] = []  # its first parameters in words, to name what differs
 
 
 class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):

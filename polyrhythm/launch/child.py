@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import NodeFailed
@@ -44,6 +45,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     here = ProcessContext(node, plan, config.strategy)
     world_context.set(here)
     code = 0
+    compile_note.begin_run(says=me == Peer("worker", 0))
     try:
         start_script(plan.seed)
         run_script(script, node.stopping)

@@ -58,7 +58,7 @@ class Launcher:
         self._restarts, self._rescued = plan.restarts, False
         here = plan.local_workers
         threads = threads_each(plan.threads, here)
-        self._pool = ArenaPool(here + max(plan.servers, SPARE), min(here, plan.restarts) + 1)
+        self._pool = ArenaPool(here + max(plan.servers or 0, SPARE), min(here, plan.restarts) + 1)
         self._began = time.monotonic()
         self._deadline = self._began + plan.timeout  # for other hosts to join
         secret = key or secrets.token_bytes(32)

@@ -33,11 +33,11 @@ def named(strategy: str | Strategy | None) -> tuple[str | None, Mapping[str, str
     return known.text, known.classes
 
 
-def counted(servers: Servers, workers: int) -> int:
-    """The number of servers; 0 leaves it to the strategy."""
+def counted(servers: Servers | None, workers: int) -> int | None:
+    """The number of servers; None leaves it to the strategy."""
     if servers == "colocated":
         return workers
-    if not isinstance(servers, int):
+    if servers is not None and not isinstance(servers, int):
         raise UsageError(f"servers is {servers!r}; it must be a whole number or the word colocated")
     return servers
 
@@ -48,7 +48,7 @@ def check_plan(plan: Plan) -> None:
         raise UsageError(f"workers is {plan.workers!r}; it must be a whole number")
     if plan.workers < 1:
         raise UsageError(f"workers is {plan.workers}; there must be 1 or more")
-    if plan.servers < 0:
+    if plan.servers is not None and plan.servers < 0:
         raise UsageError(f"servers is {plan.servers}; there cannot be fewer than 0")
     if not 0 <= plan.seed < 1 << 63:
         raise UsageError(f"seed is {plan.seed}; it must be between 0 and 2^63 - 1")
@@ -69,10 +69,8 @@ def check_plan(plan: Plan) -> None:
                 f"{plan.collective} needs workers that share a host; simulated ones have one each"
             )
         return
-    if plan.local_workers + plan.servers > MOST:
-        raise UsageError(
-            f"{plan.local_workers + plan.servers} processes are more than {MOST}; use fewer, or simulate them"
-        )
+    if (count := plan.local_workers + (plan.servers or 0)) > MOST:
+        raise UsageError(f"{count} processes are more than {MOST}; use fewer, or simulate them")
     if plan.restarts < 0:
         raise UsageError(f"restarts is {plan.restarts}; it must be 0 or more")
     if not 0 < plan.timeout < float("inf"):
@@ -104,9 +102,8 @@ def with_cluster(plan: Plan) -> tuple[Plan, Cluster]:
     """The plan with the sites of its cluster file, and the cluster."""
     cluster = Cluster.uniform() if plan.cluster is None else Cluster.load(plan.cluster)
     if plan.world == "simulate":
-        cluster.cost_model(
-            plan.workers, plan.servers, plan.seed, plan.colocated
-        )  # raises if nodes cannot be placed
+        # Raises if nodes cannot be placed.
+        cluster.cost_model(plan.workers, plan.servers or 0, plan.seed, plan.colocated)
         return replace(plan, sites=cluster.ranks_by_site(plan.workers)), cluster
     servers_at = None if plan.colocated else cluster.servers.site
     return replace(plan, sites=cluster.ranks_by_site(plan.workers), servers_at=servers_at), cluster

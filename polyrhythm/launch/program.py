@@ -47,7 +47,7 @@ class Program:
             if self._main is not None:
                 self._main()
             else:
-                self._enter()
+                self._enter_node()
                 runpy.run_path(str(self._script), run_name="__main__")
 
     @property
@@ -69,7 +69,7 @@ class Program:
 
         def run() -> None:
             with _ending():
-                self._enter()
+                self._enter_node()
                 extensions.import_modules(imports)
                 module = sys.modules["__main__"] = ModuleType("__main__")
                 module.__file__, module.__builtins__ = path, builtins  # type: ignore[attr-defined]
@@ -125,6 +125,28 @@ class Program:
         except Exception:
             return True  # it cannot be read; the first node runs it and reports why
 
+    def check_told(self) -> None:
+        """Raises UsageError if neither the script nor a module beside it mentions polyrhythm."""
+        assert self._script is not None
+        try:
+            texts = (text for code in _code(self._script) for text in _texts(code, names=True))
+            told = any("polyrhythm" in text for text in texts)
+        except Exception:
+            return  # it cannot be read, but runs
+        if not told:
+            raise UsageError(
+                f"{self._script} never imports polyrhythm, so every worker would train all of it by itself: "
+                "add import polyrhythm as pr, session = pr.init() and model, optimizer, loader = "
+                "session.prepare(model, optimizer, loader)"
+            )
+
+    def _enter_node(self) -> None:
+        """The script is about to run on a node."""
+        from polyrhythm.session.context import without_session
+
+        self._enter()
+        without_session.set(self.check_told)
+
     def _enter(self) -> None:
         """Makes the process look as if Python had been started with the script."""
         assert self._script is not None
@@ -149,14 +171,14 @@ def _code(script: Path) -> Iterator[CodeType]:
             yield code
 
 
-def _texts(code: CodeType) -> set[str]:
-    """All texts in a piece of code."""
-    found: set[str] = set()
+def _texts(code: CodeType, names: bool = False) -> set[str]:
+    """All texts in a piece of code, and the names that it uses."""
+    found = set(code.co_names) if names else set()
     for constant in code.co_consts:
         if isinstance(constant, str):
             found.add(constant)
         elif isinstance(constant, CodeType):
-            found |= _texts(constant)
+            found |= _texts(constant, names)
     return found
 
 

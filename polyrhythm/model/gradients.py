@@ -37,6 +37,7 @@ class GradientBuffer:
         self._views = [layout.view(self.vectors, piece) for piece in layout.pieces]
         self._has: list[bool] = [False] * len(self._views)
         self._sparse = sparse
+        self.densified = ""  # the name of a parameter whose gradient was sparse and became dense
         self._rows: dict[int, Tensor] = {}  # the sparse gradients of this step, by parameter
         self._dense = () if sparse else self.vectors  # the parts of the vectors that hold a gradient
         self._sums: list[Tensor] = []
@@ -145,11 +146,15 @@ class GradientBuffer:
         if gradient is None or self._sparse:
             return  # `gather` keeps sparse ones apart
         if gradient is not view:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            view.copy_(self._densify(index, gradient) if gradient.is_sparse else gradient)
             parameter.grad = view
         if not self._has[index]:
             self._has[index] = True
             self.present[index] = 1.0
+
+    def _densify(self, index: int, gradient: Tensor) -> Tensor:
+        self.densified = self.densified or self.layout.pieces[index].name
+        return gradient.to_dense()
 
     # --- scale --------------------------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class GradientBuffer:
                     rows[index] = gradient
             elif gradient is not view:
                 places.append(view)
-                found.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                found.append(self._densify(index, gradient) if gradient.is_sparse else gradient)
                 parameter.grad = view
             if has != self._has[index]:
                 self._has[index] = has

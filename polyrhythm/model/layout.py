@@ -123,6 +123,16 @@ class Layout:
         text = repr([(p.name, tuple(p.shape), p.group, str(self.kinds[p.part][0])) for p in self.pieces])
         self.hash = hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def outline(self) -> list[str]:
+        """What the hash is of, in words: a line for each parameter."""
+        dtypes = [str(dtype).removeprefix("torch.") for dtype, _ in self.kinds]
+        return [
+            f"{piece.name} {list(piece.shape)} {dtypes[piece.part]}"
+            + (f" in parameter group {piece.group}" if piece.group else "")
+            for piece in self.pieces
+        ]
+
     def vectors(self, empty: Empty = private, exact: bool = False) -> tuple[Tensor, ...]:
         """New flat vectors of this layout, one per dtype and device; `exact`: in at least 32 bits."""
         return tuple(

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polyrhythm.core.requests import Prepared, ShowNote
+from polyrhythm.model.layout import Layout
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.part import joined_hash
 from polyrhythm.session.seeds import script_seed, separate
 
+OUTLINE = 2000  # parameters, so that the message stays small
 _SEEDED_DIFFERENTLY = (
     "workers have seeded torch differently: all start from the parameters and data order of worker 0, but "
     "each keeps the buffers of the model that it built"
 )
 
 
-def agree(context: WorldContext, layout: str, given: Arguments, seed: int) -> int:
+def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, seed: int) -> int:
     """Waits until all nodes have the same model. Returns the seed for the order of the data.
 
     `seed` is that of the run. From here on each node draws its own random numbers.
     """
     me = context.me
-    agreed = context.request(Prepared(layout, seed=script_seed(seed, given.loaders)))
+    layout, scripts = joined_hash([each.hash for each in layouts]), script_seed(seed, given.loaders)
+    agreed = context.request(Prepared(layout, seed=scripts, outline=_outline(layouts)))
     has_buffers = any(True for model in given.models for _ in model.buffers())
     if agreed.differ and has_buffers and (me.role, me.rank) == ("worker", 0):
         context.request(ShowNote(_SEEDED_DIFFERENTLY))
     separate(me.role, seed, me.rank)
     return seed if agreed.seed is None else agreed.seed
+
+
+def _outline(layouts: Sequence[Layout]) -> list[str]:
+    """The first parameters of all parts in words."""
+    lines = [
+        f"{line} in optimizer {number}" if number else line
+        for number, layout in enumerate(layouts)
+        for line in layout.outline
+    ]
+    return lines[:OUTLINE]

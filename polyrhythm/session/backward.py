@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polyrhythm.session.context import WorldContext, session
+from polyrhythm.session.context import WorldContext, session, without_session
 from polyrhythm.session.step import StepDriver
 
 _backward = torch.autograd.backward
@@ -51,6 +51,9 @@ def watch_backward() -> None:
 
 def _backward_with_session(*args: Any, **kwargs: Any) -> None:
     mine = session.get()
+    if mine is None and (check := without_session.get()) is not None:
+        check()
+        without_session.set(None)  # once is enough
     if mine is None or mine.backward_passes is None:
         return _backward(*args, **kwargs)
     mine.backward_passes.run(lambda: _backward(*args, **kwargs))

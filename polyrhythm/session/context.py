@@ -84,4 +84,6 @@ class WorldContext(ABC):
 
 
 world_context: ContextVar[WorldContext | None] = ContextVar("world_context", default=None)
+# Called before a backward pass that the script runs in a run, but outside a session.
+without_session: ContextVar[Callable[[], None] | None] = ContextVar("without_session", default=None)
 session: ContextVar[Session | None] = ContextVar("session", default=None)

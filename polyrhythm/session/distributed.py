@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
-from polyrhythm.session.backward import BackwardPasses, watch_backward
+from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
@@ -40,14 +40,16 @@ from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
+from polyrhythm.session.grad_scaler import watch_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, joined_hash, serve
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
 from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
+from polyrhythm.session.write_check import write_check
 
 
 class DistributedSession(Session):
@@ -99,7 +101,7 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self.seed = agree(self._context, parts.layout, given, self.seed)
+        self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         data.balance = planned_balance(self._context, parts, self.workers, self._gather)
@@ -107,7 +109,7 @@ class DistributedSession(Session):
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
-                self._watch(part)
+                _watch(part, self._late, self._blocking)
                 data.watch(part)
             if not self.strategy.traits.settable:
                 for each in given.models:
@@ -119,6 +121,7 @@ class DistributedSession(Session):
             )  # fmt: skip
             for number, part in enumerate(parts):
                 part.worker.start()
+                part.driver.writes = write_check(part.worker, part.replica)
                 part.driver.check = replica_check(self._context, part.worker, part.replica, number)
         waits = self._norms is not None and self._norms.waits_in_pass
         if waits:
@@ -126,7 +129,6 @@ class DistributedSession(Session):
             # on each worker.
             driver.disable_overlap()
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
-        watch_backward()
         explain_overrun()
         for scheduler in given.schedulers:
             prepare_scheduler(scheduler, self._context, self.strategy, shared, self.workers)
@@ -141,17 +143,6 @@ class DistributedSession(Session):
             assert self._replica is not None
             protect_statistics(self._replica)
         return shared
-
-    def _watch(self, part: TrainingPart) -> None:
-        """Registers hooks on the optimizer of a part."""
-        worker, optimizer = part.worker, part.optimizer
-        refuse_groups(optimizer)
-        if isinstance(worker, FetchOptimizerState):
-            optimizer.register_state_dict_pre_hook(lambda _: self._fetch(worker))
-        if self._node.members.servers:
-            refuse_state(optimizer)
-        if self._late:  # it skips past epochs without a step, and schedulers would warn
-            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @property
     def _replica(self) -> Replica | None:
@@ -313,10 +304,6 @@ class DistributedSession(Session):
         if note is not None:
             self._context.request(ShowNote(note))
 
-    def _fetch(self, worker: FetchOptimizerState) -> None:
-        with self._blocking():
-            worker.fetch_optimizer_state()
-
     @contextmanager
     def _blocking(self) -> Iterator[None]:
         with torch.no_grad(), self._context.blocking():
@@ -333,7 +320,7 @@ class DistributedSession(Session):
         shards = [
             Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
         ]
-        agree(self._context, joined_hash([shard.layout.hash for shard in shards]), given, self.seed)
+        agree(self._context, [shard.layout for shard in shards], given, self.seed)
         with torch.no_grad():
             serve(self.strategy, node, shards)
         steps = sum(shard.version for shard in shards)
@@ -341,6 +328,24 @@ class DistributedSession(Session):
         self._context.flush()
         self._context.request(LeaveRun())
         raise ServerDone
+
+
+def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:
+    """Registers hooks on the optimizer of a part."""
+    worker, optimizer = part.worker, part.optimizer
+    refuse_groups(optimizer)
+    watch_scaler(optimizer, worker.strategy)
+    if isinstance(worker, FetchOptimizerState):
+
+        def fetch(_: object) -> None:
+            with blocking():
+                worker.fetch_optimizer_state()
+
+        optimizer.register_state_dict_pre_hook(fetch)
+    if worker.strategy.traits.uses_servers:
+        refuse_state(optimizer)
+    if late:  # it skips past epochs without a step, and schedulers would warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:

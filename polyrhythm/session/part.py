@@ -133,6 +133,8 @@ class Parts:
         saved = [state["worker"]] if len(self) == 1 else state["parts"]
         for part, each in zip(self, saved, strict=True):
             part.worker.load_state_dict(each)
+            if part.driver.writes is not None:
+                part.driver.writes.forget()
 
 
 def scoped(node: Node, count: int) -> list[Node]:

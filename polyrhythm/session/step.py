@@ -27,6 +27,7 @@ from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.replica_check import ReplicaCheck
+from polyrhythm.session.write_check import WriteCheck
 
 
 class StepDriver:
@@ -50,6 +51,7 @@ class StepDriver:
         self._overlaps = self._bucketed and several and context.processes and alone
         self._observing = self._bucketed and several  # records the order in which gradients become ready
         self.check: ReplicaCheck | None = None
+        self.writes: WriteCheck | None = None
         self._complete = False  # backward is complete, and its step not yet taken
         self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
@@ -265,9 +267,13 @@ class StepDriver:
             replica.steps += 1
             self.check_step()
             replica.check_finite(self._node.me)
+            if self.writes is not None:
+                self.writes.before_step()
             self._node.stopping.before_step()
             with self.meter.step():
                 self._worker.step()
+            if self.writes is not None:
+                self.writes.after_step()
 
     def _finish_gradient(self) -> None:
         """Exchanges the gradient, unless that was done at the end of backward."""

@@ -32,10 +32,15 @@ def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     norms.check(plan.batch_norm or norms.DEFAULT, strategy)
     if plan.servers and not traits.uses_servers:
         raise UsageError(f"{strategy} uses no servers; leave out --servers")
+    if plan.servers == 0 and traits.uses_servers:
+        raise UsageError(
+            f"{strategy} needs servers, and servers is 0: leave out --servers to have one, or use a strategy "
+            "without servers, such as allreduce"
+        )
     choose.check_codec(plan.collective, strategy)
     if plan.balance:
         _check_balance(strategy)
-    strategy.check(replace(plan, servers=max(1, plan.servers) if traits.uses_servers else 0))
+    strategy.check(replace(plan, servers=(plan.servers or 1) if traits.uses_servers else 0))
     if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
         raise UsageError(
             f"{strategy} needs memory that all workers share, so they must be on one host: leave out --here "

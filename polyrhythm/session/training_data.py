@@ -89,6 +89,12 @@ class TrainingData:
         """Called when a step begins. Raises if in lockstep another worker has taken its last step before."""
         if not self.loaders and self._workers > 1:
             self.note(NO_LOADER)
+        for replica in self._parts.replicas:
+            if name := replica.gradients.densified:
+                self.note(
+                    f"the gradient of {name} is sparse: under {self._strategy} it is made dense, so each "
+                    "step costs as much as the whole tensor (hogwild keeps it sparse)"
+                )
         if self._ended is not None and (wrong := self._beyond(*self._ended)):
             raise UsageError(wrong)
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
+    "no servers": (["-s", "async", "--servers", "0"], 2, "async needs servers, and servers is 0: leave out"),
     "servers in words": (["--servers", "two"], 2, "servers is 'two'; it must be a whole number or the word"),
     "servers beside nobody": (
         ["-s", "local", "--servers", "colocated"],
@@ -105,6 +106,39 @@ def test_script_misuse_is_reported_in_one_line_without_traceback(
     code, error = request(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
     assert re.search(line, error)
     assert code == expected
+
+
+UNTOLD = """
+import torch
+import helper
+from pathlib import Path
+
+model = torch.nn.Linear(2, 1)
+for step in range(3):
+    Path("reached").write_text(str(step))
+    model(torch.ones(2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("command", "strategy"), [("run", "allreduce"), ("simulate", "async")])
+def test_a_script_that_never_imports_polyrhythm_is_told_before_it_trains(
+    command: str,
+    strategy: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At its first backward pass, unless a module of its own may still make a session."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(UNTOLD)
+    for helper, reached, line in (
+        ("", "0", r"train\.py never imports polyrhythm, .* add import polyrhythm as pr, session = pr\.init"),
+        ("def f():\n    import polyrhythm.integrations", "2", r"never called polyrhythm\.init"),
+    ):
+        (tmp_path / "helper.py").write_text(helper)
+        code, error = request(capfd, command, "train.py", "-s", strategy)
+        assert (code, (tmp_path / "reached").read_text()) == (2, reached)
+        assert re.search(line, error)
 
 
 @pytest.mark.parametrize("command", ["run", "simulate"])

@@ -18,7 +18,7 @@ class Case:
 
     strategy: str
     workers: int = 3  # an odd number: to divide by a power of two would hide how means are rounded
-    servers: int | Literal["colocated"] = 0  # 0 lets a strategy have its default
+    servers: int | Literal["colocated"] | None = None  # None lets a strategy have its default
     optimizer: str = "momentum"
     collective: str = "auto"
     batch_norm: str = ""  # if any, the model has a BatchNorm layer

@@ -15,10 +15,10 @@ from polyrhythm.core.registry import describe
 
 
 class Row(NamedTuple):
-    """A strategy and the servers it gets; 0 lets it have its default. Two levels have two sites."""
+    """A strategy and the servers it gets; None lets it have its default. Two levels have two sites."""
 
     strategy: str
-    servers: int = 0
+    servers: int | None = None
     least: int = 1  # workers, if there are several
 
     @property

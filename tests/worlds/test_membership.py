@@ -374,13 +374,16 @@ def test_layouts_are_compared_among_nodes_with_the_same_part_of_the_model() -> N
     here = coordinator("async", 2, SilentLauncher())
     for peer in (W0, W1, SERVER):
         here.handle(peer, join("async"), lambda _: None)
-    for peer, request in ((W0, Prepared("x", "stage 0")), (W1, Prepared("y", "stage 1"))):
+    for peer, request in (
+        (W0, Prepared("x", "stage 0", outline=["a [2]", "b [3]"])),
+        (W1, Prepared("y", "stage 1")),
+    ):
         here.handle(peer, request, lambda _: None)
     assert here.failure is None
-    here.handle(SERVER, Prepared("y", "stage 0"), lambda _: None)
+    here.handle(SERVER, Prepared("y", "stage 0", outline=["a [2]"]), lambda _: None)
     assert here.failure is not None and here.failure.message == (
-        "server 0 and worker 0 have different models of stage 0 (layouts y and x): every node must build the "
-        "same model and optimizer"
+        "server 0 and worker 0 have different models of stage 0: the first difference is no parameter on "
+        "server 0 and b [3] on worker 0; every node must build the same model and optimizer"
     )
 
 

@@ -123,7 +123,7 @@ class ParameterServer(Strategy):
                 f"{plan.workers}"
             )
         torn = not self.traits.lockstep and self.wait_for != 1 and self.pull == "at-once"
-        if self.clip < math.inf and torn and plan.servers > 1:
+        if self.clip < math.inf and torn and (plan.servers or 1) > 1:
             raise UsageError(
                 f"{self}: each server makes its own groups, so an update has no norm over all of them; "
                 "leave out clip, add pull=next-version, or use one server"

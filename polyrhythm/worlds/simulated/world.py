@@ -12,6 +12,7 @@ import torch
 from greenlet import GreenletExit
 
 from polyrhythm.coordination.coordinator import Coordinator
+from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
@@ -53,6 +54,7 @@ class Simulated:
         self.ring = plan.collective == "ring"
         self._comes_back = False
         self.loop = Loop()
+        compile_note.begin_run(says=True)
         self.nodes: dict[Peer, SimulatedNode] = {}
         self.present: dict[str, list[Peer]] = {"worker": [], "server": []}
         self.collectives = OpenCollectives(self)
@@ -60,7 +62,7 @@ class Simulated:
         self.locks: dict[
             str, list[SimulatedNode]
         ] = {}  # by name: the holder, then the nodes that wait for it
-        self.costs = self._place(plan.servers)
+        self.costs = self._place(plan.servers or 0)
         self.network = Network(self.loop, self.costs)
         self._fibers: list[Fiber] = []
         self.say = say

@@ -1,0 +1,122 @@
+"""Parameters that a script changes outside `optimizer.step()`: right without servers, refused under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyrhythm as pr
+from tests.support.programs import trained
+from tests.support.runs import run_in
+
+LIMIT = 1 / 16  # exact in every dtype
+
+
+def name(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+def clip(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-LIMIT, LIMIT)
+
+
+def late(model: nn.Module, step: int) -> None:
+    if step >= 20:
+        clip(model, step)
+
+
+def first(model: nn.Module, step: int) -> None:
+    if step == 0:
+        clip(model, step)
+
+
+def swap(model: nn.Module, step: int) -> None:
+    """As an evaluation with averaged weights does."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    clip(model, step)
+    for parameter, values in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(values)
+
+
+class ClippedSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-LIMIT, LIMIT)
+        return loss
+
+
+class Writing:
+    """Trains, and calls `write(model, step)` after each step."""
+
+    def __init__(
+        self, write: Callable[[nn.Module, int], None] | None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.write, self.dtype = write, dtype
+
+    def __call__(self) -> None:
+        session = pr.init()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(self.dtype)
+        make = torch.optim.SGD if self.write else ClippedSGD
+        rows = torch.ones(480, 3, dtype=self.dtype)
+        loader = DataLoader(TensorDataset(rows), batch_size=2)
+        model, optimizer, loader = session.prepare(model, make(model.parameters(), lr=0.01), loader)
+        write = self.write or (lambda model, step: None)
+        write(model, 0)
+        for step, (x,) in enumerate(loader, 1):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            write(model, step)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "write", "dtype"),
+    [
+        ("simulated", "async", clip, torch.float32),
+        ("simulated", "async", late, torch.float64),
+        ("simulated", "async", first, torch.bfloat16),
+        ("simulated", "sync", clip, torch.float32),
+        ("simulated", "ssp:1,prefetch=yes", late, torch.float32),
+        ("simulated", "dc-asgd", clip, torch.float32),
+        ("simulated", "async+topk:0.3", clip, torch.float32),
+        ("real", "async", late, torch.float32),
+    ],
+    ids=name,
+)
+def test_a_change_that_servers_would_overwrite_is_refused(
+    world: str, strategy: str, write: Callable[..., None], dtype: torch.dtype
+) -> None:
+    with pytest.raises(pr.PolyrhythmError, match=r"changed 0\.weight outside .* such as allreduce$"):
+        run_in(world, Writing(write, dtype), strategy=strategy, workers=2)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild"])
+def test_values_that_are_put_back_are_fine(strategy: str) -> None:
+    run_in("simulated", Writing(swap), strategy=strategy, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "write"),
+    [
+        ("simulated", "async", None), ("simulated", "sync", None), ("simulated", "allreduce", clip),
+        ("simulated", "local:2", clip), ("real", "async", None),
+    ],
+    ids=name,
+)  # fmt: skip
+def test_what_the_message_advises_is_right(
+    world: str, strategy: str, write: Callable[..., None] | None, tmp_path: Path
+) -> None:
+    """An optimizer that clips, which servers call, or a strategy without servers."""
+    result = trained(run_in(world, Writing(write), strategy=strategy, workers=2, runs=tmp_path))
+    assert max(float(each.abs().max()) for each in result.values()) <= LIMIT
