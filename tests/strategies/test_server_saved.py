@@ -120,7 +120,7 @@ CODED = [
     ("ssp:2+qsgd", 1), ("dc-asgd+topk:0.4", 2), ("gap-aware+int8", 2), ("dana-zero+topk:0.3,warmup=20", 2),
     ("easgd:3+int4", 2), ("delayed-nesterov:3+int8", 2),
 ]  # fmt: skip
-PLAIN = [(row.name, 0) for row in describe() if pr.parse(row.name).traits.uses_servers]
+PLAIN = [(row.name, 1) for row in describe() if pr.parse(row.name).traits.uses_servers]
 
 
 # The conformance suite resumes every strategy. Here are also their fields, at several steps and speeds.
