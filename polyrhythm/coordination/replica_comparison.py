@@ -13,12 +13,13 @@ class ReplicaComparison:
     """Compares the reports of all workers on each step with the first one that arrived."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[int, int], tuple[Peer, CompareReplica]] = {}  # by part and step
+        # By part, by step, and whether the run was over: the script may act after its last step.
+        self._first: dict[tuple[int, int, bool], tuple[Peer, CompareReplica]] = {}
         self._told = False  # a difference as small as rounding has been told
 
     def compare(self, peer: Peer, report: CompareReplica) -> ReplicaDifference:
         """The first difference between a worker's replica and that of another in the same step, if any."""
-        key = report.part, report.step
+        key = report.part, report.step, report.over
         other, first = self._first.setdefault(key, (peer, report))
         while len(self._first) > KEPT:
             del self._first[next(iter(self._first))]

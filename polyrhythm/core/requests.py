@@ -263,6 +263,7 @@ class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
     step: int
     tensors: list[TensorSummary]
     settings: list[dict[str, str]]  # of each parameter group
+    over: bool = False  # the script has ended
 
 
 class StepsTaken(Request[None], frozen=True, tag="steps"):

@@ -241,8 +241,7 @@ class DeferredLoader:
             self._prepare()
         assert self.shared is not None
         if self._on_batch is None:
-            self._on_batch = self.shared._on_batch
-            self.shared._on_batch = lambda *batch: self._drawn.append(batch)
+            self._on_batch = self.shared.intercept(lambda *batch: self._drawn.append(batch))
         self._drawn.clear()
         yield from self.shared
 

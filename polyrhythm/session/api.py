@@ -32,6 +32,8 @@ from polyrhythm.session.exchange import (
 )
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from polyrhythm.session.backward import BackwardPasses
 
 
@@ -88,6 +90,9 @@ class Session:
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)
         return given.returned({})
+
+    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
+        """Called by schedulers that were not prepared; a single process needs no word about them."""
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs like `range(count)`, and shows them in the progress line."""

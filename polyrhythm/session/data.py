@@ -23,6 +23,7 @@ from polyrhythm.session.random_states import OwnNumbers
 from polyrhythm.session.schedules import Progress
 from polyrhythm.session.sharing import Position, Sharing
 
+AHEAD = 2  # batches that a trainer may draw before it puts the model into training mode
 SAMPLED = 1 << 14  # `SharedLoader.sample` chooses from so many batches at most
 
 EVALUATED = (
@@ -133,6 +134,15 @@ class SharedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return self._sharing.length(self._order)
 
+    def intercept(self, on_batch: Callable[[int, float], None]) -> Callable[[int, float], None]:
+        """Calls `on_batch` in place of `Training.on_batch`, and returns that.
+
+        For loops that draw a batch ahead of the one that they train on.
+        """
+        original = self._training.on_batch
+        self._training.on_batch = on_batch  # type: ignore[assignment,method-assign]
+        return original
+
     # --- iterating ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -192,7 +202,8 @@ class SharedLoader(DataLoader[Any]):
 
     def _check_use(self, iteration: _Iteration) -> None:
         """Called when the script wants another batch."""
-        evaluates = not torch.is_grad_enabled() or (iteration.given and self._training.evaluates)
+        ahead = iteration.given <= AHEAD
+        evaluates = not torch.is_grad_enabled() or (self._training.evaluates and not ahead)
         if evaluates and self._training.passes == iteration.passes:
             raise UsageError(EVALUATED)
         if iteration.digest and self._training.passes != iteration.passes:  # not if it has only looked

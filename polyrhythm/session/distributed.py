@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -46,7 +47,7 @@ from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
-from polyrhythm.session.schedules import explain_overrun, prepare_scheduler
+from polyrhythm.session.schedules import prepare_scheduler, watch_unprepared
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -129,7 +130,7 @@ class DistributedSession(Session):
             # on each worker.
             driver.disable_overlap()
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
-        explain_overrun()
+        watch_unprepared()
         for scheduler in given.schedulers:
             prepare_scheduler(scheduler, self._context, self.strategy, shared, self.workers)
         driver.meter.start()
@@ -160,6 +161,10 @@ class DistributedSession(Session):
     @property
     def is_main(self) -> bool:
         return self.rank == 0 and self._context.me.role == "worker"
+
+    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
+        if self._data is not None and scheduler.optimizer in [part.optimizer for part in self._parts or ()]:
+            self._data.scheduler_stepped(scheduler)
 
     def _gather(self, value: Any, point: str) -> list[Any]:
         if self._parts is None:
@@ -258,7 +263,7 @@ class DistributedSession(Session):
                 part.replica.leaves_early = self._data is not None and self._data.left_early
                 part.worker.finish()
                 if part.driver.check is not None:
-                    part.driver.check.compare()
+                    part.driver.check.compare(over=True)
             self._node.stopping.stepping = False
             if self._norms is not None:
                 self._norms.finish()

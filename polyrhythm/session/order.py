@@ -128,6 +128,12 @@ class SampledOrder(Order):
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         super().__init__(loader, seed)
+        cls = type(loader)
+        if cls.__iter__ is not DataLoader.__iter__ and not cls.__module__.startswith("torchdata."):
+            raise UsageError(
+                f"{cls.__name__} has an __iter__ of its own, which session.prepare() cannot divide: pass a "
+                "plain DataLoader to prepare(), and change its batches in collate_fn or in the loop"
+            )
         batches = loader.batch_sampler
         if batches is None:
             raise UsageError(

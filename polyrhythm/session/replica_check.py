@@ -44,8 +44,8 @@ class ReplicaCheck:
             self._next = self._replica.steps + self._every
             self.compare()
 
-    def compare(self) -> None:
-        """Compares now. Called by all workers after the same step."""
+    def compare(self, over: bool = False) -> None:
+        """Compares now. Called by all workers after the same step, and when their scripts are `over`."""
         replica = self._replica
         tensors = [replica.layout.view(replica.parameters, piece) for piece in replica.layout.pieces]
         settings = [{name: repr(value) for name, value in group.items()} for group in replica.settings()]
@@ -55,6 +55,7 @@ class ReplicaCheck:
                 replica.steps,
                 summaries(tensors) if self._worker.replicas_equal else [],
                 settings,
+                over,
             )
         )
         if not found.other:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.session.context import WorldContext, world_context
+from polyrhythm.session.context import WorldContext, session, world_context
 
 
 class Progress:
@@ -149,16 +149,29 @@ def _replace_step(scheduler: LRScheduler, step: Callable[..., None]) -> None:
         return copyreg.__newobj__, (cls,), self.__dict__  # type: ignore[attr-defined]
 
     scheduler.__class__ = type(
-        cls.__name__, (cls,), {"step": step, "__module__": cls.__module__, "__reduce_ex__": plain}
+        cls.__name__,
+        (cls,),
+        {"step": step, "follows_run": True, "__module__": cls.__module__, "__reduce_ex__": plain},
     )
 
 
-_get_lr = OneCycleLR.get_lr
+_get_lr, _step = OneCycleLR.get_lr, LRScheduler.step
 
 
-def explain_overrun() -> None:
-    """Where workers differ in speed, a scheduler that was not prepared may be stepped beyond its end."""
+def watch_unprepared() -> None:
+    """Has the session told of the steps of schedulers that were not prepared.
+
+    Where workers differ in speed, they may also be stepped beyond their end.
+    """
     OneCycleLR.get_lr = _get_lr_or_explain  # type: ignore[assignment,method-assign]
+    LRScheduler.step = _step_and_tell  # type: ignore[assignment,method-assign]
+
+
+def _step_and_tell(scheduler: LRScheduler, epoch: int | None = None) -> None:
+    mine = session.get()
+    if mine is not None and not getattr(scheduler, "follows_run", False):
+        mine.scheduler_stepped(scheduler)
+    _step(scheduler, epoch)
 
 
 def _get_lr_or_explain(scheduler: OneCycleLR) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -31,6 +32,7 @@ from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
 from polyrhythm.session.part import Parts, TrainingPart
 from polyrhythm.session.random_states import restore_states, saved_states
+from polyrhythm.session.seeds import mix
 from polyrhythm.session.sharing import (
     CohortPlace,
     CohortSharing,
@@ -44,6 +46,16 @@ from polyrhythm.session.sharing import (
 NO_LOADER = (
     "no training loader was given to session.prepare(): unless the script divides its data by session.rank "
     "and session.workers, all workers train on the same batches; pass the DataLoader to prepare()"
+)
+
+NOT_USED = (
+    "the script takes a step before it has got a batch of the loader that session.prepare() returned: if it "
+    "trains on the loader that it had before, no worker shares its data; use what prepare() returns"
+)
+PER_BATCH = (
+    "{name} is stepped once per batch and was not passed to session.prepare(): it counts the steps of one "
+    "worker, of which a run has fewer than a single process; pass it to prepare(), with the length for a "
+    "single process"
 )
 
 
@@ -68,6 +80,7 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
+        self._scheduled: dict[int, int] = {}  # the batches at the last step of each scheduler, by its id
         self._ended: tuple[Peer, int] | None = (
             None  # in lockstep: a worker that has ended, after so many steps
         )
@@ -87,8 +100,11 @@ class TrainingData:
 
     def check_step(self) -> None:
         """Called when a step begins. Raises if in lockstep another worker has taken its last step before."""
-        if not self.loaders and self._workers > 1:
-            self.note(NO_LOADER)
+        if self._workers > 1:
+            if not self.loaders:
+                self.note(NO_LOADER)
+            elif not any(loader.progress.own for loader in self.loaders):
+                self.note(NOT_USED)
         for replica in self._parts.replicas:
             if name := replica.gradients.densified:
                 self.note(
@@ -110,7 +126,8 @@ class TrainingData:
         """The loader that gives out this worker's share of the batches."""
         number = len(self.loaders)
         sharing, training = self._sharing(number), _LoaderTraining(self, number)
-        shared = SharedLoader(loader, sharing, self._seed, training, self._context.processes)
+        seed = mix("loader", self._seed, number) if number else self._seed  # each has an order of its own
+        shared = SharedLoader(loader, sharing, seed, training, self._context.processes)
         if self.balance is not None and not shared.splits:
             raise UsageError(WHOLE)
         self.loaders.append(shared)
@@ -126,6 +143,15 @@ class TrainingData:
         if self._rank == 0 and text not in self._noted:
             self._noted.add(text)
             self._context.request(ShowNote(text))
+
+    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
+        """The script has stepped a scheduler that was not prepared."""
+        own = sum(loader.progress.own for loader in self.loaders)
+        last = self._scheduled.get(id(scheduler))
+        self._scheduled[id(scheduler)] = own
+        iterating = any(loader.progress.iterating for loader in self.loaders)
+        if self._workers > 1 and iterating and last is not None and own - last == 1:
+            self.note(PER_BATCH.format(name=type(scheduler).__name__))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of each loader, and the states of the random number generators."""

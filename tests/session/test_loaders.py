@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import polyrhythm as pr
@@ -458,3 +466,63 @@ def test_a_run_without_a_loader_is_told_so(workers: int, capsys: pytest.CaptureF
     run_in("simulated", script, workers=workers)
     told = "".join(capsys.readouterr()).count("all workers train on the same batches")
     assert told == (workers > 1)
+
+
+def test_two_shuffled_loaders_of_one_dataset_have_different_orders() -> None:
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(1, 1)
+        one, other = (DataLoader(TensorDataset(torch.arange(64.0)[:, None]), 2, shuffle=True) for _ in "ab")
+        model, optimizer, one, other = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), one, other
+        )
+        equal = 0
+        for (x,), (y,) in zip(one, other, strict=True):
+            equal += int((x == y).sum())
+            model(x + y).sum().backward()
+            optimizer.step()
+        assert equal < 8
+
+    pr.simulate(main, workers=2, strategy="allreduce")
+
+
+def test_a_loader_with_an_iter_of_its_own_is_refused() -> None:
+    class Scaled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ((x / 2,) for (x,) in super().__iter__())
+
+    def main() -> None:
+        model = nn.Linear(1, 1)
+        loader = Scaled(TensorDataset(torch.ones(8, 1)))
+        pr.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+    with pytest.raises(UsageError, match=r"Scaled has an __iter__ of its own.*collate_fn"):
+        pr.simulate(main, workers=2, strategy="async")
+
+
+@pytest.mark.parametrize(
+    ("per_batch", "assigned", "says"),
+    [(True, True, "StepLR is stepped once per batch"), (False, False, "use what prepare\\(\\) returns")],
+)
+def test_what_a_script_forgets_is_noted(
+    per_batch: bool, assigned: bool, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, shared = session.prepare(model, optimizer, loader)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        for _ in range(2):
+            for (x,) in shared if assigned else loader:
+                model(x).sum().backward()
+                optimizer.step()
+                if per_batch:
+                    scheduler.step()
+            if not per_batch:
+                scheduler.step()
+
+    pr.simulate(main, workers=2, strategy="allreduce")
+    noted = capfd.readouterr().err
+    assert re.search(says, noted) and noted.count("once per batch") == per_batch

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.coordination.replica_comparison import ROUNDING, ReplicaComparison, difference
@@ -186,3 +187,22 @@ def test_parts_and_steps_are_compared_with_their_like() -> None:
 
 def replace_struct(report: CompareReplica, **fields: Any) -> CompareReplica:
     return msgspec.structs.replace(report, **fields)
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_scheduler_that_steps_after_the_last_check_is_no_difference(every: int) -> None:
+    """The end of the run is compared by itself, also if its last step was checked."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(3, 1)
+        loader = DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=2)
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        scheduler.step()
+
+    assert pr.simulate(main, workers=2, strategy="allreduce", check_replicas=every)["steps"] == 16
