@@ -18,7 +18,10 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.batch_norm.hooks import Hook
 
-_ADVICE = "call load_state_dict() before session.prepare(): all workers start from it"
+_ADVICE = (
+    "call load_state_dict() before session.prepare(): all workers start from it; to evaluate other values, "
+    "load them into another model"
+)
 
 
 def refuse_parameters(model: nn.Module) -> None:
