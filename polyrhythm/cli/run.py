@@ -15,7 +15,8 @@ def add(commands: Commands) -> None:
         description="Trains a script on real processes: workers, and servers if the strategy uses them. With "
         "--here, some of the workers run on other machines, started there by `polyrhythm join`; servers and "
         "the run folder are on this one.",
-        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 wrong use, 130 interrupted.",
+        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 wrong use, 130 "
+        "interrupted.",
     )
     add_options(command)
     command.add_argument(

@@ -14,7 +14,8 @@ def add(commands: Commands) -> None:
         help="train a script on virtual workers in one process",
         description="Trains a script on virtual workers: gradients are real, time is virtual, and the result "
         "is the same bit for bit every time.",
-        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 wrong use, 130 interrupted.",
+        epilog="Arguments for the script follow --. Exit code: 0 trained, 1 failed, 2 wrong use, 130 "
+        "interrupted.",
     )
     add_options(command)
     command.add_argument(
