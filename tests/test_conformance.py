@@ -354,7 +354,7 @@ def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
         "from tests.test_conformance import UNEVEN, train\n"
         "for line in sys.stdin:\n"
         "    row = Row(*json.loads(line))\n"
-        "    print(json.dumps([train(row, UNEVEN, 3) for _ in range(2)]), flush=True)\n"
+        "    print(json.dumps([train(row, UNEVEN, 3).summary for _ in range(2)]), flush=True)\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": str(Path(__file__).parents[1])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -372,7 +372,7 @@ def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
 @rows(ROWS, DEFAULTS)
 def test_one_seed_one_result(trip: Any, elsewhere: Any, row: Row) -> None:
     """In simulation a seed decides everything: in every process, and however often the row was run there."""
-    here, _ = trip(row, "simulated")
+    here = trip(row, "simulated")[0].summary
     for there in elsewhere(row):
         differs = {key for key in here | there if here.get(key) != there.get(key)}
         assert differs <= {"folder"}

@@ -106,7 +106,7 @@ class SharedLoader(DataLoader[Any]):
         # Not the constructor of DataLoader: all of its attributes are those of `loader`.
         self.loader = loader
         self.epoch = 0
-        self.left_early = False  # the script did not finish the last epoch
+        self._left_early = False  # the script did not finish the last epoch that it trained on
         self.watch: Callable[[Any], None] | None = None  # called with each batch
         self._order: Order = order_of(loader, seed, processes)
         self._sharing, self._training = sharing, training or Training()
@@ -226,7 +226,7 @@ class SharedLoader(DataLoader[Any]):
         if complete or trained:
             if not trained and ended.given:
                 self._training.note(NO_TRAINING)
-            self.left_early = not complete
+            self._left_early = not complete
             self._sharing.end(complete)
             self._finish_epoch()
         else:
@@ -246,6 +246,12 @@ class SharedLoader(DataLoader[Any]):
             self._training.on_unused(sum(looked.untrained))
             self.progress.own, self.progress.run = looked.progress
             self._order.forget(self.epoch)
+
+    @property
+    def left_early(self) -> bool:
+        """True if the script did not finish the last epoch."""
+        looked = self._looked  # and trained afterwards?
+        return self._left_early or (looked is not None and self._training.passes != looked.passes)
 
     def _finish_epoch(self) -> None:
         self.epoch += 1

@@ -189,7 +189,7 @@ def test_saved_broadcast_states_agree_though_a_worker_joins_meanwhile(
 
 def test_broadcast_refuses_to_resume_from_different_checkpoints(tmp_path: Path) -> None:
     run_in("simulated", Saving(tmp_path, 0, 2), strategy="broadcast:0.004", workers=3, runs=tmp_path)
-    with pytest.raises(UsageError, match="resumed from a different checkpoint"):
+    with pytest.raises(UsageError, match="worker 0 continues from a saved state, but worker 1 does not"):
         run_in(
             "simulated",
             Saving(tmp_path, 2, 4, forgets=1),

@@ -179,7 +179,7 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
     def resumed() -> None:
         here = pr.init()
         model = mlp()
-        here.prepare(model, MOMENTUM(model.parameters()))
+        here.prepare(model, MOMENTUM(model.parameters()), DataLoader(Examples(96), batch_size=4))
         here.load_state_dict(torch.load(tmp_path / f"0.{here.rank}.1.pt"))
 
     for rank in (0, 2):

@@ -396,7 +396,7 @@ def test_postlocal_workers_switch_in_the_same_step_on_a_lower_lr(simulate: Any, 
         optimizer.param_groups[0]["lr"] = 0.05 if step >= who.get(rank, 99) else 0.01 * min(step + 5, 10)
 
     trace = Trace(12, before=lower)
-    simulate(trace, "postlocal:4", 3)
+    simulate(trace, "postlocal:4", 3, check_replicas=0)  # rates differ on purpose
     each = 2 * 2 * (96 + 4 + 8)  # gradients, which there are, and whether one has seen it
     assert trace.sent_by_step() == [*4 * [each], 0, 0, 0, 2 * 2 * 96, 0, 0, 0]
 
@@ -421,7 +421,7 @@ def test_postlocal_averages_all_batches_of_the_switching_step(simulate: Any) -> 
             optimizer.param_groups[0]["lr"] = lowered
             seen[here.rank].append(numbers.x.detach().clone())
 
-    simulate(main, "postlocal:10", 2)
+    simulate(main, "postlocal:10", 2, check_replicas=0)  # rates differ on purpose
     assert [torch.equal(a, b) for a, b in zip(*seen.values(), strict=True)] == [True] * 3 + [False] * 2
 
 
@@ -473,7 +473,7 @@ def test_a_learning_rate_is_needed(strategy: str) -> None:
         def step(self, closure: Any = None) -> None:
             pass
 
-    with pytest.raises(UsageError, match=f"{strategy} .*lr"):
+    with pytest.raises(UsageError, match=f"{strategy}:.*lr"):
         pr.simulate(Trace(1, optimizer=Without), workers=2, strategy=strategy, threads=1)
 
 

@@ -89,7 +89,7 @@ def test_sites_are_counted_by_their_first_workers(simulate: Any) -> None:
     strategy = "allreduce / diloco:4+int4:rounding=stochastic,feedback=no"
     program = Script(optimizer=MOMENTUM, size=40)
     one, other = (simulate(program, strategy, 3, cluster=each) for each in (odd, at(2, 1)))
-    assert one == other | {"folder": one["folder"]}
+    assert one.summary == other.summary | {"folder": one["folder"]}
 
 
 @each_value(
@@ -657,7 +657,7 @@ def test_two_level_strategies_refuse_invalid_combinations(strategy: str, message
             (
                 None,
                 4,
-                r"allreduce / diloco needs the site of each worker: give a cluster file \(--cluster\)",
+                r"allreduce / diloco:\d+ needs the site of each worker: give a cluster file \(--cluster\)",
             ),
             ("[[hosts]]", 4, 'in which every group of hosts has its site = "name"'),
             (at(2, 2), 2, "the site b has no worker: workers are assigned to the groups of hosts in order"),
