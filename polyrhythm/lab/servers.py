@@ -8,6 +8,7 @@ saturated server in bytes per second.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.launch import run
-from polyrhythm.launch.console import size, table
+from polyrhythm.launch.console import Console, size, table
 from polyrhythm.launch.planning import MOST
 from polyrhythm.worlds.tables import SECONDS, quantity
 
@@ -127,7 +128,8 @@ def measure(sweep: ServerSweep, say: Callable[[str], None]) -> dict[str, Any]:
 
     def cell(workers: int, servers: int, step_time: float, number: int) -> dict[str, Any]:
         load = PushLoad(sweep.nbytes // ELEMENT, step_time, sweep.seconds)
-        summary = run(load, workers=workers, servers=servers, strategy="async", runs=None)
+        silent = Console(io.StringIO(), quiet=True)  # it would note that the load has no data
+        summary = run(load, workers=workers, servers=servers, strategy="async", runs=None, console=silent)
         rate = sum(summary["metrics"][f"worker {rank}"] for rank in range(workers))
         say(
             f"{number} of {total}: {_plural(workers, 'worker')}, {_plural(servers, 'server')}, "

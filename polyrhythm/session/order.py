@@ -123,13 +123,17 @@ class Order(ABC):
             return ENDLESS
 
 
+# Libraries whose loaders change no batches: the session keeps the position, and trainers move to devices.
+_KNOWN = ("torchdata.", "accelerate.")
+
+
 class SampledOrder(Order):
     """The order of a map-style dataset: lists of indexes, from the sampler."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         super().__init__(loader, seed)
         cls = type(loader)
-        if cls.__iter__ is not DataLoader.__iter__ and not cls.__module__.startswith("torchdata."):
+        if cls.__iter__ is not DataLoader.__iter__ and not cls.__module__.startswith(_KNOWN):
             raise UsageError(
                 f"{cls.__name__} has an __iter__ of its own, which session.prepare() cannot divide: pass a "
                 "plain DataLoader to prepare(), and change its batches in collate_fn or in the loop"
