@@ -142,9 +142,10 @@ class Program:
 
     def _enter_node(self) -> None:
         """The script is about to run on a node."""
-        from polyrhythm.session.context import without_session
+        from polyrhythm.session.context import session, without_session
 
         self._enter()
+        session.set(None)  # the process that starts the run may have one
         without_session.set(self.check_told)
 
     def _enter(self) -> None:
