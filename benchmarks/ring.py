@@ -106,16 +106,21 @@ def _host(
     numbers = iter(range(1, 1 << 30))
     systems: dict[str, Callable[[Any], None]] = {
         "gloo": distributed.all_reduce,
-        "ring, plain": lambda x: ring.all_reduce(plain, plain.workers, [x], "sum", next(numbers)),
-        "ring, encrypted": lambda x: ring.all_reduce(sealed, sealed.workers, [x], "sum", next(numbers)),
-        "direct, plain": lambda x: direct.all_reduce(plain, plain.workers, [x], "sum", next(numbers)),
+        "ring, plain": lambda x: ring.all_reduce(plain, plain.members.workers, [x], "sum", next(numbers)),
+        "ring, encrypted": lambda x: ring.all_reduce(
+            sealed, sealed.members.workers, [x], "sum", next(numbers)
+        ),
+        "direct, plain": lambda x: direct.all_reduce(plain, plain.members.workers, [x], "sum", next(numbers)),
         "ring over gloo": ring.all_reduce_distributed,
     }
     if crowd is not None:
-        systems = {"gloo": systems["gloo"], "hierarchical, plain": plain.all_reduce}
+        systems = {
+            "gloo": systems["gloo"],
+            "hierarchical, plain": lambda x: plain.everyone.all_reduce(x, op="sum"),
+        }
     times: Times = {}
     for size in sizes:
-        vector = plain.empty(int(size * MEBIBYTE) // 4, torch.float32)
+        vector = plain.memory.empty(int(size * MEBIBYTE) // 4, torch.float32)
         repeats = max(1, min(16, int(4 / size)))
         for number in range(-1, rounds):  # the first round is a rehearsal
             for name in list(systems) if number % 2 else list(reversed(systems)):
