@@ -46,6 +46,7 @@ class Leases:
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # by loader: the latest epoch of any worker
         self._since: dict[tuple[int, int], int] = {}  # by worker and loader: the epoch in which it joined
+        self._absent: set[int] = set()  # workers that are lost; a replacement may be starting
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
         self._returned: dict[int, list[Lease]] = {}
@@ -105,12 +106,16 @@ class Leases:
             return 0
         served = self._served.get((loader, epoch), set())
         return sum(
-            each != worker and each not in served and epoch >= self._since.get((each, loader), 0)
+            each != worker
+            and each not in served
+            and each not in self._absent
+            and epoch >= self._since.get((each, loader), 0)
             for each in workers
         )
 
     def enter(self, worker: int) -> None:
         """A worker joins while others train: for it, earlier epochs are over."""
+        self._absent.discard(worker)
         for loader, epoch in self._latest.items():
             self._since[worker, loader] = epoch
 
@@ -137,6 +142,7 @@ class Leases:
 
     def lose(self, worker: int) -> int:
         """A worker is gone: others may lease its batches. Returns how many."""
+        self._absent.add(worker)
         held = {key: leases for key, leases in self._held.items() if key[0] == worker}
         for (_, loader), leases in held.items():
             del self._held[worker, loader]

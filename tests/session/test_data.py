@@ -318,22 +318,29 @@ def test_leases_shrink_towards_the_end(batches: int, workers: int) -> None:
 def test_leases_of_lost_workers_are_redone_or_counted_as_undone(
     batches: int, workers: int, epochs: int, chance: Any
 ) -> None:
-    """However steps and losses interleave, every batch is finished once or counted as undone."""
+    """However steps, losses and replacements interleave, each batch is finished once or counted as undone."""
     leases = Leases()
     held: dict[int, Lease] = {}
     at = dict.fromkeys(range(workers), 0)
+    starting: set[int] = set()  # replacements that are members, and build their models
     done: Counter[tuple[int, int]] = Counter()
     while any(epoch < epochs for epoch in at.values()):
         worker = chance.choice([each for each, epoch in at.items() if epoch < epochs])
-        if len(at) > 1 and chance.random() < 0.1:
+        if len(at) > 1 and chance.random() > 0.9:
             lease = held.pop(worker, None)
             assert leases.lose(worker) == (lease.count if lease else 0)
             del at[worker]
-            leases.release(at)
+            leases.release([*at, *starting])
+            if chance.random() < 0.5:
+                starting.add(worker)
             continue
+        if starting and chance.random() > 0.8:
+            ready = starting.pop()
+            leases.enter(ready)
+            at[ready] = 0
         if (lease := held.pop(worker, None)) is not None:
             done.update((lease.epoch, number) for number in range(lease.first, lease.first + lease.count))
-        lease = leases.take(worker, 0, at[worker], batches, at, LONGEST)
+        lease = leases.take(worker, 0, at[worker], batches, [*at, *starting], LONGEST)
         if lease is None:
             at[worker] += 1
         else:
