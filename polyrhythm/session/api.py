@@ -32,6 +32,7 @@ from polyrhythm.session.exchange import (
 )
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from polyrhythm.session.backward import BackwardPasses
@@ -91,8 +92,11 @@ class Session:
                 refuse_groups(optimizer)
         return given.returned({})
 
-    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
-        """Called by schedulers that were not prepared; a single process needs no word about them."""
+    def scheduler_steps(self, scheduler: LRScheduler) -> None:
+        """Called when a scheduler takes a step; a single process needs no word about it."""
+
+    def scaler_steps(self, optimizer: Optimizer) -> None:
+        """Called when a GradScaler is about to step an optimizer."""
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs like `range(count)`, and shows them in the progress line."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from polyrhythm.session.context import WorldContext, session, without_session
+from polyrhythm.session.context import WorldContext
 from polyrhythm.session.step import StepDriver
-
-_backward = torch.autograd.backward
 
 
 class BackwardPasses:
@@ -37,23 +34,3 @@ class BackwardPasses:
                 for driver in reached:  # in the same order on all workers
                     driver.complete(seconds)
                     seconds = 0.0
-
-
-def watch_backward() -> None:
-    """Replaces `torch.autograd.backward`, so that the session knows when a backward pass ends.
-
-    `Tensor.backward` looks this function up at each call. A hook inside the autograd engine would not do: a
-    strategy may block here, and in simulation hundreds of workers share the engine of one thread.
-    """
-    if torch.autograd.backward is _backward:
-        torch.autograd.backward = _backward_with_session
-
-
-def _backward_with_session(*args: Any, **kwargs: Any) -> None:
-    mine = session.get()
-    if mine is None and (check := without_session.get()) is not None:
-        check()
-        without_session.set(None)  # once is enough
-    if mine is None or mine.backward_passes is None:
-        return _backward(*args, **kwargs)
-    mine.backward_passes.run(lambda: _backward(*args, **kwargs))

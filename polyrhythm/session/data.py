@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.order import Order, SampledOrder, copy_of, order_of
 from polyrhythm.session.random_states import OwnNumbers
-from polyrhythm.session.schedules import Progress
+from polyrhythm.session.schedules import Count, Progress
 from polyrhythm.session.sharing import Position, Sharing
 
 AHEAD = 2  # batches that a trainer may draw before it puts the model into training mode
@@ -70,14 +70,14 @@ class _Iteration:
         self.passes = passes  # of the training when it began
         self.latest = passes  # of the training when the script got the last batch
         self.given = 0  # batches
-        self.untrained: list[int] = []  # the examples of the last batches, which no pass has used yet
-        self.progress = progress.own, progress.run  # when it began
+        self.untrained: list[Count] = []  # before each of the last batches, which no pass has used yet
+        self.begun = progress.count  # when it began
         self.digest = ""  # of the order of the epoch, until the other workers have been compared
 
-    def give(self, passes: int, samples: int) -> None:
+    def give(self, passes: int, before: Count) -> None:
         if passes != self.latest:
             self.untrained, self.latest = [], passes
-        self.untrained.append(samples)
+        self.untrained.append(before)
         self.given += 1
 
 
@@ -149,7 +149,7 @@ class SharedLoader(DataLoader[Any]):
         self._end(complete=False)  # one that is still open
         self._settle()
         mine = self._iteration = _Iteration(self._training.passes, self.progress)
-        self.progress.iterating = True
+        self.progress.begin()
         complete = False
         try:
             for batch in self._load():
@@ -195,8 +195,8 @@ class SharedLoader(DataLoader[Any]):
     def _give(self, iteration: _Iteration) -> None:
         """The script gets the next batch."""
         samples, scale, position = self._prefetched.popleft()
-        self.progress.give(position)
-        iteration.give(self._training.passes, samples)
+        iteration.give(self._training.passes, self.progress.count)
+        self.progress.give(position, self._order.before(self.epoch), samples)
         self._training.on_batch(samples, scale)
         self._sharing.used(samples)
 
@@ -215,6 +215,11 @@ class SharedLoader(DataLoader[Any]):
         last = self._iteration or self._looked
         return len(last.untrained) if last is not None and self._training.passes == last.latest else 0
 
+    def trained(self) -> Count:
+        """The progress without batches that the script has got and not trained on."""
+        last = self._iteration or self._looked
+        return last.untrained[0] if last is not None and self._untrained() else self.progress.count
+
     def _end(self, complete: bool) -> None:
         """The open iteration is over."""
         ended, self._iteration = self._iteration, None
@@ -228,7 +233,7 @@ class SharedLoader(DataLoader[Any]):
                 self._training.note(NO_TRAINING)
             self._left_early = not complete
             self._sharing.end(complete)
-            self._finish_epoch()
+            self._finish_epoch(complete)
         else:
             self._looked = ended
             self._sharing.peeked(ended.given)
@@ -241,10 +246,10 @@ class SharedLoader(DataLoader[Any]):
         trained = self._training.passes != looked.passes
         self._sharing.trained(trained)
         if trained:
-            self._finish_epoch()
+            self._finish_epoch(complete=False)
         else:
-            self._training.on_unused(sum(looked.untrained))
-            self.progress.own, self.progress.run = looked.progress
+            self._training.on_unused(self.progress.count.examples - looked.begun.examples)
+            self.progress.count = looked.begun
             self._order.forget(self.epoch)
 
     @property
@@ -253,9 +258,11 @@ class SharedLoader(DataLoader[Any]):
         looked = self._looked  # and trained afterwards?
         return self._left_early or (looked is not None and self._training.passes != looked.passes)
 
-    def _finish_epoch(self) -> None:
+    def _finish_epoch(self, complete: bool) -> None:
         self.epoch += 1
         self._start = 0
+        if not complete:
+            self.progress.leave()
 
     # --- saving -------------------------------------------------------------------------------------
 
@@ -265,9 +272,8 @@ class SharedLoader(DataLoader[Any]):
             self._settle()
         untrained = self._untrained()
         given = 0 if self._iteration is None else self._iteration.given
-        return Position(
-            self.epoch, self._start + given - untrained, self._sharing.position(untrained)
-        )._asdict()
+        shared, run = self._sharing.position(untrained), self.progress.position(self.trained())
+        return Position(self.epoch, self._start + given - untrained, shared, run)._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues there: the next iteration has the batches of the epoch that were left."""
@@ -276,6 +282,7 @@ class SharedLoader(DataLoader[Any]):
         position = Position(**state)
         self.epoch, self._start = position.epoch, position.batches
         self._resumed = self._start > 0
+        self.progress.resume(position.run, within=self._resumed)
         if position.shared:
             self._sharing.resume(position)
         else:
@@ -331,6 +338,7 @@ class EvaluationLoader(DataLoader[Any]):
         self.loader, self._rank, self._workers = loader, rank, workers
         self._order: Order = order_of(loader, seed, processes)
         self._seed, self._processes = seed, processes
+        self.examples = 0  # drawn by this worker in all iterations
         self._DataLoader__initialized = True
 
     __getattr__ = SharedLoader.__getattr__
@@ -356,4 +364,5 @@ class EvaluationLoader(DataLoader[Any]):
     def _mine(self) -> Iterator[Any]:
         for number, batch in enumerate(self._order.epoch(0)):
             if number % self._workers == self._rank:
+                self.examples += len(batch)
                 yield batch

@@ -41,13 +41,12 @@ from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
-from polyrhythm.session.grad_scaler import watch_scaler
+from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
-from polyrhythm.session.schedules import prepare_scheduler, watch_unprepared
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -130,9 +129,8 @@ class DistributedSession(Session):
             # on each worker.
             driver.disable_overlap()
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
-        watch_unprepared()
-        for scheduler in given.schedulers:
-            prepare_scheduler(scheduler, self._context, self.strategy, shared, self.workers)
+        for scheduler in given.schedulers if self.workers > 1 else ():
+            data.schedules.prepare(scheduler, self._gather)
         driver.meter.start()
         return shared
 
@@ -162,9 +160,16 @@ class DistributedSession(Session):
     def is_main(self) -> bool:
         return self.rank == 0 and self._context.me.role == "worker"
 
-    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
-        if self._data is not None and scheduler.optimizer in [part.optimizer for part in self._parts or ()]:
-            self._data.scheduler_stepped(scheduler)
+    def scheduler_steps(self, scheduler: LRScheduler) -> None:
+        if self._data is not None and self._trains(scheduler.optimizer):
+            self._data.scheduler_steps(scheduler)
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._trains(optimizer):
+            check_scaler(self.strategy)
+
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(part.optimizer is optimizer for part in self._parts or ())
 
     def _gather(self, value: Any, point: str) -> list[Any]:
         if self._parts is None:
@@ -339,7 +344,7 @@ def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContex
     """Registers hooks on the optimizer of a part."""
     worker, optimizer = part.worker, part.optimizer
     refuse_groups(optimizer)
-    watch_scaler(optimizer, worker.strategy)
+    keep_from_scaler(optimizer)
     if isinstance(worker, FetchOptimizerState):
 
         def fetch(_: object) -> None:

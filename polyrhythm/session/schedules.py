@@ -10,7 +10,11 @@ batches, to where it would be in a single process after as many batches as the r
 In lockstep that is N, and what is left in the last round of an epoch. Otherwise the number of the batch in
 the order of a single process says how far the run is; a scheduler that is stepped once per batch is also
 advanced when the worker gets its next batch, so each batch is trained with the rate that it has in a single
-process. A call after an epoch is one step, as alone.
+process. A call after an epoch, or at the last batch of each epoch, is one step, as alone.
+
+All of this is relative: a scheduler goes on from the step at which the script has left it. Its own
+`state_dict` is that of a plain scheduler, and what the run has used since its last step is part of
+`session.state_dict()`. So either may be loaded without the other, and in any order.
 """
 
 from __future__ import annotations
@@ -18,31 +22,72 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.session.context import WorldContext, session, world_context
+from polyrhythm.session.exchange import weighted_mean
+
+OVER = (
+    "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
+    "workers, so if the script counts its own steps, build it for session.workers times as many"
+)
+
+
+class Count(NamedTuple):
+    """How much a loader has given out since this process began."""
+
+    own: int = 0  # batches of this worker
+    run: int = 0  # batches that a single process would have had by now
+    examples: int = 0  # of this worker; borrowed ones do not count
+
+    def minus(self, other: Count) -> Count:
+        return Count(*(one - two for one, two in zip(self, other, strict=True)))
 
 
 class Progress:
     """How far the run is in its training data, as the loader of one worker sees it."""
 
     def __init__(self) -> None:
+        self.count = Count()
         self.iterating = False  # the script is between two batches of an epoch
-        self.own = 0  # batches that this worker has got
-        self.run = 0  # batches that a single process would have had by now
+        self.epochs = 0  # of which this worker has had batches
+        self.given = 0  # batches of the present epoch
+        self._start: int | None = None  # the position from which `run` counts; None: the next epoch's first
         self.on_batch: list[Callable[[], None]] = []  # called before each batch
 
-    def give(self, position: int) -> None:
-        """The script gets a batch; `position`: the value of `run` by its place in the order."""
-        self.run = max(self.run, position)
+    def begin(self) -> None:
+        self.iterating, self.given = True, 0
+
+    def give(self, position: int, first: int, examples: int) -> None:
+        """The script gets a batch.
+
+        `position`: how many batches a single process would have had; `first`: those before this epoch.
+        """
+        own, run, before = self.count
+        if self._start is None:
+            self._start = first - run
+        self.epochs += not self.given
+        self.given += 1
+        self.count = Count(own, max(run, position - self._start), before)
         for call in self.on_batch:
             call()
-        self.own += 1
+        self.count = Count(own + 1, self.count.run, before + examples)
+
+    def leave(self) -> None:
+        """The script has left an epoch early: the batches that it has not seen do not count."""
+        self._start = None
+
+    def position(self, count: Count) -> int | None:
+        """The position of a count, for a run that continues there; None: where an epoch begins."""
+        return None if self._start is None else self._start + count.run
+
+    def resume(self, position: int | None, within: bool) -> None:
+        """Continues from a position; `within` an epoch, which was counted before."""
+        self._start = None if position is None else position - self.count.run
+        self.epochs = -1 if within else 0
 
 
 class Paced(Protocol):
@@ -52,93 +97,191 @@ class Paced(Protocol):
 
     def __len__(self) -> int: ...
 
+    def trained(self) -> Count:
+        """The count without batches that the script has got and not trained on."""
+
 
 class Pace:
     """How many steps of a single process one `scheduler.step()` of this worker stands for."""
 
-    def __init__(self, loaders: Sequence[Paced], workers: int) -> None:
-        self._loaders, self._workers = loaders, workers
-        self._last = [(0, 0)] * len(loaders)  # own and run of each loader at the last call
-        self._begun = False
+    def __init__(self, loaders: Sequence[Paced]) -> None:
+        self._loaders = loaders  # more may come
+        self._last: list[Count] = []  # of each loader at the last call
         self._due = Fraction(0)  # of a step
-        self.each_batch = False  # the last call was once per batch
+        self._leader: int | None = None  # the loader whose batches are one step each
+        self._at_ends: bool | None = None  # calls come at the last batch of each epoch; None: no call so far
 
-    def steps(self, resumed: bool) -> int:
-        """Called at each `scheduler.step()`; `resumed`: the scheduler had been stepped before the first."""
-        before, self._last = self._last, [(each.progress.own, each.progress.run) for each in self._loaders]
-        news = [now[0] - then[0] for now, then in zip(self._last, before, strict=True)]
-        begun, self._begun, self.each_batch = self._begun, True, False
-        if not any(news):
+    def _before(self) -> list[Count]:
+        return self._last + [Count()] * (len(self._loaders) - len(self._last))
+
+    def news(self) -> list[Count]:
+        """What each loader has given since the last call; this is the call."""
+        before, self._last = self._before(), [each.progress.count for each in self._loaders]
+        return [now.minus(then) for now, then in zip(self._last, before, strict=True)]
+
+    def steps(self) -> int:
+        """Called at each `scheduler.step()`."""
+        news, self._leader = self.news(), None
+        own = max((each.own for each in news), default=0)
+        if not own:
             return 1
-        at = news.index(max(news))
-        loader, own = self._loaders[at], news[at]
-        if not loader.progress.iterating or own >= len(loader) > 1:
+        at = [each.own for each in news].index(own)
+        progress = self._loaders[at].progress
+        if not progress.iterating:
             return 1  # once per epoch
-        self.each_batch = own == 1
-        run = self._last[at][1] - before[at][1]
-        if resumed and not begun:  # the steps before this call have been counted
-            run = min(run, own * self._workers)
-        self._due += Fraction(run, own)
+        begins = self._at_ends is None and progress.epochs <= 1
+        self._at_ends = (begins or self._at_ends is True) and _whole(self._loaders[at])
+        if self._at_ends:
+            return 1
+        if own == 1:
+            self._leader = at
+        self._due += Fraction(news[at].run, own)
         steps = int(self._due)
         self._due -= steps
         return steps
 
     def catch_up(self, loader: Paced) -> int:
         """Called before a worker outside lockstep gets a batch: the steps of other workers' batches since."""
-        at = self._loaders.index(loader)
-        own, run = self._last[at]
-        if not self.each_batch or own != loader.progress.own or loader.progress.run - 1 <= run:
+        if self._leader is None or self._loaders[self._leader] is not loader:
             return 0
-        self._last[at] = own, loader.progress.run - 1
-        return loader.progress.run - 1 - run
+        last, now = self._last[self._leader], loader.progress.count
+        if last.own != now.own or now.run - 1 <= last.run:
+            return 0
+        self._last[self._leader] = last._replace(run=now.run - 1)
+        return now.run - 1 - last.run
+
+    def state_dict(self) -> dict[str, Any]:
+        news = zip(self._loaders, self._before(), strict=True)
+        return {
+            "news": [list(loader.trained().minus(then)) for loader, then in news],
+            "due": list(self._due.as_integer_ratio()),
+            "leader": self._leader,
+            "at_ends": self._at_ends,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = zip(self._loaders, state["news"], strict=False)
+        self._last = [loader.progress.count.minus(Count(*news)) for loader, news in saved]
+        self._due = Fraction(*state["due"])
+        self._leader, self._at_ends = state["leader"], state["at_ends"]
 
 
-def prepare_scheduler(
-    scheduler: LRScheduler, context: WorldContext, strategy: Strategy, loaders: Sequence[Paced], workers: int
-) -> None:
-    """From here on the scheduler follows the run, not the steps of this worker."""
-    if workers == 1:
-        return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        if not strategy.traits.lockstep or strategy.traits.survives:
+def _whole(loader: Paced) -> bool:
+    """True if the script has had all batches of an epoch of more than one."""
+    try:
+        return loader.progress.given >= len(loader) > 1
+    except TypeError:  # a stream
+        return False
+
+
+class _Prepared(NamedTuple):
+    scheduler: LRScheduler
+    step: Callable[..., None]  # the scheduler's own
+    pace: Pace
+
+
+class Schedules:
+    """The prepared schedulers of one worker, and the training loaders that they follow."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loaders: Sequence[Paced],
+        evaluated: Callable[[], int],
+        note: Callable[[str], None],
+    ) -> None:
+        """`evaluated`: the examples of evaluation loaders that this worker has had."""
+        self._strategy, self._loaders, self._evaluated, self._note = strategy, loaders, evaluated, note
+        self._prepared: list[_Prepared] = []
+
+    def follow(self, loader: Paced) -> None:
+        """A loader is new."""
+        if not self._strategy.traits.lockstep:
+            loader.progress.on_batch.append(lambda: self._catch_up(loader))
+
+    def _catch_up(self, loader: Paced) -> None:
+        for each in self._prepared:
+            self._take_steps(each, each.pace.catch_up(loader))
+
+    def has(self, scheduler: LRScheduler) -> bool:
+        """True for a prepared scheduler and those that it steps."""
+        return any(scheduler is each for one in self._prepared for each in _nested(one.scheduler))
+
+    def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, str], list[Any]]) -> None:
+        """From here on the scheduler follows the run, not the steps of this worker."""
+        prepared = _Prepared(scheduler, type(scheduler).step, Pace(self._loaders))
+        if isinstance(scheduler, ReduceLROnPlateau):
+            traits = self._strategy.traits
+            if not traits.lockstep or traits.survives:
+                raise UsageError(
+                    "ReduceLROnPlateau needs the mean metric of all workers, and under "
+                    f"{self._strategy} they do not wait for each other: use allreduce, local:8 or sync, or a "
+                    "scheduler that counts steps"
+                )
+            step = self._averaging(prepared, gather)
+        else:
+            step = self._pacing(prepared)
+        self._prepared.append(prepared)
+        _replace_step(scheduler, step)
+
+    def _pacing(self, prepared: _Prepared) -> Callable[..., None]:
+        def paced(scheduler: LRScheduler, *epoch: Any, **named: Any) -> None:
+            if epoch or named:  # the script says where
+                return prepared.step(scheduler, *epoch, **named)
+            self._take_steps(prepared, prepared.pace.steps())
+
+        return paced
+
+    def _take_steps(self, prepared: _Prepared, count: int) -> None:
+        """Takes so many steps, and none beyond the end of a schedule that has one."""
+        scheduler: Any = prepared.scheduler
+        end = getattr(scheduler, "total_steps", None)
+        usual = end or (scheduler.T_max if isinstance(scheduler, CosineAnnealingLR) else None)
+        if usual is not None and scheduler.last_epoch + count > usual:
+            self._note(OVER.format(name=type(scheduler).__name__, total=usual))
+        for _ in range(count if end is None else min(count, end - scheduler.last_epoch)):
+            prepared.step(scheduler)
+
+    def _averaging(self, prepared: _Prepared, gather: Callable[[Any, str], list[Any]]) -> Callable[..., None]:
+        evaluated = 0  # at the last call
+
+        def averaged(scheduler: LRScheduler, metrics: Any, *rest: Any, **named: Any) -> None:
+            nonlocal evaluated
+            before, evaluated = evaluated, self._evaluated()
+            mine = float(metrics), evaluated - before, sum(each.examples for each in prepared.pace.news())
+            prepared.step(scheduler, mean_metric(gather(mine, "scheduler.step()")), *rest, **named)
+
+        return averaged
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [each.pace.state_dict() for each in self._prepared]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continues from a saved state; nothing is to be loaded where either run has no schedulers."""
+        if states and self._prepared and len(states) != len(self._prepared):
             raise UsageError(
-                f"ReduceLROnPlateau needs the mean metric of all workers, and under {strategy} they do "
-                "not wait for each other: use allreduce, local:8 or sync, or a scheduler that counts steps"
+                f"this state was saved with {len(states)} schedulers, but session.prepare() got "
+                f"{len(self._prepared)}: pass the same schedulers in the same order"
             )
-        _replace_step(scheduler, _averaging(type(scheduler).step, context))
-    else:
-        pace, step = Pace(loaders, workers), type(scheduler).step
-        _replace_step(scheduler, _pacing(step, pace))
-        for loader in () if strategy.traits.lockstep else loaders:
-            loader.progress.on_batch.append(
-                lambda loader=loader: _take_steps(scheduler, step, pace.catch_up(loader))  # type: ignore[misc]
-            )
+        for each, state in zip(self._prepared, states, strict=False):
+            each.pace.load_state_dict(state)
 
 
-def _pacing(step: Callable[..., None], pace: Pace) -> Callable[..., None]:
-    def paced(scheduler: Any, *epoch: Any, **named: Any) -> None:
-        if epoch or named:  # the script says where
-            return step(scheduler, *epoch, **named)
-        _take_steps(scheduler, step, pace.steps(resumed=scheduler.last_epoch > 0))
+def mean_metric(found: Sequence[tuple[float, int, int]]) -> float:
+    """The mean metric of all workers by examples: of evaluation since the last call, or else of training.
 
-    return paced
-
-
-def _take_steps(scheduler: Any, step: Callable[..., None], count: int) -> None:
-    """Takes so many steps, and none beyond the end of the schedule."""
-    total = getattr(scheduler, "total_steps", None)
-    for _ in range(count if total is None else min(count, total - scheduler.last_epoch)):
-        step(scheduler)
+    `found`: of each worker the metric, and how many examples of both it has had.
+    """
+    for kind in (1, 2):
+        if any(each[kind] for each in found):
+            return float(weighted_mean([(each[0], each[kind]) for each in found]))
+    return float(weighted_mean([(each[0], 1) for each in found]))
 
 
-def _averaging(step: Callable[..., None], context: WorldContext) -> Callable[..., None]:
-    def averaged(scheduler: Any, metrics: Any, *rest: Any, **named: Any) -> None:
-        mean = torch.tensor([float(metrics)], dtype=torch.float64)
-        with torch.no_grad(), context.blocking():
-            context.node.everyone.all_reduce(mean, op="mean")
-        step(scheduler, mean.item(), *rest, **named)
-
-    return averaged
+def _nested(scheduler: Any) -> list[LRScheduler]:
+    """A scheduler and those that it steps, as SequentialLR and ChainedScheduler do."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(found for each in inner for found in _nested(each))]
 
 
 def _replace_step(scheduler: LRScheduler, step: Callable[..., None]) -> None:
@@ -149,39 +292,5 @@ def _replace_step(scheduler: LRScheduler, step: Callable[..., None]) -> None:
         return copyreg.__newobj__, (cls,), self.__dict__  # type: ignore[attr-defined]
 
     scheduler.__class__ = type(
-        cls.__name__,
-        (cls,),
-        {"step": step, "follows_run": True, "__module__": cls.__module__, "__reduce_ex__": plain},
+        cls.__name__, (cls,), {"step": step, "__module__": cls.__module__, "__reduce_ex__": plain}
     )
-
-
-_get_lr, _step = OneCycleLR.get_lr, LRScheduler.step
-
-
-def watch_unprepared() -> None:
-    """Has the session told of the steps of schedulers that were not prepared.
-
-    Where workers differ in speed, they may also be stepped beyond their end.
-    """
-    OneCycleLR.get_lr = _get_lr_or_explain  # type: ignore[assignment,method-assign]
-    LRScheduler.step = _step_and_tell  # type: ignore[assignment,method-assign]
-
-
-def _step_and_tell(scheduler: LRScheduler, epoch: int | None = None) -> None:
-    mine = session.get()
-    if mine is not None and not getattr(scheduler, "follows_run", False):
-        mine.scheduler_stepped(scheduler)
-    _step(scheduler, epoch)
-
-
-def _get_lr_or_explain(scheduler: OneCycleLR) -> Any:
-    try:
-        return _get_lr(scheduler)
-    except ValueError as error:
-        if world_context.get() is None or "Tried to step" not in str(error):
-            raise
-        raise UsageError(
-            f"OneCycleLR ends after {scheduler.total_steps} steps, but this worker takes more: build it for "
-            "the steps of a single process and pass it to session.prepare(model, optimizer, loader, "
-            "scheduler), which lets it follow the whole run"
-        ) from error

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.core.stopping import RunStopped, Stopping
-from polyrhythm.session.backward import watch_backward
 from polyrhythm.session.context import session
 from polyrhythm.session.distributed import DistributedSession
+from polyrhythm.session.patches import installed
 
 
 def run_script(script: Callable[[], None], stopping: Stopping) -> None:
     """Runs the script and ends its session. Raises ServerDone on a server."""
-    watch_backward()
     try:
-        script()
+        with installed():
+            script()
     except RunStopped:
         if stopping.alone:
             raise PeerLost("the run has failed on another node") from None

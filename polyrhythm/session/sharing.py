@@ -39,12 +39,14 @@ class ScaledBatch(NamedTuple):
 class Position(NamedTuple):
     """Where a loader is: the epoch, how many batches of it this worker has trained on, and the sharing's own.
 
-    `shared` is empty in lockstep, where epoch and batches say it all.
+    `shared` is empty in lockstep, where epoch and batches say it all. `run` is where schedules are (see
+    `Progress.position`).
     """
 
     epoch: int
     batches: int
     shared: dict[str, Any]
+    run: int | None = None
 
 
 class Sharing(ABC):

@@ -32,6 +32,7 @@ from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
 from polyrhythm.session.part import Parts, TrainingPart
 from polyrhythm.session.random_states import restore_states, saved_states
+from polyrhythm.session.schedules import Schedules
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.sharing import (
     CohortPlace,
@@ -75,6 +76,8 @@ class TrainingData:
         self._gradient_peers, self._workers, self._seed = gradient_peers, workers, seed
         self._rank = context.me.rank
         self.loaders: list[SharedLoader] = []
+        self._evaluated: list[EvaluationLoader] = []
+        self.schedules = Schedules(strategy, self.loaders, self._examples_evaluated, self.note)
         self.balance: Balance | None = None  # divides rounds by the speeds of the workers
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
         self._cohort_number = 0  # how often the cohort has changed
@@ -103,7 +106,7 @@ class TrainingData:
         if self._workers > 1:
             if not self.loaders:
                 self.note(NO_LOADER)
-            elif not any(loader.progress.own for loader in self.loaders):
+            elif not any(loader.progress.count.own for loader in self.loaders):
                 self.note(NOT_USED)
         for replica in self._parts.replicas:
             if name := replica.gradients.densified:
@@ -130,13 +133,21 @@ class TrainingData:
         shared = SharedLoader(loader, sharing, seed, training, self._context.processes)
         if self.balance is not None and not shared.splits:
             raise UsageError(WHOLE)
+        if self._context.node.incarnation:  # the batches before its first one count too
+            shared.progress.resume(0, within=False)
         self.loaders.append(shared)
+        self.schedules.follow(shared)
         return shared
 
     def share_evaluation(self, loaders: Sequence[DataLoader[Any]]) -> dict[DataLoader[Any], DataLoader[Any]]:
         """For each of these loaders one that gives each example to one of the workers, once."""
         rank, workers, processes = self._rank, self._workers, self._context.processes
-        return {loader: EvaluationLoader(loader, rank, workers, self._seed, processes) for loader in loaders}
+        made = [EvaluationLoader(loader, rank, workers, self._seed, processes) for loader in loaders]
+        self._evaluated += made
+        return dict(zip(loaders, made, strict=True))
+
+    def _examples_evaluated(self) -> int:
+        return sum(loader.examples for loader in self._evaluated)
 
     def note(self, text: str) -> None:
         """Tells the person something about the data, once and by worker 0 only."""
@@ -144,9 +155,11 @@ class TrainingData:
             self._noted.add(text)
             self._context.request(ShowNote(text))
 
-    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
-        """The script has stepped a scheduler that was not prepared."""
-        own = sum(loader.progress.own for loader in self.loaders)
+    def scheduler_steps(self, scheduler: LRScheduler) -> None:
+        """A scheduler takes a step: one that is not prepared counts the steps of this worker."""
+        if self.schedules.has(scheduler):
+            return
+        own = sum(loader.progress.count.own for loader in self.loaders)
         last = self._scheduled.get(id(scheduler))
         self._scheduled[id(scheduler)] = own
         iterating = any(loader.progress.iterating for loader in self.loaders)
@@ -159,6 +172,7 @@ class TrainingData:
         return {
             "loaders": [loader.state_dict() for loader in self.loaders],
             "random": saved_states(),
+            "schedules": self.schedules.state_dict(),
             **balance,
         }
 
@@ -171,6 +185,7 @@ class TrainingData:
             )
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
+        self.schedules.load_state_dict(state.get("schedules", ()))
         if self.balance is not None and "balance" in state:
             self.balance.load_state_dict(state["balance"])
 

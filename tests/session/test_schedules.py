@@ -300,12 +300,12 @@ def test_a_scheduler_is_prepared_with_its_optimizer_and_once() -> None:
 
 
 def test_pace_without_a_loader_is_that_of_the_worker() -> None:
-    assert [Pace([], 4).steps(resumed=False) for _ in range(3)] == [1, 1, 1]
+    assert [Pace([]).steps() for _ in range(3)] == [1, 1, 1]
 
 
 def test_progress_does_not_go_back() -> None:
     """A batch of a lost worker comes late."""
     progress = Progress()
     for position in (3, 9, 4, 10):
-        progress.give(position)
-    assert (progress.own, progress.run) == (4, 10)
+        progress.give(position, 0, 2)
+    assert progress.count == (4, 10, 8)

@@ -1,0 +1,100 @@
+"""The functions of PyTorch that are replaced while scripts of a run are running.
+
+Scripts and libraries call them without knowing of a session, and PyTorch has no hook in their place. Each
+replacement tells the session of the node that is running, and calls the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.session.context import session, without_session
+
+Function = Callable[..., Any]
+
+
+def _backward(original: Function, *args: Any, **kwargs: Any) -> None:
+    """`Tensor.backward` looks this function up at each call.
+
+    A hook inside the autograd engine would not do: a strategy may block here, and in simulation hundreds of
+    workers share the engine of one thread.
+    """
+    mine = session.get()
+    if mine is None and (check := without_session.get()) is not None:
+        check()
+        without_session.set(None)  # once is enough
+    if mine is None or mine.backward_passes is None:
+        original(*args, **kwargs)
+    else:
+        mine.backward_passes.run(lambda: original(*args, **kwargs))
+
+
+def _step_scaler(original: Function, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    mine = session.get()
+    if mine is not None and scaler.is_enabled():
+        mine.scaler_steps(optimizer)
+    return original(scaler, optimizer, *args, **kwargs)
+
+
+def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+    mine = session.get()
+    if mine is not None:
+        mine.scheduler_steps(scheduler)
+    original(scheduler, *args, **kwargs)
+
+
+def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
+    try:
+        return original(scheduler)
+    except ValueError as error:
+        if session.get() is None or "Tried to step" not in str(error):
+            raise
+        raise UsageError(
+            f"OneCycleLR ends after {scheduler.total_steps} steps, but this worker takes more: build it for "
+            "the steps of a single process and pass it to session.prepare(model, optimizer, loader, "
+            "scheduler), which lets it follow the whole run"
+        ) from error
+
+
+_REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
+    (torch.autograd, "backward", _backward),
+    (torch.amp.GradScaler, "step", _step_scaler),
+    (LRScheduler, "step", _step_scheduler),
+    (OneCycleLR, "get_lr", _rates_of_one_cycle),
+)
+_originals: list[Function] = []
+_scripts: set[object] = set()  # that are running: in simulation many at a time
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """A context in which the replacements are in place."""
+    me = object()
+    if not _scripts:
+        for owner, name, replacement in _REPLACEMENTS:
+            original = getattr(owner, name)
+            _originals.append(original)
+            setattr(owner, name, _replaced(original, replacement))
+    _scripts.add(me)
+    try:
+        yield
+    finally:
+        _scripts.remove(me)
+        if not _scripts:
+            for owner, name, _ in _REPLACEMENTS:
+                setattr(owner, name, _originals.pop(0))
+
+
+def _replaced(original: Function, replacement: Function) -> Function:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return call
