@@ -273,7 +273,8 @@ class SharedLoader(DataLoader[Any]):
         untrained = self._untrained()
         given = 0 if self._iteration is None else self._iteration.given
         shared, run = self._sharing.position(untrained), self.progress.position(self.trained())
-        return Position(self.epoch, self._start + given - untrained, shared, run)._asdict()
+        reached = self._sharing.reached(self._order, shared)
+        return Position(self.epoch, self._start + given - untrained, shared, run, reached)._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues there: the next iteration has the batches of the epoch that were left."""
@@ -282,7 +283,7 @@ class SharedLoader(DataLoader[Any]):
         position = Position(**state)
         self.epoch, self._start = position.epoch, position.batches
         self._resumed = self._start > 0
-        self.progress.resume(position.run, within=self._resumed)
+        self.progress.resume(position.run, position.reached, within=self._resumed)
         if position.shared:
             self._sharing.resume(position)
         else:

@@ -245,8 +245,10 @@ class DistributedSession(Session):
         if not state:
             return
         check_saved(state, self.strategy, parts.layout, self.workers)
-        if not self._late:  # a replacement continues from the state of the others, which is newer
-            assert self._data is not None
+        assert self._data is not None
+        if self._late:  # it continues from the state of the others, which is newer
+            self._data.load_progress(state["data"])
+        else:
             with self._blocking():
                 self._data.load_state_dict(state["data"])
                 parts.load_state_dict(state)

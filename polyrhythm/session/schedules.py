@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +57,7 @@ class Progress:
         self.epochs = 0  # of which this worker has had batches
         self.given = 0  # batches of the present epoch
         self._start: int | None = None  # the position from which `run` counts; None: the next epoch's first
+        self.ahead = 0  # batches of the run that this worker had not seen when it was saved
         self.on_batch: list[Callable[[], None]] = []  # called before each batch
 
     def begin(self) -> None:
@@ -84,9 +86,10 @@ class Progress:
         """The position of a count, for a run that continues there; None: where an epoch begins."""
         return None if self._start is None else self._start + count.run
 
-    def resume(self, position: int | None, within: bool) -> None:
-        """Continues from a position; `within` an epoch, which was counted before."""
+    def resume(self, position: int | None, reached: int, within: bool) -> None:
+        """Continues from a position, `within` an epoch or not; `reached`: the position of the run."""
         self._start = None if position is None else position - self.count.run
+        self.ahead = 0 if position is None else max(0, reached - position)
         self.epochs = -1 if within else 0
 
 
@@ -110,6 +113,7 @@ class Pace:
         self._due = Fraction(0)  # of a step
         self._leader: int | None = None  # the loader whose batches are one step each
         self._at_ends: bool | None = None  # calls come at the last batch of each epoch; None: no call so far
+        self._resumed: list[Count] = []  # of each loader, as the run had reached it when it was saved
 
     def _before(self) -> list[Count]:
         return self._last + [Count()] * (len(self._loaders) - len(self._last))
@@ -160,10 +164,17 @@ class Pace:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = zip(self._loaders, state["news"], strict=False)
-        self._last = [loader.progress.count.minus(Count(*news)) for loader, news in saved]
+        progress = [loader.progress for loader in self._loaders]
+        self._last = [
+            each.count.minus(Count(*news)) for each, news in zip(progress, state["news"], strict=False)
+        ]
+        self._resumed = [each.count._replace(run=each.count.run + each.ahead) for each in progress]
         self._due = Fraction(*state["due"])
         self._leader, self._at_ends = state["leader"], state["at_ends"]
+
+    def begin(self) -> None:
+        """The scheduler is another than the one that was saved: it begins where the run was then."""
+        self._last, self._due, self._leader = self._resumed, Fraction(0), None
 
 
 def _whole(loader: Paced) -> bool:
@@ -174,10 +185,24 @@ def _whole(loader: Paced) -> bool:
         return False
 
 
-class _Prepared(NamedTuple):
+@dataclass
+class _Prepared:
     scheduler: LRScheduler
     step: Callable[..., None]  # the scheduler's own
     pace: Pace
+    saved: Sequence[int | None] | None = None  # its steps in the saved state, until it is used
+
+    @property
+    def steps(self) -> list[int | None]:
+        """The steps that the scheduler, and those inside it, have taken."""
+        return [getattr(each, "last_epoch", None) for each in _nested(self.scheduler)]
+
+    def settle(self) -> Pace:
+        """Called at each use: the script may load the state of the scheduler after that of the session."""
+        if self.saved is not None and self.saved != self.steps:
+            self.pace.begin()
+        self.saved = None
+        return self.pace
 
 
 class Schedules:
@@ -201,7 +226,7 @@ class Schedules:
 
     def _catch_up(self, loader: Paced) -> None:
         for each in self._prepared:
-            self._take_steps(each, each.pace.catch_up(loader))
+            self._take_steps(each, each.settle().catch_up(loader))
 
     def has(self, scheduler: LRScheduler) -> bool:
         """True for a prepared scheduler and those that it steps."""
@@ -228,7 +253,7 @@ class Schedules:
         def paced(scheduler: LRScheduler, *epoch: Any, **named: Any) -> None:
             if epoch or named:  # the script says where
                 return prepared.step(scheduler, *epoch, **named)
-            self._take_steps(prepared, prepared.pace.steps())
+            self._take_steps(prepared, prepared.settle().steps())
 
         return paced
 
@@ -248,13 +273,13 @@ class Schedules:
         def averaged(scheduler: LRScheduler, metrics: Any, *rest: Any, **named: Any) -> None:
             nonlocal evaluated
             before, evaluated = evaluated, self._evaluated()
-            mine = float(metrics), evaluated - before, sum(each.examples for each in prepared.pace.news())
+            mine = float(metrics), evaluated - before, sum(each.examples for each in prepared.settle().news())
             prepared.step(scheduler, mean_metric(gather(mine, "scheduler.step()")), *rest, **named)
 
         return averaged
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [each.pace.state_dict() for each in self._prepared]
+        return [{**each.settle().state_dict(), "steps": each.steps} for each in self._prepared]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Continues from a saved state; nothing is to be loaded where either run has no schedulers."""
@@ -265,6 +290,7 @@ class Schedules:
             )
         for each, state in zip(self._prepared, states, strict=False):
             each.pace.load_state_dict(state)
+            each.saved = state["steps"]
 
 
 def mean_metric(found: Sequence[tuple[float, int, int]]) -> float:

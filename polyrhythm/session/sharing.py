@@ -39,14 +39,15 @@ class ScaledBatch(NamedTuple):
 class Position(NamedTuple):
     """Where a loader is: the epoch, how many batches of it this worker has trained on, and the sharing's own.
 
-    `shared` is empty in lockstep, where epoch and batches say it all. `run` is where schedules are (see
-    `Progress.position`).
+    `shared` is empty in lockstep, where epoch and batches say it all. `run` is where the schedules of this
+    worker are (see `Progress.position`), and `reached` where the run is.
     """
 
     epoch: int
     batches: int
     shared: dict[str, Any]
     run: int | None = None
+    reached: int = 0
 
 
 class Sharing(ABC):
@@ -86,6 +87,10 @@ class Sharing(ABC):
     def position(self, untrained: int) -> dict[str, Any]:
         """What the next run needs to continue here."""
         return {}
+
+    def reached(self, order: Order, shared: dict[str, Any]) -> int:
+        """How many batches the run had at a position, if some of them may be unknown to this worker."""
+        return 0
 
     def resume(self, position: Position) -> None:
         """Continues from a position that was saved."""
@@ -160,6 +165,10 @@ class LeasedSharing(Sharing):
     def position(self, untrained: int) -> dict[str, Any]:
         held = [*self._given[len(self._given) - untrained :], *self._ahead]
         return {**self._coordinator.position(), "held": held}
+
+    def reached(self, order: Order, shared: dict[str, Any]) -> int:
+        leased: dict[int, int] = shared["leased"]
+        return max((order.before(epoch) + count for epoch, count in leased.items()), default=0)
 
     def resume(self, position: Position) -> None:
         self._ahead = deque((epoch, number) for epoch, number in position.shared["held"])

@@ -134,7 +134,7 @@ class TrainingData:
         if self.balance is not None and not shared.splits:
             raise UsageError(WHOLE)
         if self._context.node.incarnation:  # the batches before its first one count too
-            shared.progress.resume(0, within=False)
+            shared.progress.resume(0, 0, within=False)
         self.loaders.append(shared)
         self.schedules.follow(shared)
         return shared
@@ -188,6 +188,13 @@ class TrainingData:
         self.schedules.load_state_dict(state.get("schedules", ()))
         if self.balance is not None and "balance" in state:
             self.balance.load_state_dict(state["balance"])
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """For a replacement, whose script may load schedulers that are older than the run is now."""
+        for loader, position in zip(self.loaders, state["loaders"], strict=True):
+            saved = Position(**position)
+            loader.progress.resume(saved.run, saved.reached, within=saved.batches > 0)
+        self.schedules.load_state_dict(state.get("schedules", ()))
 
     @staticmethod
     def restore_random(state: dict[str, Any]) -> None:
