@@ -91,6 +91,7 @@ class Saved:
 @pytest.mark.parametrize(
     ("strategy", "cluster"),
     [("allreduce", EQUAL), ("gossip", EQUAL), ("async", EQUAL), ("async", UNEQUAL)],
+    ids=["allreduce", "gossip", "async", "async unequal"],
 )
 @pytest.mark.parametrize(
     ("stop", "loads", "every", "ahead"),
