@@ -90,7 +90,9 @@ class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightnin
                 f"{self.workers.session.strategy} workers take unequal numbers of steps; use max_epochs and "
                 "the length of your DataLoader"
             )
-        return Trainee(self.lightning_module, self.optimizers, self.lightning_module.trainer.current_epoch)
+        each_step = [config.scheduler for config in self.lr_scheduler_configs if config.interval == "step"]
+        epoch = self.lightning_module.trainer.current_epoch
+        return Trainee(self.lightning_module, self.optimizers, epoch, each_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.workers.begin_batch()

@@ -6,8 +6,8 @@ optimizers. It evaluates and saves the module that the user gave it, not a copy.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -32,6 +33,8 @@ class Trainee(NamedTuple):
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     epoch: int = 0  # the first one to train, after a checkpoint was loaded
+    schedulers: Sequence[LRScheduler] = ()  # those that are stepped after each batch
+    equal_steps: bool = False  # all workers take the same number, for which schedules are built
 
 
 class TrainerSession:
@@ -95,11 +98,15 @@ class TrainerSession:
         """Called when the first batch is drawn."""
         trainee = self._trainee()
         loaders = [deferred.loader for deferred in self._loaders]
-        _, *others = self.session.prepare(trainee.model, *trainee.optimizers, *loaders)
+        schedulers = () if self.lockstep or trainee.equal_steps else trainee.schedulers
+        prepared = self.session.prepare(*loaders, trainee.model, *trainee.optimizers, *schedulers)
         self._trained = ModelSwap(trainee.model)
         if self.run is not None:
             self.run.before_close.append(self.show_replica)
-        for deferred, shared in zip(self._loaders, others[len(trainee.optimizers) :], strict=True):
+            assert self.run._data is not None
+            for scheduler in trainee.schedulers:
+                self.run._data.schedules.leave(scheduler)
+        for deferred, shared in zip(self._loaders, prepared, strict=False):
             deferred.shared, shared.epoch = shared, trainee.epoch
 
     def check_untrained(self, what: str) -> None:
@@ -175,41 +182,23 @@ class TrainerSession:
     # --- collectives --------------------------------------------------------------------------------
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all workers, of one shape, by rank. Collective; a server gets its own."""
-        if self.run is None or self.serves or self.workers == 1:
+        """The tensors of all workers, by rank. Collective; a server gets its own."""
+        if self.run is None or self.serves:
             return [tensor]
-        with torch.inference_mode(False), torch.no_grad():
-            rows = torch.zeros(self.workers, *tensor.shape, dtype=tensor.dtype)
-            rows[self.rank] = tensor.detach()
-            with self.run._context.blocking():
-                self.run._node.everyone.all_reduce(rows)
-            return list(rows.to(tensor.device))
+        with torch.inference_mode(False):
+            return self.run.gather(tensor)
 
     def barrier(self) -> None:
         """Waits until all workers are here."""
-        self.gather(torch.zeros(1))
+        if not self.serves:
+            self.session.barrier()
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of one worker: numbers, texts, None, and lists and dicts of them. Collective."""
-        if self.run is None or self.serves or self.workers == 1:
+        if self.run is None or self.serves:
             return value
-        try:
-            text = json.dumps(value, default=_path).encode()
-        except TypeError as error:
-            raise UsageError(
-                f"cannot send this to the other workers: {error}; send numbers or texts"
-            ) from None
-        length = int(self.gather(torch.tensor(len(text)))[source])
-        mine = torch.zeros(length, dtype=torch.int64)
-        if self.rank == source:
-            mine[:] = torch.tensor(list(text))
-        return json.loads(bytes(self.gather(mine)[source].tolist()))
-
-
-def _path(value: Any) -> str:
-    if hasattr(value, "__fspath__"):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is neither")
+        mine = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return dict(self.run.gather((self.rank, mine)))[source]
 
 
 class DeferredLoader:
@@ -224,8 +213,7 @@ class DeferredLoader:
     ) -> None:
         self.loader, self._length, self._prepare, self._on_epoch = loader, length, prepare, on_epoch
         self.shared: SharedLoader | None = None
-        self._drawn: deque[tuple[int, float]] = deque()  # of the batches that no step has used yet
-        self._on_batch: Callable[[int, float], None] | None = None
+        self._drawn: deque[Callable[[], None]] = deque()  # count the batches that no step has used yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -240,15 +228,14 @@ class DeferredLoader:
         if self.shared is None:
             self._prepare()
         assert self.shared is not None
-        if self._on_batch is None:
-            self._on_batch = self.shared.intercept(lambda *batch: self._drawn.append(batch))
+        self.shared.defer = self._drawn.append
         self._drawn.clear()
         yield from self.shared
 
     def begin_batch(self) -> None:
         """The next batch is used: its examples count, and its gradient has its scale."""
-        if self._drawn and self._on_batch is not None:
-            self._on_batch(*self._drawn.popleft())
+        if self._drawn:
+            self._drawn.popleft()()
 
 
 class ModelSwap:

@@ -103,14 +103,16 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         # By epochs each worker takes what it gets, at most all. By steps it takes as many epochs as it needs.
         return self.workers.share(loader, None if args.max_steps > 0 else len(loader))
 
-    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        if not self.workers.lockstep and self.args.max_steps <= 0:
-            num_training_steps = math.ceil(num_training_steps / self.workers.workers)
-        return super().create_scheduler(num_training_steps, *args, **kwargs)
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        return super().create_scheduler(num_training_steps, optimizer or self._own_optimizer)
+
+    @property
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # not that of Accelerate
 
     def _trainee(self) -> Trainee:
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # not that of Accelerate
-        return Trainee(self.model, [optimizer], int(self.state.epoch or 0))
+        epoch, equal_steps = int(self.state.epoch or 0), self.args.max_steps > 0
+        return Trainee(self.model, [self._own_optimizer], epoch, [self.lr_scheduler], equal_steps)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.workers.begin_batch()

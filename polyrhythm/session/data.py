@@ -108,6 +108,8 @@ class SharedLoader(DataLoader[Any]):
         self.epoch = 0
         self._left_early = False  # the script did not finish the last epoch that it trained on
         self.watch: Callable[[Any], None] | None = None  # called with each batch
+        # Called with a function to call before training on a batch: for loops that draw batches ahead.
+        self.defer: Callable[[Callable[[], None]], None] = lambda count: count()
         self._order: Order = order_of(loader, seed, processes)
         self._sharing, self._training = sharing, training or Training()
         self._start = 0  # batches of this epoch that were trained on before the run was resumed
@@ -133,15 +135,6 @@ class SharedLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         return self._sharing.length(self._order)
-
-    def intercept(self, on_batch: Callable[[int, float], None]) -> Callable[[int, float], None]:
-        """Calls `on_batch` in place of `Training.on_batch`, and returns that.
-
-        For loops that draw a batch ahead of the one that they train on.
-        """
-        original = self._training.on_batch
-        self._training.on_batch = on_batch  # type: ignore[assignment,method-assign]
-        return original
 
     # --- iterating ----------------------------------------------------------------------------------
 
@@ -195,9 +188,14 @@ class SharedLoader(DataLoader[Any]):
     def _give(self, iteration: _Iteration) -> None:
         """The script gets the next batch."""
         samples, scale, position = self._prefetched.popleft()
+        first = self._order.before(self.epoch)
         iteration.give(self._training.passes, self.progress.count)
-        self.progress.give(position, self._order.before(self.epoch), samples)
-        self._training.on_batch(samples, scale)
+
+        def count() -> None:
+            self.progress.give(position, first, samples)
+            self._training.on_batch(samples, scale)
+
+        self.defer(count)
         self._sharing.used(samples)
 
     def _check_use(self, iteration: _Iteration) -> None:

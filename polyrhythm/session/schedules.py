@@ -125,13 +125,13 @@ class Pace:
 
     def steps(self) -> int:
         """Called at each `scheduler.step()`."""
-        news, self._leader = self.news(), None
+        news, leader, self._leader = self.news(), self._leader, None
         own = max((each.own for each in news), default=0)
         if not own:
             return 1
         at = [each.own for each in news].index(own)
         progress = self._loaders[at].progress
-        if not progress.iterating:
+        if not progress.iterating and not (own == 1 and at == leader):  # else it is of the last batch
             return 1  # once per epoch
         begins = self._at_ends is None and progress.epochs <= 1
         self._at_ends = (begins or self._at_ends is True) and _whole(self._loaders[at])
@@ -218,6 +218,7 @@ class Schedules:
         """`evaluated`: the examples of evaluation loaders that this worker has had."""
         self._strategy, self._loaders, self._evaluated, self._note = strategy, loaders, evaluated, note
         self._prepared: list[_Prepared] = []
+        self._left: list[LRScheduler] = []  # by trainers
 
     def follow(self, loader: Paced) -> None:
         """A loader is new."""
@@ -229,8 +230,13 @@ class Schedules:
             self._take_steps(each, each.settle().catch_up(loader))
 
     def has(self, scheduler: LRScheduler) -> bool:
-        """True for a prepared scheduler and those that it steps."""
-        return any(scheduler is each for one in self._prepared for each in _nested(one.scheduler))
+        """True if it is known what the scheduler counts, and for those that such a scheduler steps."""
+        known = [*self._left, *(each.scheduler for each in self._prepared)]
+        return any(scheduler is each for one in known for each in _nested(one))
+
+    def leave(self, scheduler: LRScheduler) -> None:
+        """The scheduler counts the steps of one worker, and was built for these."""
+        self._left.append(scheduler)
 
     def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, str], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""

@@ -107,6 +107,25 @@ def test_eight_simulated_workers_train_one_model(library: str, strategy: str, tm
     check(library, strategy, "simulated", tmp_path, workers=8)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_a_schedule_by_batches_ends_with_the_data(
+    library: str, strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In lockstep it counts the steps of a worker. Elsewhere it is at the worker's last batch in the run."""
+    options = ["--decay"] if library == "lightning" else []
+    cluster = '[[hosts]]\nstep_time = "10 ms"\n[[stragglers]]\nworkers = [1]\nslowdown = 3.3\n'
+    run_in("simulated", program(library, tmp_path, *options), strategy=strategy, workers=2, cluster=cluster)
+    found, batches = rows(tmp_path), {"lightning": 45, "transformers": 25}[library]
+    if strategy == "allreduce":
+        assert [row["scheduled"] for row in found] == [row["steps"] for row in found]
+    else:
+        assert found[0]["steps"] > 2 * found[1]["steps"]
+        scheduled = [row["scheduled"] for row in found]
+        assert max(scheduled) == 2 * batches and min(scheduled) > batches
+    assert "once per batch" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
 def test_each_worker_takes_the_steps_that_were_asked_for(strategy: str, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = trainer.args.process_index
     row = {"rank": int(rank), "accuracy": result["eval_accuracy"], "digest": digest(model)}
     row |= {"steps": trainer.state.global_step, "rate": trainer.lr_scheduler.get_last_lr()[0]}
+    row |= {"scheduled": trainer.lr_scheduler.last_epoch}
     (options.folder / f"worker-{int(rank)}.json").write_text(json.dumps(row))
 
 

@@ -275,3 +275,25 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pickle"):
         session.save(lambda: None, path)
     assert torch.load(path) == 1 and [each.name for each in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_worker_that_waits_in_inference_mode_leaves_the_others_in_theirs() -> None:
+    """In simulation all workers share the modes of one thread."""
+
+    def meet(session: pr.Session) -> None:
+        assert session.mean(session.rank) == 0.5
+
+    def main() -> None:
+        session, model = pr.init(), torch.nn.Linear(2, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if session.rank == 0:
+            with torch.inference_mode():
+                meet(session)
+                assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        for _ in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        if session.rank == 1:
+            meet(session)
+
+    run_in("simulated", main, strategy="async", workers=2)

@@ -9,6 +9,7 @@ import contextvars
 import heapq
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,9 +77,10 @@ class Fiber:
         """Gives up control until this fiber is resumed. `what` are the words for what it waits for."""
         assert not self.node.locked, f"{self.node.me} may not wait for {_words(what)} inside lock()"
         self.waiting, self._since = what, self.loop.now
-        grad = torch.is_grad_enabled()
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.node.fiber = None
-        self.loop.hub.switch()
+        with torch.inference_mode(False) if inference else nullcontext():  # or others would be in it
+            self.loop.hub.switch()
         self.node.fiber = self
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)
