@@ -105,7 +105,7 @@ class TrainerSession:
             self.run.before_close.append(self.show_replica)
             assert self.run._data is not None
             for scheduler in trainee.schedulers:
-                self.run._data.schedules.leave(scheduler)
+                self.run._data.schedules.exempt(scheduler)
         for deferred, shared in zip(self._loaders, prepared, strict=False):
             deferred.shared, shared.epoch = shared, trainee.epoch
 

@@ -247,7 +247,7 @@ class SharedLoader(DataLoader[Any]):
             self._finish_epoch(complete=False)
         else:
             self._training.on_unused(self.progress.count.examples - looked.begun.examples)
-            self.progress.count = looked.begun
+            self.progress.undo(looked.begun)
             self._order.forget(self.epoch)
 
     @property

@@ -78,6 +78,11 @@ class Progress:
             call()
         self.count = Count(own + 1, self.count.run, before + examples)
 
+    def undo(self, count: Count) -> None:
+        """The script has only looked at the batches of this epoch, before which the count was this."""
+        self.count = count
+        self.epochs -= bool(self.given)
+
     def leave(self) -> None:
         """The script has left an epoch early: the batches that it has not seen do not count."""
         self._start = None
@@ -218,7 +223,7 @@ class Schedules:
         """`evaluated`: the examples of evaluation loaders that this worker has had."""
         self._strategy, self._loaders, self._evaluated, self._note = strategy, loaders, evaluated, note
         self._prepared: list[_Prepared] = []
-        self._left: list[LRScheduler] = []  # by trainers
+        self._exempt: list[LRScheduler] = []
 
     def follow(self, loader: Paced) -> None:
         """A loader is new."""
@@ -231,12 +236,12 @@ class Schedules:
 
     def has(self, scheduler: LRScheduler) -> bool:
         """True if it is known what the scheduler counts, and for those that such a scheduler steps."""
-        known = [*self._left, *(each.scheduler for each in self._prepared)]
+        known = [*self._exempt, *(each.scheduler for each in self._prepared)]
         return any(scheduler is each for one in known for each in _nested(one))
 
-    def leave(self, scheduler: LRScheduler) -> None:
+    def exempt(self, scheduler: LRScheduler) -> None:
         """The scheduler counts the steps of one worker, and was built for these."""
-        self._left.append(scheduler)
+        self._exempt.append(scheduler)
 
     def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, str], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""
@@ -268,7 +273,7 @@ class Schedules:
         scheduler: Any = prepared.scheduler
         end = getattr(scheduler, "total_steps", None)
         usual = end or (scheduler.T_max if isinstance(scheduler, CosineAnnealingLR) else None)
-        if usual is not None and scheduler.last_epoch + count > usual:
+        if usual is not None and scheduler.last_epoch + count > usual and (end or count > 1):
             self._note(OVER.format(name=type(scheduler).__name__, total=usual))
         for _ in range(count if end is None else min(count, end - scheduler.last_epoch)):
             prepared.step(scheduler)

@@ -59,6 +59,7 @@ class Scheduled:
     size: int = 48
     every: int = 1
     shuffle: bool = True
+    looks: bool = False  # at a batch before it trains
 
     def __call__(self) -> None:
         here = pr.init()
@@ -69,6 +70,8 @@ class Scheduled:
         count, first = len(loader), {float(x[0]): number for number, x in enumerate(self.inputs())}
         model, optimizer, loader, scheduler = here.prepare(model, optimizer, loader, scheduler)
         rates, batches = [], []
+        if self.looks:
+            next(iter(loader))
         for epoch in range(EPOCHS):
             for number, (x, y) in enumerate(loader, 1):
                 rates.append(optimizer.param_groups[0]["lr"])
@@ -176,9 +179,10 @@ def test_a_call_per_epoch_is_one_step(strategy: str, tmp_path: Path) -> None:
     assert [each["last"] for each in script.seen(3)] == [0.1 * 0.5**EPOCHS] * 3
 
 
-def test_a_call_inside_the_last_batch_of_an_epoch_is_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_call_inside_the_last_batch_of_an_epoch_is_one_step(looks: bool, tmp_path: Path) -> None:
     """Of 48 examples in batches of 4 each of 3 workers gets 4 batches."""
-    script = Scheduled(tmp_path, lambda optimizer, _: StepLR(optimizer, 1, 0.5), every=4)
+    script = Scheduled(tmp_path, lambda optimizer, _: StepLR(optimizer, 1, 0.5), every=4, looks=looks)
     run_in("simulated", script)
     assert [each["last"] for each in script.seen(3)] == [0.1 * 0.5**EPOCHS] * 3
 
