@@ -161,8 +161,8 @@ class DistributedSession(Session):
         return self.rank == 0 and self._context.me.role == "worker"
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
-        if self._data is not None and self._trains(scheduler.optimizer):
-            self._data.scheduler_steps(scheduler)
+        if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
+            self._data.schedules.on_step(scheduler)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trains(optimizer):

@@ -35,6 +35,11 @@ OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
     "workers, so if the script counts its own steps, build it for session.workers times as many"
 )
+PER_BATCH = (
+    "{name} is stepped once per batch and was not passed to session.prepare(): it counts the steps of one "
+    "worker, of which a run has fewer than a single process; pass it to prepare(), with the length for a "
+    "single process"
+)
 
 
 class Count(NamedTuple):
@@ -224,6 +229,7 @@ class Schedules:
         self._strategy, self._loaders, self._evaluated, self._note = strategy, loaders, evaluated, note
         self._prepared: list[_Prepared] = []
         self._exempt: list[LRScheduler] = []
+        self._others: dict[int, int] = {}  # the batches at the last step of other schedulers, by id
 
     def follow(self, loader: Paced) -> None:
         """A loader is new."""
@@ -234,14 +240,23 @@ class Schedules:
         for each in self._prepared:
             self._take_steps(each, each.settle().catch_up(loader))
 
-    def has(self, scheduler: LRScheduler) -> bool:
-        """True if it is known what the scheduler counts, and for those that such a scheduler steps."""
-        known = [*self._exempt, *(each.scheduler for each in self._prepared)]
-        return any(scheduler is each for one in known for each in _nested(one))
-
     def exempt(self, scheduler: LRScheduler) -> None:
         """The scheduler counts the steps of one worker, and was built for these."""
         self._exempt.append(scheduler)
+
+    def on_step(self, scheduler: LRScheduler) -> None:
+        """Called at each step of any scheduler; notes those that a script should have prepared."""
+        known = [*self._exempt, *(each.scheduler for each in self._prepared)]
+        if any(scheduler is each for one in known for each in _nested(one)):
+            return
+        own = sum(loader.progress.count.own for loader in self._loaders)
+        last, self._others[id(scheduler)] = self._others.get(id(scheduler)), own
+        if (
+            any(loader.progress.iterating for loader in self._loaders)
+            and last is not None
+            and own - last == 1
+        ):
+            self._note(PER_BATCH.format(name=type(scheduler).__name__))
 
     def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, str], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
@@ -29,7 +28,8 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.balance import WHOLE, Balance
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.data import EvaluationLoader, SharedLoader, Training
+from polyrhythm.session.data import SharedLoader, Training
+from polyrhythm.session.evaluation import EvaluationLoader
 from polyrhythm.session.part import Parts, TrainingPart
 from polyrhythm.session.random_states import restore_states, saved_states
 from polyrhythm.session.schedules import Schedules
@@ -52,11 +52,6 @@ NO_LOADER = (
 NOT_USED = (
     "the script takes a step before it has got a batch of the loader that session.prepare() returned: if it "
     "trains on the loader that it had before, no worker shares its data; use what prepare() returns"
-)
-PER_BATCH = (
-    "{name} is stepped once per batch and was not passed to session.prepare(): it counts the steps of one "
-    "worker, of which a run has fewer than a single process; pass it to prepare(), with the length for a "
-    "single process"
 )
 
 
@@ -83,7 +78,6 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
-        self._scheduled: dict[int, int] = {}  # the batches at the last step of each scheduler, by its id
         self._ended: tuple[Peer, int] | None = (
             None  # in lockstep: a worker that has ended, after so many steps
         )
@@ -154,17 +148,6 @@ class TrainingData:
         if self._rank == 0 and text not in self._noted:
             self._noted.add(text)
             self._context.request(ShowNote(text))
-
-    def scheduler_steps(self, scheduler: LRScheduler) -> None:
-        """A scheduler takes a step: one that is not prepared counts the steps of this worker."""
-        if self.schedules.has(scheduler):
-            return
-        own = sum(loader.progress.count.own for loader in self.loaders)
-        last = self._scheduled.get(id(scheduler))
-        self._scheduled[id(scheduler)] = own
-        iterating = any(loader.progress.iterating for loader in self.loaders)
-        if self._workers > 1 and iterating and last is not None and own - last == 1:
-            self.note(PER_BATCH.format(name=type(scheduler).__name__))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of each loader, and the states of the random number generators."""
