@@ -247,7 +247,7 @@ class DistributedSession(Session):
         check_saved(state, self.strategy, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
-            self._data.load_progress(state["data"])
+            self._data.load_progress(state.get("data"))
         else:
             with self._blocking():
                 self._data.load_state_dict(state["data"])

@@ -172,8 +172,10 @@ class TrainingData:
         if self.balance is not None and "balance" in state:
             self.balance.load_state_dict(state["balance"])
 
-    def load_progress(self, state: dict[str, Any]) -> None:
+    def load_progress(self, state: dict[str, Any] | None) -> None:
         """For a replacement, whose script may load schedulers that are older than the run is now."""
+        if state is None:
+            return
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             saved = Position(**position)
             loader.progress.resume(saved.run, saved.reached, within=saved.batches > 0)
