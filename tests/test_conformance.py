@@ -176,7 +176,7 @@ def test_the_consensus_loads_into_a_plain_model(trip: Any, row: Row, world: str)
     assert hashlib.sha256(flat.numpy().tobytes()).hexdigest() == summary["digest"]
 
 
-@rows(filter(lockstep, ROWS))
+@rows(each for each in ROWS if lockstep(each) or not pr.parse(each.strategy).traits.uses_servers)
 def test_the_last_consensus_is_the_result(trip: Any, row: Row) -> None:
     """What `session.consensus()` shows after the last step is what the run brings home."""
     summary, _ = trip(row, "simulated")

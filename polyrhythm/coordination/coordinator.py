@@ -111,7 +111,9 @@ class Coordinator:
             ShowNote: _noted(lambda note: launcher.say(note.text)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: lambda peer, replica, respond: respond(self._replicas.compare(peer, replica)),
+            CompareReplica: lambda peer, replica, respond: respond(
+                self._replicas.compare(peer, replica, self.membership.originals)
+            ),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:

@@ -34,6 +34,11 @@ class Membership:
         """True if no worker is in the run and none will join."""
         return not self.expected and not self.workers
 
+    @property
+    def originals(self) -> list[Peer]:
+        """The workers in the run that replace no other."""
+        return [peer for peer in self.workers if not self.incarnations[peer]]
+
     def current(self, peer: Peer) -> Incarnation:
         """The current incarnation of a peer."""
         return peer, self.incarnations[peer]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import CompareReplica, ReplicaDifference, TensorSummary
 
-KEPT = 16  # reports of the latest steps; workers in lockstep are not further apart
 ROUNDING = 1e-4  # machines of different kinds may round differently: a smaller difference is told once
 
 
@@ -15,14 +16,22 @@ class ReplicaComparison:
     def __init__(self) -> None:
         # By part, by step, and whether the run was over: the script may act after its last step.
         self._first: dict[tuple[int, int, bool], tuple[Peer, CompareReplica]] = {}
+        self._reached: dict[
+            tuple[int, Peer], tuple[int, bool]
+        ] = {}  # the last report of each worker, by part
         self._told = False  # a difference as small as rounding has been told
 
-    def compare(self, peer: Peer, report: CompareReplica) -> ReplicaDifference:
-        """The first difference between a worker's replica and that of another in the same step, if any."""
-        key = report.part, report.step, report.over
-        other, first = self._first.setdefault(key, (peer, report))
-        while len(self._first) > KEPT:
-            del self._first[next(iter(self._first))]
+    def compare(self, peer: Peer, report: CompareReplica, workers: Collection[Peer]) -> ReplicaDifference:
+        """The first difference between a worker's replica and that of another in the same step, if any.
+
+        `workers`: those that report. The first report on a step is kept until all of them have come as far.
+        """
+        other, first = self._first.setdefault((report.part, report.step, report.over), (peer, report))
+        self._reached[report.part, peer] = report.step, report.over
+        passed = min(self._reached.get((report.part, each), (-1, False)) for each in {peer, *workers})
+        for part, step, over in list(self._first):
+            if part == report.part and (step, over) <= passed:
+                del self._first[part, step, over]
         for group, (mine, theirs) in enumerate(zip(report.settings, first.settings, strict=False)):
             for name in mine:
                 if mine[name] != theirs.get(name, mine[name]):
@@ -36,6 +45,11 @@ class ReplicaComparison:
         self._told = True
         tensor = (large or unequal)[0]
         return ReplicaDifference(str(other), tensor=tensor, count=len(unequal), rounding=not large)
+
+    @property
+    def kept(self) -> int:
+        """How many reports are kept."""
+        return len(self._first)
 
 
 def difference(one: TensorSummary, other: TensorSummary) -> float:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class OptimizerRunner:
@@ -18,8 +24,20 @@ class OptimizerRunner:
         self._install_random_state, self._clock = install_random_state, clock
         self.seconds = 0.0  # in all steps so far
 
-    def run(self, step: Callable[[], object]) -> None:
+    def run(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
+        """Runs a step of this optimizer, without the hooks of the script: see `session.step_hooks`."""
         self._install_random_state()
         before = self._clock()
-        step()
+        with _without_hooks(optimizer):
+            step()
         self.seconds += self._clock() - before
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks

@@ -83,7 +83,7 @@ class Replica:
     def apply(self) -> None:
         """Runs the user's own optimizer on the gradient."""
         step = self._optimizer_step
-        self.runner.run(step if self.closure is None else partial(step, self.closure))
+        self.runner.run(self.optimizer, step if self.closure is None else partial(step, self.closure))
         if self._may_replace and not self.attachment.intact:
             self.attachment.restore()
 

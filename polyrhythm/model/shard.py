@@ -311,7 +311,7 @@ class Shard:
         for unit in self._units:
             if unit.slices[0].index not in missing:
                 unit.parameter.grad = gradient[unit.part][unit.begin : unit.end].view_as(unit.parameter)
-        self._runner.run(self.optimizer.step)
+        self._runner.run(self.optimizer, self.optimizer.step)
         for unit in self._units:
             unit.parameter.grad = None  # the gradient is lent: it may not outlive the reply
             if unit.parameter.data_ptr() != unit.place.data_ptr():  # the optimizer has replaced it

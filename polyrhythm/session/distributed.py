@@ -201,6 +201,7 @@ class DistributedSession(Session):
         given.check_owned()
         with self._blocking():
             parts.reattach()
+            parts.check_writes()
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
@@ -263,6 +264,8 @@ class DistributedSession(Session):
         for each in self.before_close:
             each()
         parts.reattach()
+        if self.rank == 0 and (note := parts.last_change()):
+            self._context.request(ShowNote(note))
         self._context.request(LastStep(parts.steps))
         with torch.no_grad():
             self._node.stopping.stepping = True  # it may fail half-way

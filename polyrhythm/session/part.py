@@ -122,10 +122,27 @@ class Parts:
         for part in self:
             part.driver.reattach()
 
+    def check_writes(self) -> None:
+        """Raises UsageError if the script has changed parameters that the next step would overwrite."""
+        for part in self:
+            if part.driver.writes is not None:
+                part.driver.writes.check()
+
+    def last_change(self) -> str | None:
+        """A note on parameters that the script has changed after the last step, if these changes are lost."""
+        for part in self:
+            name = None if part.driver.writes is None else part.driver.writes.changed()
+            if name is not None:
+                return (
+                    f"the script changed {name} after the last step: the result of the run has the values "
+                    f"from before, because under {self._strategy} a worker's parameters are copies"
+                )
+        return None
+
     def state_dict(self) -> State:
         """The states of all workers of strategies: the first by itself, if there is only one."""
         if len(self) == 1:
-            return {"worker": self.first.worker.state_dict()}
+            return {"worker": self.first.driver.state_dict()}
         self.on_meeting()  # before the first one waits for all workers
         return {"parts": [part.driver.state_dict() for part in self]}
 
@@ -134,7 +151,7 @@ class Parts:
         for part, each in zip(self, saved, strict=True):
             part.worker.load_state_dict(each)
             if part.driver.writes is not None:
-                part.driver.writes.forget()
+                part.driver.writes.written()
 
 
 def scoped(node: Node, count: int) -> list[Node]:

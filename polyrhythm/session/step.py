@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.replica_check import ReplicaCheck
+from polyrhythm.session.step_hooks import StepHooks
 from polyrhythm.session.write_check import WriteCheck
 
 
@@ -52,6 +53,8 @@ class StepDriver:
         self._observing = self._bucketed and several  # records the order in which gradients become ready
         self.check: ReplicaCheck | None = None
         self.writes: WriteCheck | None = None
+        own_step = context.processes and not worker.strategy.traits.uses_servers
+        self._hooks = StepHooks(replica.optimizer, own_step, context.install_random_state)
         self._complete = False  # backward is complete, and its step not yet taken
         self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
@@ -141,7 +144,10 @@ class StepDriver:
 
     def state_dict(self) -> State:
         """The worker's state. Gradients are not saved, so one that was exchanged is dropped."""
-        return self._worker.state_dict() if self._before_exchange is None else self._before_exchange
+        if self._before_exchange is not None:
+            return self._before_exchange
+        with nullcontext() if self.writes is None else self.writes.saving():
+            return self._worker.state_dict()
 
     def reattach(self) -> None:
         """Takes in parameters that the script has replaced, as by `p.data = ...`."""
@@ -194,6 +200,7 @@ class StepDriver:
     def _make_step(self, take: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = take(closure)
+            self._hooks.after_step(*_given(closure))
             if self.check is not None:
                 with torch.no_grad(), self._context.blocking():
                     self.check.after_step()
@@ -212,7 +219,7 @@ class StepDriver:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        self._step(closure)
         return loss
 
     def _step_with(self, closure: Callable[[], Any] | None) -> Any:
@@ -224,6 +231,7 @@ class StepDriver:
         if closure is None:
             raise UsageError("this optimizer needs a closure that computes the loss: optimizer.step(closure)")
         replica, losses = self._replica, []
+        self._hooks.before_step(closure)
 
         def evaluate() -> Any:
             self._complete = False
@@ -258,22 +266,24 @@ class StepDriver:
             self._peers.all_reduce(mean, op="mean")
         return mean.reshape(()) if isinstance(loss, Tensor) else mean.item()
 
-    def _step(self) -> None:
+    def _step(self, closure: Callable[[], Any] | None) -> None:
         replica = self._replica
         with torch.no_grad(), self._context.blocking():
             self.reattach()
             self._finish_gradient()
+            if self._hooks.before_step(*_given(closure)):
+                replica.gradients.gather()
             self._complete, self._before_exchange = False, None
             replica.steps += 1
             self.check_step()
             replica.check_finite(self._node.me)
             if self.writes is not None:
-                self.writes.before_step()
+                self.writes.check()
             self._node.stopping.before_step()
             with self.meter.step():
                 self._worker.step()
             if self.writes is not None:
-                self.writes.after_step()
+                self.writes.written()
 
     def _finish_gradient(self) -> None:
         """Exchanges the gradient, unless that was done at the end of backward."""
@@ -286,6 +296,11 @@ class StepDriver:
             self.complete(self._context.compute_time())
         if not self._exchanged:
             self._exchange()
+
+
+def _given(closure: Callable[[], Any] | None) -> tuple[Any, ...]:
+    """The arguments of `optimizer.step()`."""
+    return () if closure is None else (closure,)
 
 
 def _has_residual(strategy: Strategy) -> bool:

@@ -1,58 +1,114 @@
-"""WriteCheck: finds parameters that the script changes where the next pull would overwrite the change.
+"""WriteCheck: finds parameters that the script changes where the next step would overwrite the change.
 
-Under servers a worker's parameters are copies. `p.data.clamp_(...)` after a step changes only the copy, and
-leaves no trace in PyTorch. So checksums are compared at the first steps, and then every so often.
+Under servers a worker's parameters are copies, and under `broadcast` each step computes them from the updates
+of all workers. `p.data.clamp_(...)` after a step changes them only until then, and leaves no trace in
+PyTorch. So a few elements of each parameter are compared in every step, and all of them in the first steps
+and every so often.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.replica import Replica
 
-FIRST, EVERY = 3, 100  # steps
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+FIRST, EVERY = 3, 100  # the steps before which all elements are compared
+SAMPLED = 16  # elements of each parameter that are compared before all others
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size
 
 
 class WriteCheck:
-    """Compares the parameters before a step with those after the previous one."""
+    """Compares the parameters with those that the strategy wrote last."""
 
     def __init__(self, worker: Worker, replica: Replica) -> None:
         self._worker, self._replica = worker, replica
-        self._sums: list[int] = []  # none: not to be compared
-        self.after_step()
+        self._sampled = [_sample(replica, part) for part in range(len(replica.parameters))]
+        self.written()
 
-    def before_step(self) -> None:
-        """Raises UsageError if the script has changed parameters since `after_step`."""
-        if not self._sums:
-            return
-        layout = self._replica.layout
-        for piece, before, now in zip(layout.pieces, self._sums, self._checksums(), strict=True):
-            if now != before:
-                raise UsageError(
-                    f"the script changed {piece.name} outside optimizer.step(), and under "
-                    f"{self._worker.strategy} servers overwrite that: change it in step() of an optimizer of "
-                    "your own, which servers call, or use a strategy without servers, such as allreduce"
-                )
-
-    def after_step(self) -> None:
+    def written(self) -> None:
+        """Called when the strategy has written the parameters."""
         steps = self._replica.steps
+        self._elements = self._read()
         self._sums = self._checksums() if steps <= FIRST or steps % EVERY == 0 else []
 
-    def forget(self) -> None:
-        """Called when a saved state has been loaded."""
-        self._sums = []
+    def check(self) -> None:
+        """Raises UsageError if the script has changed parameters since `written`."""
+        name, strategy = self.changed(), self._worker.strategy
+        if name is None:
+            return
+        if strategy.traits.uses_servers:
+            raise UsageError(
+                f"the script changed {name} outside optimizer.step(), and under {strategy} servers overwrite "
+                "that: change it in step() of an optimizer of your own, which servers call, or use a "
+                "strategy without servers, such as allreduce"
+            )
+        raise UsageError(
+            f"the script changed {name} outside optimizer.step(), and under {strategy} the next step "
+            "overwrites that: parameters are computed from the updates of all workers; use a strategy that "
+            "keeps such changes, such as allreduce"
+        )
+
+    def changed(self) -> str | None:
+        """The name of the first parameter that the script has changed since `written`, if any."""
+        pieces = self._replica.layout.pieces
+        for part, (before, now) in enumerate(zip(self._elements, self._read(), strict=True)):
+            if not torch.equal(before, now):
+                different = int((before != now).any(1).nonzero()[0])
+                at = int(self._sampled[part][different])
+                return next(
+                    each.name for each in pieces if each.part == part and each.start <= at < each.stop
+                )
+        sums = self._checksums() if self._sums else []
+        return next(
+            (
+                piece.name
+                for piece, before, now in zip(pieces, self._sums, sums, strict=False)
+                if now != before
+            ),
+            None,
+        )
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Surrounds the saving of a state, in which some strategies write the parameters."""
+        rebuilds = self._worker.strategy.traits.rebuilds_parameters
+        if rebuilds:
+            self.check()
+        yield
+        if rebuilds:
+            self.written()
+
+    def _read(self) -> list[Tensor]:
+        """The bytes of the sampled elements, a row for each."""
+        vectors = zip(self._replica.parameters, self._sampled, strict=True)
+        return [vector[at].view(torch.uint8).view(len(at), vector.itemsize) for vector, at in vectors]
 
     def _checksums(self) -> list[int]:
         layout, vectors = self._replica.layout, self._replica.parameters
         flat = [vectors[piece.part][piece.start : piece.stop] for piece in layout.pieces]
-        return [int(each.view(_INTEGERS[each.itemsize]).sum()) for each in flat]
+        return [int(each.view(_INTEGERS.get(each.itemsize, torch.int64)).sum()) for each in flat]
+
+
+def _sample(replica: Replica, part: int) -> Tensor:
+    """The places of a few elements of each parameter in one of the flat vectors."""
+    found = [
+        torch.linspace(
+            piece.start, piece.stop - 1, min(SAMPLED, piece.stop - piece.start), dtype=torch.float64
+        )
+        for piece in replica.layout.pieces
+        if piece.part == part and piece.stop > piece.start
+    ]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *found]).long().to(replica.parameters[part].device)
 
 
 def write_check(worker: Worker, replica: Replica) -> WriteCheck | None:
     """The check of one part; None where the worker's own parameters are what is trained."""
-    strategy = worker.strategy
-    pulls = strategy.traits.uses_servers and strategy.exchanges == "gradients"
-    return WriteCheck(worker, replica) if pulls else None
+    traits = worker.strategy.traits
+    pulls = traits.uses_servers and worker.strategy.exchanges == "gradients"
+    return WriteCheck(worker, replica) if pulls or traits.rebuilds_parameters else None

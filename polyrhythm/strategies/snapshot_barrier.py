@@ -1,9 +1,9 @@
-"""SnapshotBarrier: where workers that are not in lockstep meet to save a consistent state.
+"""SnapshotBarrier: where workers that are not in lockstep meet to save or show a consistent state.
 
-Each worker arrives at the barrier when its script saves. It produces nothing new while it is there, so once
-all have arrived, all can get everything that was sent. Each then takes its snapshot, and none continues
-before all have taken theirs. They continue in rank order, as at the start of a run, so that a resumed
-simulation repeats the order of their steps.
+Each worker arrives at the barrier when its script saves, or calls `consensus()`. It produces nothing new
+while it is there, so once all have arrived, all can get everything that was sent. Each then takes its
+snapshot, and none continues before all have taken theirs. They continue in rank order, as at the start of a
+run, so that a resumed simulation repeats the order of their steps.
 
 Snapshots are numbered: a worker may already be at the next one while another still waits for the last reply
 of this one. A worker that has not started yet, or has finished, does not hold the others up. A worker that
@@ -42,7 +42,7 @@ class SnapshotBarrier:
             0,
             0,
         ]  # of the last snapshot that this worker has reached, and of the last that it has taken
-        self._saves = 0  # how often this worker has saved
+        self._calls = 0  # how often the script of this worker has come here
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
         self._held = HeldRequests(node)
 
@@ -66,13 +66,21 @@ class SnapshotBarrier:
         self._at = "idle"
         self._reply()
 
-    def come(self) -> bool:
-        """Called when the script saves. False if the other workers saved here before this one joined."""
-        self._saves += 1
-        return self._saves > self.numbers[1]
+    def come(self, join: bool = False) -> bool:
+        """Called when the script comes here. False if the others were here before this worker joined.
 
-    def take(self, save: Callable[[], None]) -> None:
-        """Waits until all workers have come and have everything, and calls `save` before any continues."""
+        `join`: then it takes part in a snapshot that others wait to take now, wherever in the script it is.
+        """
+        self._calls += 1
+        with self.node.lock():
+            awaited = any(each["what"] == "come" for each in self._held)
+        return self._calls > self.numbers[1] or (join and awaited)
+
+    def take(self, save: Callable[[], object], read: Callable[[], object] = lambda: None) -> None:
+        """Waits until all workers have come and have everything, and calls `save` before any continues.
+
+        `save` is called inside `node.lock()`, and `read` before it, without: it may request what others have.
+        """
         with self.node.lock():
             self.numbers[0] = self.numbers[1] + 1
             self._at = "waiting"
@@ -81,6 +89,7 @@ class SnapshotBarrier:
         with self.node.lock():
             self.numbers[0] = max(found)
         self._deliver_all()
+        read()
         with self.node.lock():
             save()
             self.numbers[1] = self.numbers[0]
@@ -115,8 +124,8 @@ class SnapshotBarrier:
                 late.append(str(peer))
         if late:
             raise WaitError(
-                f"{node.me} waits to save, but {', '.join(late)} did not: all workers must call "
-                "session.state_dict() at the same point of the script"
+                f"{node.me} waits for {', '.join(late)}: all workers must call session.consensus() and "
+                "session.state_dict() at the same points of the script"
             )
         return found
 

@@ -83,6 +83,29 @@ def prepared(session: pr.Session, model: nn.Module | None = None, **options: Any
 # --- the loop ---------------------------------------------------------------------------------------
 
 
+@feature("clipping the weights")
+def clipping_weights(session: pr.Session) -> None:
+    model, optimizer, batches = prepared(session)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+    # An outer momentum moves them on.
+    assert max(each.abs().max() for each in session.consensus().parameters()) < 0.2
+
+
+@feature("hooks of the optimizer")
+def hooks(session: pr.Session) -> None:
+    model, optimizer, batches = prepared(session)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(model, optimizer, batches, epochs=1)
+    assert calls and calls == ["before", "after"] * (len(calls) // 2)
+
+
 @feature("clipping the gradient")
 def clipping(session: pr.Session) -> None:
     model, optimizer, batches = prepared(session)

@@ -26,6 +26,8 @@ from tests.support.programs import MOMENTUM, SGD, Examples, Script, mlp
 from tests.support.rows import DEFAULTS, ROWS, Row
 from tests.support.runs import WORLDS, run_in
 
+BOTH = ONE, TWO = Peer("worker", 0), Peer("worker", 1)
+
 
 def lockstep(rows: list[Row]) -> list[Row]:
     return [row for row in rows if pr.parse(row.strategy).traits.lockstep]
@@ -167,8 +169,8 @@ def test_rounding_is_told_once_and_a_difference_always() -> None:
     reports = [summaries([one]), summaries([one * (1 + 1e-6)]), summaries([one * 1.1])]
     found = []
     for step, theirs in enumerate([1, 1, 2, 1], 1):
-        compare.compare(Peer("worker", 0), CompareReplica(0, step, reports[0], []))
-        found.append(compare.compare(Peer("worker", 1), CompareReplica(0, step, reports[theirs], [])))
+        compare.compare(ONE, CompareReplica(0, step, reports[0], []), BOTH)
+        found.append(compare.compare(TWO, CompareReplica(0, step, reports[theirs], []), BOTH))
     assert [(bool(each.other), each.rounding) for each in found] == [
         (True, True), (False, False), (True, False), (False, False),
     ]  # fmt: skip
@@ -178,11 +180,30 @@ def test_parts_and_steps_are_compared_with_their_like() -> None:
     """A worker that is a step ahead, or reports another part, is not compared with this one."""
     compare = ReplicaComparison()
     first = CompareReplica(0, 5, summaries([torch.ones(3)]), [{"lr": "0.1"}])
-    assert not compare.compare(Peer("worker", 0), first).other
+    assert not compare.compare(ONE, first, BOTH).other
     for other in (replace_struct(first, step=6), replace_struct(first, part=1)):
         different = replace_struct(other, tensors=summaries([torch.zeros(3)]), settings=[{"lr": "0.2"}])
-        assert not compare.compare(Peer("worker", 1), different).other
-    assert compare.compare(Peer("worker", 1), replace_struct(first, settings=[{"lr": "0.2"}])).theirs == "0.1"
+        assert not compare.compare(TWO, different, BOTH).other
+
+
+@pytest.mark.parametrize("ahead", [1, 17, 500])
+def test_workers_are_compared_however_far_one_is_ahead(ahead: int) -> None:
+    """And only reports are kept that a worker still has to be compared with; a dead one has none."""
+    compare = ReplicaComparison()
+    reports = [CompareReplica(part, 0, [], [{"lr": "0.1"}]) for part in range(20)]
+    for step in range(1, ahead + 1):
+        for report in reports:
+            assert not compare.compare(ONE, replace_struct(report, step=step), BOTH).other
+    assert compare.kept == 20 * ahead
+    different = replace_struct(reports[0], step=1, settings=[{"lr": "0.2"}])
+    assert compare.compare(TWO, different, BOTH).theirs == "0.1"
+    for step in range(1, ahead + 1):
+        for report in reports[:10]:
+            assert not compare.compare(TWO, replace_struct(report, step=step), BOTH).other
+    assert compare.kept == 10 * ahead
+    for report in reports:
+        compare.compare(ONE, replace_struct(report, step=ahead, over=True), [ONE])  # the other is dead
+    assert compare.kept == 0
 
 
 def replace_struct(report: CompareReplica, **fields: Any) -> CompareReplica:

@@ -1,4 +1,4 @@
-"""Parameters that a script changes outside `optimizer.step()`: right without servers, refused under them."""
+"""Parameters that a script changes outside `optimizer.step()`: kept, or refused where they would be lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from polyrhythm.session.context import session
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
@@ -30,6 +31,23 @@ def clip(model: nn.Module, step: int) -> None:
 def late(model: nn.Module, step: int) -> None:
     if step >= 20:
         clip(model, step)
+
+
+def once(model: nn.Module, step: int) -> None:
+    """In a step after which only some elements are compared."""
+    if step == 50:
+        clip(model, step)
+
+
+def init(model: nn.Module, step: int) -> None:
+    if step == 0:
+        nn.init.constant_(model[0].weight, 0.5)  # type: ignore[index, arg-type]
+
+
+def one(model: nn.Module, step: int) -> None:
+    """One element that is not among those that are compared in each step."""
+    if step == 100:
+        model[0].weight.data[0, 1].add_(1)  # type: ignore[index, union-attr]
 
 
 def first(model: nn.Module, step: int) -> None:
@@ -64,13 +82,13 @@ class Writing:
         self.write, self.dtype = write, dtype
 
     def __call__(self) -> None:
-        session = pr.init()
+        here = pr.init()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(self.dtype)
+        model = nn.Sequential(nn.Linear(30, 4), nn.Linear(4, 1)).to(self.dtype)
         make = torch.optim.SGD if self.write else ClippedSGD
-        rows = torch.ones(480, 3, dtype=self.dtype)
+        rows = torch.ones(480, 30, dtype=self.dtype)
         loader = DataLoader(TensorDataset(rows), batch_size=2)
-        model, optimizer, loader = session.prepare(model, make(model.parameters(), lr=0.01), loader)
+        model, optimizer, loader = here.prepare(model, make(model.parameters(), lr=0.01), loader)
         write = self.write or (lambda model, step: None)
         write(model, 0)
         for step, (x,) in enumerate(loader, 1):
@@ -91,19 +109,67 @@ class Writing:
         ("simulated", "dc-asgd", clip, torch.float32),
         ("simulated", "async+topk:0.3", clip, torch.float32),
         ("real", "async", late, torch.float32),
+        ("simulated", "async", once, torch.float32),
+        ("simulated", "async", one, torch.float32),
+        ("simulated", "broadcast", clip, torch.float32),
+        ("simulated", "broadcast", once, torch.bfloat16),
+        ("simulated", "broadcast", init, torch.float64),
+        ("simulated", "broadcast", one, torch.float32),
+        ("real", "broadcast", late, torch.float32),
     ],
     ids=name,
 )
-def test_a_change_that_servers_would_overwrite_is_refused(
+def test_a_change_that_the_next_step_would_overwrite_is_refused(
     world: str, strategy: str, write: Callable[..., None], dtype: torch.dtype
 ) -> None:
     with pytest.raises(pr.PolyrhythmError, match=r"changed 0\.weight outside .* such as allreduce$"):
         run_in(world, Writing(write, dtype), strategy=strategy, workers=2)
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild"])
+@pytest.mark.parametrize(
+    "strategy", ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild", "broadcast"]
+)
 def test_values_that_are_put_back_are_fine(strategy: str) -> None:
     run_in("simulated", Writing(swap), strategy=strategy, workers=2)
+
+
+@pytest.mark.parametrize("strategy", ["async", "broadcast", "allreduce", "adpsgd"])
+def test_changes_after_the_last_step_are_shown_or_told(strategy: str, tmp_path: Path, capsys: Any) -> None:
+    """As with averaged weights that are copied back at the end. `consensus()` has them, or is refused."""
+    lost = pr.parse(strategy).traits.rebuilds_parameters or pr.parse(strategy).traits.uses_servers
+
+    def main() -> None:
+        here = pr.init()
+        model = nn.Linear(3, 1)
+        model, optimizer = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+        here.consensus()
+        with torch.no_grad():
+            nn.init.constant_(model.weight, 0.5)
+        if lost:
+            with pytest.raises(pr.PolyrhythmError, match=r"changed weight outside optimizer\.step\(\)"):
+                here.consensus()
+        else:
+            assert bool((here.consensus().weight == 0.5).all())
+
+    result = trained(run_in("simulated", main, strategy=strategy, workers=2, runs=tmp_path))
+    assert bool((result["weight"] == 0.5).all()) != lost
+    note = "the script changed weight after the last step: the result of the run has the values from before"
+    assert capsys.readouterr().err.count(note) == lost
+
+
+@pytest.mark.parametrize("strategy", ["async", "broadcast"])
+def test_saving_between_steps_changes_nothing_in_the_check(strategy: str) -> None:
+    def save(model: nn.Module, step: int) -> None:
+        if step in (1, 2, 30):
+            here = session.get()
+            assert here is not None
+            here.state_dict()
+
+    run_in("simulated", Writing(save), strategy=strategy, workers=2)
 
 
 @pytest.mark.parametrize(

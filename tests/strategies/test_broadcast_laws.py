@@ -119,7 +119,8 @@ class Training:
             model, optimizer, DataLoader(examples, batch_size=4, shuffle=True)
         )
         self.workers[here.rank, incarnation] = here._worker
-        here.log(before=Script.loss(here.consensus(), examples))
+        if not incarnation:
+            here.log(before=Script.loss(model, examples))  # all workers start with the same parameters
         for _ in range(self.epochs):
             for x, y in loader:
                 time.sleep(self.pause)
@@ -179,7 +180,7 @@ def test_broadcast_replicas_end_with_the_sum_of_all_pulses(
         assert equal(worker.broadcast.log.counts, total)
         assert equal(watch.total(worker), total)
     first = plane.workers[0]
-    shown = first.consensus()
+    shown = first._write_parameters(first.replica.consensus_vectors())
     for start, count, made in zip(first.base, total, shown, strict=True):
         assert start.element_size() >= 4
         assert torch.equal(made, (start + 0.25 * count.to(start.dtype)).to(made.dtype))
@@ -499,15 +500,16 @@ def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     watch: Watch, tmp_path: Path, seed: int
 ) -> None:
     """With delays, stragglers, crashes and rejoins, the workers that are left at the end have the same
-    messages, each once, and so the same bits."""
+    messages, each once, and so the same bits. Of 216 steps, each divided by up to 8 workers, some end in the
+    residual of a worker that dies, and still the loss falls."""
     workers, strategy, cluster = troubled(seed)
-    training = Training()
+    training = Training(epochs=9)
     summary = run_in(
         "simulated", training, strategy=strategy, workers=workers, runs=tmp_path, cluster=cluster, seed=seed
     )
-    assert summary["samples"] >= 3 * 96 and summary["batches_undone"] == 0
-    first = next(row["before"] for row in summary.metrics if "before" in row)  # replacements log it later
-    assert summary["metrics"]["after"] < 1.05 * first  # few steps, and some of them by workers that die
+    assert summary["samples"] >= 9 * 96 and summary["batches_undone"] == 0
+    first = next(row["before"] for row in summary.metrics if "before" in row)  # others begin after a warm-up
+    assert summary["metrics"]["after"] < 0.85 * first
     ends = digests(summary)
     assert len(set(ends.values())) == 1
     incarnations = dict(sorted(training.workers))  # the last of each rank

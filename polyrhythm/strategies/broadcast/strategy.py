@@ -56,10 +56,11 @@ class Broadcast(Strategy):
     to 16 steps, and go in one message. Messages that a worker does not confirm are merged, by origin, into
     one or two that are no longer than $k$.
 
-    To save its state all workers call `session.state_dict()` at the same place, and wait there until all know
-    the same messages: $k$ is saved with $r$, so no pulse is lost and none counts twice. A replacement skips
-    the places where the others saved before it joined. Saving ends the warm-up, and so does a call
-    in which workers wait for each other, such as `session.mean()`; a resumed run has none.
+    All workers call `session.consensus()` and `session.state_dict()` at the same places, and wait there until
+    all know the same messages. So the consensus is one model, and as $k$ is saved with $r$, no pulse is lost
+    and none counts twice. A replacement skips the places where the others were before it joined. These calls
+    end the warm-up, and so does any in which workers wait for each other, such as `session.mean()`; a resumed
+    run has none.
 
     - `tau`: the size of a pulse
     - `pulses`: many: send all whole multiples of tau, so that $r$ stays below tau; one, as in the paper: send
@@ -243,14 +244,19 @@ class BroadcastWorker(Worker):
         broadcast.settling.settle({broadcast.origin: broadcast.sent})
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
-        """The pulses that this worker knows now. Others may know more, but no parameters contradict these.
+        """The parameters when all workers have come here and have all pulses, so all get the same.
 
-        When all have finished, they get all pulses first, so all have the same parameters.
+        A replacement that runs through past epochs does not wait: it has the pulses that it knows now.
         """
+        self.update = ()  # its memory is free between two steps
+        into, barrier = self.replica.consensus_vectors(), self.broadcast.barrier
         if final:
             self.broadcast.settling.agree()
-        self.update = ()  # its memory is free between two steps
-        return self._write_parameters(self.replica.consensus_vectors())
+        elif barrier.come(join=True):
+            self.warmup.wait_for_all()
+            barrier.take(lambda: self._write_parameters(into))
+            return into
+        return self._write_parameters(into)
 
     # --- saving -------------------------------------------------------------------------------------
 

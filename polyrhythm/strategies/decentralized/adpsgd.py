@@ -47,8 +47,8 @@ class ADPSGD(Decentralized):
     meanwhile, so only updates move the sum of all $x$. Staleness counts the averages between the start of a
     gradient and its step.
 
-    To save, all workers call `session.state_dict()` at the same place and wait there for each other. Averages
-    on their way are finished first, so each saves its own $x$.
+    All workers call `session.consensus()` and `session.state_dict()` at the same places, and wait there for
+    each other. Averages on their way are finished first, so each shows or saves its own $x$.
 
     - `topology`: which workers are neighbors, as for `gossip`
 
@@ -223,7 +223,17 @@ class AdPsgdWorker(DecentralizedWorker):
     def _shape(self) -> list[tuple[object, int]]:
         return _shape(self.replica.parameters)
 
-    # --- saved state --------------------------------------------------------------------------------
+    # --- the mean, and saved state ------------------------------------------------------------------
+
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
+        if not final:
+            self.join_barrier()
+        if final or not self.barrier.come(join=True):
+            return super().consensus(final)
+        self.join()  # once all have done this, x stays as it is on all workers
+        mean: list[Sequence[Tensor]] = []
+        self.barrier.take(lambda: None, read=lambda: mean.append(super(AdPsgdWorker, self).consensus()))
+        return mean[0]
 
     def join_barrier(self) -> None:
         """Blocks until a replacement takes part in snapshots."""

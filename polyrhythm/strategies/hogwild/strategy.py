@@ -127,6 +127,10 @@ class HogWildWorker(Worker):
         if final:
             counted, lost = self.tally.result()
             self.node.log(UpdatesLost(counted, lost, lost / max(counted, 1)))
+        elif self.barrier.come(join=True):
+            shown = self.replica.consensus_vectors()
+            self.barrier.take(lambda: copied(self.replica.parameters, shown))
+            return shown
         return self.replica.parameters
 
     def state_dict(self) -> State:
@@ -195,8 +199,12 @@ class LockedHogWildWorker(HogWildWorker):
         self.release()  # in case that the last forward pass led to no step
         super().finish()
 
-    def state_dict(self) -> State:
+    def consensus(self, final: bool = False) -> Sequence[Tensor]:
         self.release()  # others must be able to reach the barrier
+        return super().consensus(final)
+
+    def state_dict(self) -> State:
+        self.release()
         return super().state_dict()
 
     def release(self) -> None:
