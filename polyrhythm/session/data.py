@@ -231,7 +231,7 @@ class SharedLoader(DataLoader[Any]):
                 self._training.note(NO_TRAINING)
             self._left_early = not complete
             self._sharing.end(complete)
-            self._finish_epoch(complete)
+            self._finish_epoch(left=None if complete else ended)
         else:
             self._looked = ended
             self._sharing.peeked(ended.given)
@@ -244,7 +244,7 @@ class SharedLoader(DataLoader[Any]):
         trained = self._training.passes != looked.passes
         self._sharing.trained(trained)
         if trained:
-            self._finish_epoch(complete=False)
+            self._finish_epoch(left=looked)
         else:
             self._training.on_unused(self.progress.count.examples - looked.begun.examples)
             self.progress.undo(looked.begun)
@@ -256,11 +256,13 @@ class SharedLoader(DataLoader[Any]):
         looked = self._looked  # and trained afterwards?
         return self._left_early or (looked is not None and self._training.passes != looked.passes)
 
-    def _finish_epoch(self, complete: bool) -> None:
+    def _finish_epoch(self, left: _Iteration | None) -> None:
+        """The next iteration is the next epoch; `left`: the script has left this one early."""
+        if left is not None:  # the others leave it after as many batches, unless the script is unusual
+            used, batches = left.given * self._sharing.apart, self._order.count(self.epoch)
+            self.progress.leave(left.begun.run + min(used, batches))
         self.epoch += 1
         self._start = 0
-        if not complete:
-            self.progress.leave()
 
     # --- saving -------------------------------------------------------------------------------------
 

@@ -101,8 +101,12 @@ class Order(ABC):
 
     def before(self, number: int) -> int:
         """How many batches the epochs before this one have had, if all are as long as a known one."""
-        drawn = [self._drawn[each].count for each in (number, number - 1) if each in self._drawn]
+        drawn = (self.count(each) for each in (number, number - 1))
         return number * next((count for count in drawn if count < ENDLESS), 0)
+
+    def count(self, number: int) -> int:
+        """How many batches an epoch has, as far as it is known."""
+        return self._drawn[number].count if number in self._drawn else ENDLESS
 
     def forget(self, number: int) -> None:
         """Draws an epoch again when it is needed again: until then its sampler may change."""

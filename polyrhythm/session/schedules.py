@@ -88,8 +88,9 @@ class Progress:
         self.count = count
         self.epochs -= bool(self.given)
 
-    def leave(self) -> None:
-        """The script has left an epoch early: the batches that it has not seen do not count."""
+    def leave(self, run: int) -> None:
+        """The script has left an epoch early, and only what all workers have used of it counts."""
+        self.count = self.count._replace(run=max(self.count.run, run))
         self._start = None
 
     def position(self, count: Count) -> int | None:

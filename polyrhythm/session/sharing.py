@@ -54,6 +54,7 @@ class Sharing(ABC):
     """Decides which batches of an epoch one worker gets."""
 
     borrows = False  # True if the worker may get examples of another worker, which do not count
+    apart = 1  # workers whose batches the position of a batch does not tell
 
     @abstractmethod
     def length(self, order: Order) -> int:
@@ -116,7 +117,8 @@ class LeasedSharing(Sharing):
     """Leases batches from the coordinator, a few at a time."""
 
     def __init__(self, workers: int, coordinator: Coordination) -> None:
-        self._workers, self._coordinator = workers, coordinator
+        self.apart = self._workers = workers
+        self._coordinator = coordinator
         self._given: list[tuple[int, int]] = []  # epoch and number of each batch that the script has got
         self._ahead: deque[tuple[int, int]] = deque()  # leased, and not given to the script yet
 
