@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from polyrhythm.coordination.call_order import CallOrder
 from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
@@ -31,6 +32,7 @@ from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import (
     BeginEpoch,
     CompareReplica,
+    EnterCall,
     ExamplesDue,
     Farewell,
     Gather,
@@ -98,6 +100,7 @@ class Coordinator:
         self._replicas = ReplicaComparison()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
+        self._calls = CallOrder(self.membership, launcher, self._refuse)
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
         self._preparing = Preparing()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
@@ -107,7 +110,8 @@ class Coordinator:
             ShareEpoch: self._share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
             BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
-            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self.ended.end,
+            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
+            EnterCall: self._calls.enter,
             ShowNote: _noted(lambda note: launcher.say(note.text)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
@@ -122,7 +126,7 @@ class Coordinator:
     def set_strategy(self, strategy: ResolvedStrategy) -> None:
         """Sets the strategy of the run, and starts its servers."""
         self.strategy = self.ended.strategy = strategy
-        self._gathers.keep = strategy.traits.survives
+        self._gathers.keep, self._calls.lockstep = strategy.traits.survives, strategy.traits.lockstep
         servers = self.plan.servers or int(strategy.traits.uses_servers)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
@@ -216,6 +220,10 @@ class Coordinator:
         if not last:
             self.leave(peer, "finished")
 
+    def _end_script(self, peer: Peer, request: LastStep, respond: Respond) -> None:
+        self.ended.end(peer, request, respond)
+        self._calls.end(peer)
+
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
@@ -287,6 +295,7 @@ class Coordinator:
         dead, joined = membership.current(peer), peer in membership.members
         membership.mark_dead(peer)
         done = self._finish.lose(peer)
+        self._calls.lose(peer)
         again = not done and not self.ending.stopping and self._launcher.replace(peer)
         if not again and not self.digest and not membership.others(peer):
             # Servers or shared memory still hold the parameters, and a worker has to send them.

@@ -223,6 +223,14 @@ class Gather(Request[Gathered], frozen=True, tag="gather"):
     steps: int = 0  # that this worker has taken
 
 
+class EnterCall(Request[None], frozen=True, tag="call"):
+    """The script makes a call that all workers make together."""
+
+    point: str  # equal on all workers
+    text: str  # the call with its line in the script
+    exchanges: int = 0  # that this worker has begun in training
+
+
 class ShowNote(Request[None], frozen=True, tag="note"):
     """Something that a person should know about this run, in one line."""
 
@@ -309,8 +317,8 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, ShowNote, LastStep, StepsDone, LeaveRun, WhoIsLate,
-        CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, ShowNote, LastStep, StepsDone, LeaveRun,
+        WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

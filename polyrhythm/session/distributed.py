@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,9 +44,11 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.places import Call, call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvaged
+from polyrhythm.session.script_calls import ScriptCalls
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -72,7 +74,7 @@ class DistributedSession(Session):
         self._node.mesh = here.plan.mesh
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
-        self._exchange = Exchange(here, welcome.workers)
+        self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
         self.rank = here.me.rank
         self.workers = welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
@@ -101,7 +103,9 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
+        with self._calls.entered(call("session.prepare()", anywhere=True)):
+            self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
+        self._calls.exchanges = lambda: parts.exchanges
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         data.balance = planned_balance(self._context, parts, self.workers, self._gather)
@@ -111,6 +115,7 @@ class DistributedSession(Session):
             for part in parts:
                 _watch(part, self._late, self._blocking)
                 data.watch(part)
+                part.driver.check_exchange = self._calls.check
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)
@@ -171,13 +176,15 @@ class DistributedSession(Session):
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
-    def _gather(self, value: Any, point: str) -> list[Any]:
+    def _gather(self, value: Any, call: Call) -> list[Any]:
         if self._parts is None:
-            return self._exchange.gather(value, point, 0)
-        with self._parts.first.driver.meter.exchange():  # to wait is not to compute
+            with self._calls.entered(call):
+                return self._exchange.gather(value, call.point, 0)
+        # To wait is not to compute.
+        with self._calls.entered(call), self._parts.first.driver.meter.exchange():
             with self._blocking():
                 self._parts.on_meeting()
-            return self._exchange.gather(value, point, self._parts.steps)
+            return self._exchange.gather(value, call.point, self._parts.steps)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)
@@ -199,7 +206,9 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
-        with self._blocking():
+        together = self._exchanges_in_consensus(parts)
+        waits = self._calls.entered(call("session.consensus()")) if together else nullcontext()
+        with waits, self._blocking():
             parts.reattach()
             parts.check_writes()
             if self._norms is not None:
@@ -212,6 +221,12 @@ class DistributedSession(Session):
                     replica.abandon_consensus()
                 raise
             return one_or_all(self._consensus_models(vectors))
+
+    def _exchanges_in_consensus(self, parts: Parts) -> bool:
+        """True if workers wait for each other in `consensus`; all are at the same step then."""
+        traits = self.strategy.traits
+        differ = not traits.uses_servers and not all(part.worker.replicas_equal for part in parts)
+        return traits.lockstep and self.workers > 1 and (differ or self._norms is not None)
 
     def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
         assert self._copies is not None

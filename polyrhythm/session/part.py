@@ -96,6 +96,11 @@ class Parts:
         return sum(replica.steps for replica in self.replicas)
 
     @property
+    def exchanges(self) -> int:
+        """The exchanges of all parts so far; see `StepDriver.exchanges`."""
+        return sum(part.driver.exchanges for part in self)
+
+    @property
     def samples(self) -> int:
         """The examples that this worker has trained on. All parts are trained on the same ones."""
         return self.first.replica.samples

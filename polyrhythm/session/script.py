@@ -10,6 +10,7 @@ from polyrhythm.core.stopping import RunStopped, Stopping
 from polyrhythm.session.context import session
 from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.session.patches import installed
+from polyrhythm.session.places import located, place_of_error
 
 
 def run_script(script: Callable[[], None], stopping: Stopping) -> None:
@@ -24,6 +25,11 @@ def run_script(script: Callable[[], None], stopping: Stopping) -> None:
     if not isinstance(mine, DistributedSession):
         raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
     mine.close()
+
+
+def explained(error: PolyrhythmError) -> str:
+    """The message of an error; that of a wrong use with the line of the script."""
+    return located(str(error), place_of_error(error)) if isinstance(error, UsageError) else str(error)
 
 
 def salvage(error: Exception) -> None:

@@ -103,7 +103,7 @@ def test_script_misuse_is_reported_in_one_line_without_traceback(
 ) -> None:
     """A script that uses polyrhythm wrongly is told so without a traceback."""
     expected, line = SCRIPT_MISTAKES[mistake]
-    code, error = request(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
+    code, error = request(capfd, command, MISTAKES, "-q", "--runs", str(tmp_path), "--", mistake)
     assert re.search(line, error)
     assert code == expected
 
