@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -47,7 +48,7 @@ from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.places import Call, call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
-from polyrhythm.session.salvage import salvaged
+from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
@@ -80,6 +81,8 @@ class DistributedSession(Session):
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
+        self.stopping, self._salvaging = self._node.stopping, threading.Lock()
+        self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
@@ -315,7 +318,7 @@ class DistributedSession(Session):
         parts, copies = self._parts, self._copies
         if parts is None or copies is None or not parts.steps:
             return
-        with self._blocking():
+        with self._salvaging, self._blocking():
             intact = untouched or not self._node.stopping.stepping
             found = salvaged(self.strategy, self._context.me, [part.worker for part in parts], intact)
             parts.first.driver.meter.report()

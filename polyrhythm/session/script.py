@@ -36,5 +36,6 @@ def salvage(error: Exception) -> None:
     """The run has failed: saves what this worker has trained, unless another worker does."""
     mine = session.get()
     if isinstance(mine, DistributedSession):
+        mine.stopping.salvaging.set()
         with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be saved
             mine.salvage(untouched=isinstance(error, PeerLost) and error.untouched)

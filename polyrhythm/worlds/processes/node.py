@@ -193,6 +193,7 @@ class ProcessNode(Node):
             ThreadTask(self._tell_coordinator, (StepsTaken(steps),))
         if self.stopping.alone and not alone:
             self.transport.abandon()
+            ThreadTask(self.stopping.on_abandoned, ())
 
     def _update_members(self, notice: Notice) -> None:
         peer, members = notice.peer, self.members
