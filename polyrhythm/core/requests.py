@@ -231,6 +231,13 @@ class EnterCall(Request[None], frozen=True, tag="call"):
     exchanges: int = 0  # that this worker has begun in training
 
 
+class FileSaved(Request[None], frozen=True, tag="saved"):
+    """The script has saved a file by `session.save`, after so many steps of this worker."""
+
+    path: str
+    step: int
+
+
 class ShowNote(Request[None], frozen=True, tag="note"):
     """Something that a person should know about this run, in one line."""
 
@@ -317,8 +324,8 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, ShowNote, LastStep, StepsDone, LeaveRun,
-        WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, ShowNote, LastStep, StepsDone,
+        LeaveRun, WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

@@ -157,7 +157,11 @@ class Session:
         """
         if self.is_main:
             save_atomically(value, path)
+            self._note_saved(path)
         self._gather(None, call(f'session.save("{Path(path).name}")'))
+
+    def _note_saved(self, path: str | os.PathLike[str]) -> None:
+        """Worker 0 has saved a file."""
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         """The values of all workers that are alive, by rank."""

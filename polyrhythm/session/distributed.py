@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
+    FileSaved,
     LastStep,
     LeaveRun,
     LogMetrics,
@@ -178,6 +180,9 @@ class DistributedSession(Session):
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
+
+    def _note_saved(self, path: str | os.PathLike[str]) -> None:
+        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         if self._parts is None:

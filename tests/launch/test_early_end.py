@@ -150,6 +150,23 @@ def test_a_worker_that_hangs_does_not_keep_the_others_from_saving(tmp_path: Path
     check_kept(summary, error)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_path: Path) -> None:
+    def script() -> None:
+        Steps(AT, slope, lr=0.1, size=5)()
+        session = context.session.get()
+        assert session is not None
+        session.save("a checkpoint", tmp_path / "own.pt")
+        fail()
+
+    with pytest.raises(pr.PolyrhythmError) as caught:
+        run_in(world, script, workers=2, runs=tmp_path, name="it")
+    (note,) = caught.value.__notes__
+    assert f"; the script saved {tmp_path}/own.pt at step {AT}; to continue, load one of them" in note
+    summary = json.loads((tmp_path / "it" / "summary.json").read_text())
+    assert summary["last_saved"] == {"path": f"{tmp_path}/own.pt", "step": AT}
+
+
 @pytest.mark.parametrize(("strategy", "source"), [("async", "the servers"), ("allreduce", "all workers")])
 def test_a_run_whose_workers_all_evaluate_keeps_its_model(
     strategy: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
