@@ -39,7 +39,6 @@ from polyrhythm.core.requests import (
     Gather,
     JoinRun,
     LastStep,
-    LateReply,
     LeaveRun,
     LogMetrics,
     NodeFailed,
@@ -59,6 +58,8 @@ from polyrhythm.core.requests import (
     Welcome,
     WhereIsData,
     WhoIsLate,
+    WhoIsLost,
+    WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
 
@@ -91,13 +92,13 @@ class Coordinator:
         self.clock = clock
         self.membership = Membership()
         self.ending = Ending(launcher, self.membership)
-        self.data = DataSharing(plan.workers, self.membership, self._log, self._refuse)
+        self._finish = Finish()
+        self.data = DataSharing(plan.workers, self.membership, self._finish.done, self._log, self._refuse)
         self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
         self.digest = ""  # of the final parameters
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
-        self._finish = Finish()
         self._replicas = ReplicaComparison()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
@@ -108,11 +109,12 @@ class Coordinator:
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
-            ShareEpoch: self._share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
+            ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
             BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
             EnterCall: self._calls.enter,
+            WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
             FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
             ShowNote: _noted(lambda note: launcher.say(note.text)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
@@ -187,10 +189,6 @@ class Coordinator:
         assert self.strategy is not None
         self.data.take_lease(peer, request, self.strategy.traits.max_lease, respond)
 
-    def _share_epoch(self, peer: Peer, request: ShareEpoch, respond: Respond) -> None:
-        self.data.share_epoch(peer, request, respond)
-        self.data.begin(self._finish.done)
-
     def _note_due(self, peer: Peer, request: ExamplesDue, respond: Respond) -> None:
         self.tally.due[self.membership.current(peer)] = request.samples
         respond(None)
@@ -228,7 +226,7 @@ class Coordinator:
 
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
-        respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
+        respond(WorkerNames([str(each) for each in sorted(self.membership.members) if each not in waiting]))
 
     def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
         dead = Peer("worker", request.rank), request.incarnation
@@ -368,7 +366,7 @@ class Coordinator:
     def _advance(self) -> None:
         """Replies to workers that wait for others, if the others are done or gone."""
         self._gathers.advance()
-        self.data.begin(self._finish.done)
+        self.data.begin()
         if not self.membership.expected:
             self._finish.advance(self.membership.workers)
 

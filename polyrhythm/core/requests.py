@@ -81,7 +81,7 @@ class Farewell(msgspec.Struct, frozen=True):
     last: bool  # this worker has to send the final parameters
 
 
-class LateReply(msgspec.Struct, frozen=True):
+class WorkerNames(msgspec.Struct, frozen=True):
     workers: list[str]
 
 
@@ -263,10 +263,16 @@ class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
     reply: ClassVar[Any] = Farewell
 
 
-class WhoIsLate(Request[LateReply], frozen=True, tag="late"):
+class WhoIsLate(Request[WorkerNames], frozen=True, tag="late"):
     """Requests the workers that others wait for, at the start of an epoch or at the end."""
 
-    reply: ClassVar[Any] = LateReply
+    reply: ClassVar[Any] = WorkerNames
+
+
+class WhoIsLost(Request[WorkerNames], frozen=True, tag="lost"):
+    """Requests the workers that have died and will not be replaced."""
+
+    reply: ClassVar[Any] = WorkerNames
 
 
 class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
@@ -325,7 +331,8 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
         ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, ShowNote, LastStep, StepsDone,
-        LeaveRun, WhoIsLate, CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
+        LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult, NodeFailed,
+        ReleaseMemory, Report,
     )
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from polyrhythm.core.requests import (
     OfferResult,
     ShowNote,
     StepsDone,
+    WhoIsLost,
 )
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
@@ -256,6 +257,7 @@ class DistributedSession(Session):
             "strategy": str(self.strategy),
             "layout": parts.layout,
             "workers": self.workers,
+            "lost": self._context.request(WhoIsLost()).workers if self.strategy.traits.survives else [],
             "data": data,
             **states,
         }
