@@ -76,6 +76,18 @@ def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
     return handle
 
 
+def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
+    """Says each note once, also if several workers have it."""
+    said: set[str] = set()
+
+    def show(note: ShowNote) -> None:
+        if note.text not in said:
+            said.add(note.text)
+            say(note.text)
+
+    return show
+
+
 class Coordinator:
     """One run, from the first node that joins to the summary."""
 
@@ -116,7 +128,7 @@ class Coordinator:
             EnterCall: self._calls.enter,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
             FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
-            ShowNote: _noted(lambda note: launcher.say(note.text)),
+            ShowNote: _noted(_once(launcher.say)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: lambda peer, replica, respond: respond(

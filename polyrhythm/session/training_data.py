@@ -146,8 +146,8 @@ class TrainingData:
         return sum(loader.examples for loader in self._evaluated)
 
     def note(self, text: str) -> None:
-        """Tells the person something about the data, once and by worker 0 only."""
-        if self._rank == 0 and text not in self._noted:
+        """Tells the person something about the data. The coordinator shows it once for all workers."""
+        if text not in self._noted:
             self._noted.add(text)
             self._context.request(ShowNote(text))
 
