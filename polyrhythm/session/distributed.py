@@ -186,14 +186,12 @@ class DistributedSession(Session):
         self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
-        if self._parts is None:
-            with self._calls.entered(call):
-                return self._exchange.gather(value, call.point, 0)
-        # To wait is not to compute.
-        with self._calls.entered(call), self._parts.first.driver.meter.exchange():
-            with self._blocking():
-                self._parts.on_meeting()
-            return self._exchange.gather(value, call.point, self._parts.steps)
+        parts = self._parts
+        with self._calls.entered(call), parts.first.driver.meter.exchange() if parts else nullcontext():
+            if parts:
+                with self._blocking():
+                    parts.on_meeting()
+            return self._exchange.gather(value, call.point, parts.steps if parts else 0)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)
@@ -215,7 +213,7 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
-        together = self._exchanges_in_consensus(parts)
+        together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
         waits = self._calls.entered(call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
             parts.reattach()
@@ -230,12 +228,6 @@ class DistributedSession(Session):
                     replica.abandon_consensus()
                 raise
             return one_or_all(self._consensus_models(vectors))
-
-    def _exchanges_in_consensus(self, parts: Parts) -> bool:
-        """True if workers wait for each other in `consensus`; all are at the same step then."""
-        traits = self.strategy.traits
-        differ = not traits.uses_servers and not all(part.worker.replicas_equal for part in parts)
-        return traits.lockstep and self.workers > 1 and (differ or self._norms is not None)
 
     def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
         assert self._copies is not None

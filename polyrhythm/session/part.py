@@ -116,6 +116,12 @@ class Parts:
             if isinstance(part.worker, OnMembership):
                 part.worker.on_membership(ranks, number)
 
+    def exchange_in_consensus(self, buffers: bool) -> bool:
+        """True if workers wait for each other in `consensus`, all at the same step; with `buffers` to agree on."""
+        traits = self._strategy.traits
+        differ = not traits.uses_servers and not all(part.worker.replicas_equal for part in self)
+        return traits.lockstep and (differ or buffers)
+
     def on_meeting(self) -> None:
         """Called before this worker waits for all others."""
         for part in self:

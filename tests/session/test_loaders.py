@@ -556,7 +556,7 @@ def test_a_loader_that_is_read_without_training_is_noted_once_by_any_worker(
 
 @pytest.mark.parametrize("strategy", ["gossip", "push", "noloco:4"])
 def test_the_length_of_a_loader_follows_the_workers_that_share_the_epoch(strategy: str) -> None:
-    """A worker dies in the first epoch: from the next one on the others get longer shares, and `len` says so."""
+    """A worker dies in the first epoch: in the next ones the others get longer shares, and `len` says so."""
     lengths: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
 
     def main() -> None:
