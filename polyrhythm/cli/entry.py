@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from polyrhythm import __version__
 from polyrhythm.cli import bench, codecs, events, explain, join, run, simulate, strategies
+from polyrhythm.cli.other_options import instead
 from polyrhythm.core.errors import PolyrhythmError
 
 _EXAMPLES = """\
@@ -37,6 +38,9 @@ A strategy or codec of your own is a class in your script, or in a module named 
 The script needs three lines: import polyrhythm, session = polyrhythm.init(), and
 model, optimizer, loader = session.prepare(model, optimizer, loader).
 """
+
+
+TRAINING = ("run", "join", "simulate")  # the commands whose options resemble those of other launchers
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = given[given.index("--") + 1 :]
         given = given[: given.index("--")]
     top = parser()
+    if given[:1] and given[0] in TRAINING and (wrong := instead(given)):
+        top.exit(2, f"{top.prog}: {wrong}; see {top.prog} {given[0]} --help\n")
     options, unknown = top.parse_known_args(given)
     if unknown:
         _refuse(top, options, unknown)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from polyrhythm.coordination.call_order import CallOrder
 from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
@@ -31,12 +32,13 @@ from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import (
     BeginEpoch,
     CompareReplica,
+    EnterCall,
     ExamplesDue,
     Farewell,
+    FileSaved,
     Gather,
     JoinRun,
     LastStep,
-    LateReply,
     LeaveRun,
     LogMetrics,
     NodeFailed,
@@ -56,6 +58,8 @@ from polyrhythm.core.requests import (
     Welcome,
     WhereIsData,
     WhoIsLate,
+    WhoIsLost,
+    WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
 
@@ -70,6 +74,18 @@ def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
         note(request)
 
     return handle
+
+
+def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
+    """Says each note once, also if several workers have it."""
+    said: set[str] = set()
+
+    def show(note: ShowNote) -> None:
+        if note.text not in said:
+            said.add(note.text)
+            say(note.text)
+
+    return show
 
 
 class Coordinator:
@@ -88,27 +104,31 @@ class Coordinator:
         self.clock = clock
         self.membership = Membership()
         self.ending = Ending(launcher, self.membership)
-        self.data = DataSharing(plan.workers, self.membership, self._log, self._refuse)
+        self._finish = Finish()
+        self.data = DataSharing(plan.workers, self.membership, self._finish.done, self._log, self._refuse)
         self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
         self.digest = ""  # of the final parameters
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
-        self._finish = Finish()
         self._replicas = ReplicaComparison()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
+        self._calls = CallOrder(self.membership, launcher, self._refuse)
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
         self._preparing = Preparing()
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
-            ShareEpoch: self._share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
+            ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
             BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
-            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self.ended.end,
-            ShowNote: _noted(lambda note: launcher.say(note.text)),
+            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
+            EnterCall: self._calls.enter,
+            WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
+            FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
+            ShowNote: _noted(_once(launcher.say)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: lambda peer, replica, respond: respond(
@@ -122,7 +142,7 @@ class Coordinator:
     def set_strategy(self, strategy: ResolvedStrategy) -> None:
         """Sets the strategy of the run, and starts its servers."""
         self.strategy = self.ended.strategy = strategy
-        self._gathers.keep = strategy.traits.survives
+        self._gathers.keep, self._calls.lockstep = strategy.traits.survives, strategy.traits.lockstep
         servers = self.plan.servers or int(strategy.traits.uses_servers)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
@@ -181,10 +201,6 @@ class Coordinator:
         assert self.strategy is not None
         self.data.take_lease(peer, request, self.strategy.traits.max_lease, respond)
 
-    def _share_epoch(self, peer: Peer, request: ShareEpoch, respond: Respond) -> None:
-        self.data.share_epoch(peer, request, respond)
-        self.data.begin(self._finish.done)
-
     def _note_due(self, peer: Peer, request: ExamplesDue, respond: Respond) -> None:
         self.tally.due[self.membership.current(peer)] = request.samples
         respond(None)
@@ -216,9 +232,13 @@ class Coordinator:
         if not last:
             self.leave(peer, "finished")
 
+    def _end_script(self, peer: Peer, request: LastStep, respond: Respond) -> None:
+        self.ended.end(peer, request, respond)
+        self._calls.end(peer)
+
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
-        respond(LateReply([str(each) for each in sorted(self.membership.members) if each not in waiting]))
+        respond(WorkerNames([str(each) for each in sorted(self.membership.members) if each not in waiting]))
 
     def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
         dead = Peer("worker", request.rank), request.incarnation
@@ -287,6 +307,7 @@ class Coordinator:
         dead, joined = membership.current(peer), peer in membership.members
         membership.mark_dead(peer)
         done = self._finish.lose(peer)
+        self._calls.lose(peer)
         again = not done and not self.ending.stopping and self._launcher.replace(peer)
         if not again and not self.digest and not membership.others(peer):
             # Servers or shared memory still hold the parameters, and a worker has to send them.
@@ -357,7 +378,7 @@ class Coordinator:
     def _advance(self) -> None:
         """Replies to workers that wait for others, if the others are done or gone."""
         self._gathers.advance()
-        self.data.begin(self._finish.done)
+        self.data.begin()
         if not self.membership.expected:
             self._finish.advance(self.membership.workers)
 

@@ -29,11 +29,13 @@ class DataSharing:
         self,
         workers: int,
         membership: Membership,
+        done: Collection[Peer],
         log: Callable[[Event], None],
         fail: Callable[[str], None],
     ) -> None:
         self.leases, self.cohorts = Leases(), Cohorts(workers)
         self._membership, self._log, self._fail = membership, log, fail
+        self._done = done  # workers that have taken their last step
         self._orders: dict[tuple[int, int], tuple[Peer, str]] = {}  # by loader and epoch: who drew it first
         self._resumed: dict[int, dict[Peer, ResumeData]] = {}  # by loader
         self._resuming: dict[int, ReplyBarrier[None]] = {}
@@ -106,16 +108,17 @@ class DataSharing:
             )
 
     def share_epoch(self, peer: Peer, request: ShareEpoch, respond: Callable[[ShareReply], None]) -> None:
-        """A worker wants to begin an epoch; `begin` replies."""
+        """A worker wants to begin an epoch. The reply comes when it begins."""
         self._begun.setdefault(request.loader, set()).add(peer)
         if self._mixed(request.loader):
             return
         incarnation = self._membership.incarnations[peer]
         self.cohorts.request(peer, incarnation, request.loader, request.epoch, respond)
+        self.begin()
 
-    def begin(self, done: Collection[Peer]) -> None:
+    def begin(self) -> None:
         """Begins the epochs that all workers have requested, except those that are done."""
-        training = (each for each in self._membership.workers if each not in done)
+        training = (each for each in self._membership.workers if each not in self._done)
         self.cohorts.reply({each: self._membership.incarnations[each] for each in training})
 
     def lose(self, peer: Peer, reason: str) -> int:

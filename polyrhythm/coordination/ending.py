@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher
 from polyrhythm.core.errors import Interrupted
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import Farewell
+from polyrhythm.core.requests import Farewell, FileSaved
 
 INTERRUPTED = "interrupted"
 
@@ -36,6 +37,7 @@ class Ending:
         self.keeps = False  # workers have something that can be saved
         self.stopping = False  # interrupted: the workers stop after a step that they agree on
         self.source = ""  # in a failed run: who had the parameters that were saved
+        self.last_file: FileSaved | None = None  # that the script has saved itself
         self._saving = False  # the run has failed, and a worker may still send parameters
         self._saver: tuple[Peer, str] | None = None  # the worker that sends them, and whose they are
         self._steps: dict[Peer, int] = {}  # how many steps each worker has taken
@@ -99,12 +101,14 @@ class Ending:
         """Why the run ended before its scripts did, also if its workers have stopped in order."""
         return self.failure or (Failure(INTERRUPTED, Interrupted.exit_code) if self.stopping else None)
 
-    def summary(self) -> dict[str, str]:
+    def summary(self) -> dict[str, Any]:
         """How the run ended: for its summary."""
-        outcome = self.outcome
+        outcome, file = self.outcome, self.last_file
         if outcome is None:
             return {"ended": "finished"}
-        source = {"source": self.source} if self.source else {}
+        source: dict[str, Any] = {"source": self.source} if self.source else {}
+        if file is not None:
+            source["last_saved"] = {"path": file.path, "step": file.step}
         if outcome.exit_code == Interrupted.exit_code:
             return {"ended": INTERRUPTED, **source}
         return {"ended": "failed", "error": outcome.message, **source}

@@ -104,6 +104,11 @@ class Membership:
         self.gone.pop(peer, None)
         self.incarnations[peer] += 1
 
+    @property
+    def lost_for_good(self) -> list[str]:
+        """The workers that have died and will not be replaced."""
+        return [str(peer) for peer in sorted({dead for dead, _ in self.dead} & self.gone.keys())]
+
     # --- memory of the dead -------------------------------------------------------------------------
 
     def hold(self, dead: Incarnation, workers_too: bool) -> bool:

@@ -179,10 +179,14 @@ def find(kind: str, known: Mapping[str, type[Made]], choice: str, others: Iterab
         return known[name]
     import difflib
 
+    from polyrhythm.core.other_names import instead
+
     names = sorted({*known, *others})
     near = difflib.get_close_matches(name.lower(), names, n=1)
     wrong = f"unknown {kind} {name!r}" if name else f"no {kind} is named"
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = (kind == "strategy" and instead(name, names)) or (f"did you mean {near[0]!r}?" if near else "")
+    hint = f"; {hint}" if hint else ""
+    hint += "" if hint.endswith("?") else "."
     raise (UnknownName if name else UsageError)(f"{wrong}{hint} Known: {', '.join(names) or 'none'}")
 
 
@@ -191,7 +195,7 @@ def make(cls: type[Made], choice: str, **values: Any) -> Made:
     types = {option.name: option.type for option in options(cls)}
     _, colon, rest = choice.partition(":")
     if colon and not rest.strip(" "):
-        raise UsageError("nothing after the colon")
+        raise UsageError(f"nothing after the colon; leave it out, or set a field: {_names(types)}")
     for place, item in enumerate(rest.split(",") if rest else ()):
         name, equals, value = (part.strip(" ") for part in item.partition("="))
         if not name:

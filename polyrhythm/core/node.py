@@ -25,6 +25,7 @@ from polyrhythm.core.events import Event
 from polyrhythm.core.group import Group, Task
 from polyrhythm.core.mesh import Axis, Mesh
 from polyrhythm.core.message import Field, Message, Reply
+from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.stopping import Stopping
 
@@ -118,9 +119,9 @@ class Node(ABC):
     stopping: Stopping  # whether the run ends early, and where this worker stops
     cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
     mesh: Mesh  # set when it has joined the run
-    # Called in any thread when another worker has taken its last step, with their number. Returns an error
-    # that ends the run, or an empty string.
-    on_done: Callable[[Peer, int], str] | None = None
+    # By kind of notice: called in any thread when another worker is done or waits. Returns an error that ends
+    # the run, or an empty string.
+    on_notice: dict[str, Callable[[Notice], str]]
 
     @property
     def rank(self) -> int:

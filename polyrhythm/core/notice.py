@@ -11,17 +11,18 @@ from polyrhythm.core.peer import Peer
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """A node has left, joined or taken its last step; the run is over: every worker is gone and none will
-    come; or the run ends early: workers stop after a step that they agree on, or each where it is, because
-    the run has failed."""
+    """A node has left, joined, taken its last step or made a call that all workers make together; the run is
+    over: every worker is gone and none will come; or the run ends early: workers stop after a step that they
+    agree on, or each where it is, because the run has failed."""
 
-    kind: Literal["left", "joined", "done", "over", "stop", "abandon"]
+    kind: Literal["left", "joined", "done", "waits", "over", "stop", "abandon"]
     role: str = ""
     rank: int = 0
     incarnation: int = 0
-    reason: str = ""  # of one that has left
+    reason: str = ""  # of one that has left; the call of one that waits
     address: str = ""  # of one that has joined
-    steps: int = 0  # of one that is done
+    steps: int = 0  # of one that is done; the exchanges that one which waits has begun
+    calls: int = 0  # that one which waits has made before
     step: int = -1  # the step after which all workers stop; -1: they report where they are
 
     @staticmethod

@@ -81,7 +81,7 @@ class Farewell(msgspec.Struct, frozen=True):
     last: bool  # this worker has to send the final parameters
 
 
-class LateReply(msgspec.Struct, frozen=True):
+class WorkerNames(msgspec.Struct, frozen=True):
     workers: list[str]
 
 
@@ -223,6 +223,21 @@ class Gather(Request[Gathered], frozen=True, tag="gather"):
     steps: int = 0  # that this worker has taken
 
 
+class EnterCall(Request[None], frozen=True, tag="call"):
+    """The script makes a call that all workers make together."""
+
+    point: str  # equal on all workers
+    text: str  # the call with its line in the script
+    exchanges: int = 0  # that this worker has begun in training
+
+
+class FileSaved(Request[None], frozen=True, tag="saved"):
+    """The script has saved a file by `session.save`, after so many steps of this worker."""
+
+    path: str
+    step: int
+
+
 class ShowNote(Request[None], frozen=True, tag="note"):
     """Something that a person should know about this run, in one line."""
 
@@ -248,10 +263,16 @@ class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
     reply: ClassVar[Any] = Farewell
 
 
-class WhoIsLate(Request[LateReply], frozen=True, tag="late"):
+class WhoIsLate(Request[WorkerNames], frozen=True, tag="late"):
     """Requests the workers that others wait for, at the start of an epoch or at the end."""
 
-    reply: ClassVar[Any] = LateReply
+    reply: ClassVar[Any] = WorkerNames
+
+
+class WhoIsLost(Request[WorkerNames], frozen=True, tag="lost"):
+    """Requests the workers that have died and will not be replaced."""
+
+    reply: ClassVar[Any] = WorkerNames
 
 
 class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
@@ -309,8 +330,9 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, ShowNote, LastStep, StepsDone, LeaveRun, WhoIsLate,
-        CompareReplica, StepsTaken, OfferResult, NodeFailed, ReleaseMemory, Report,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, ShowNote, LastStep, StepsDone,
+        LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult, NodeFailed,
+        ReleaseMemory, Report,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ A run that has failed cannot agree on anything. Then each worker stops where it 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from polyrhythm.core.notice import Notice
 
@@ -28,6 +29,8 @@ class Stopping:
         self.steps = 0  # calls of `optimizer.step()` that are complete
         self.stepping = False  # inside one, or one has failed: the parameters may be half changed
         self.alone = False  # the run has failed, and nobody waits for others any longer
+        self.on_abandoned: Callable[[], None] = lambda: None  # called in a thread when the run has failed
+        self.salvaging = threading.Event()  # the script has ended, and what it has is being saved
         self._asked = False
         self._last: int | None = None  # the step after which all workers stop
         self._decided = threading.Event()

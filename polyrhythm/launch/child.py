@@ -19,7 +19,7 @@ from polyrhythm.core.requests import NodeFailed
 from polyrhythm.launch import program
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, world_context
-from polyrhythm.session.script import run_script, salvage
+from polyrhythm.session.script import explained, run_script, salvage
 from polyrhythm.session.seeds import start_script
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.transport import Transport
@@ -69,7 +69,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
 def _explain(me: Peer, error: Exception) -> tuple[str, int]:
     """An error message and the exit code; prints the traceback of an error that the script has made."""
     if isinstance(error, PolyrhythmError):
-        return str(error), error.exit_code
+        return explained(error), error.exit_code
     traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
     return f"{me} failed: {type(error).__name__}: {error}", 1
 

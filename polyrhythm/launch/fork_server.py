@@ -55,6 +55,7 @@ class ForkServer:
                 self._socket.close()
                 for each in private:
                     os.close(each.detach())
+                _show_as("pr fork server")
                 _Server(there, program, config).run(mask)
             finally:
                 os._exit(0)

@@ -88,14 +88,17 @@ class RunResult(Mapping[str, Any]):
 
 def kept(summary: Mapping[str, Any]) -> str:
     """A line for the user of a run that ended early: what is left of it, and how to continue."""
-    folder = summary["folder"]
+    folder, file = summary["folder"], summary.get("last_saved")
+    saved = f"; the script saved {file['path']} at step {file['step']:,}" if file else ""
     if not summary["digest"]:
-        return f"{folder} has the summary, metrics and logs, but no model; to keep one, save it: {GUIDE}"
+        remedy = f"load that file: {GUIDE}" if file else f"to keep one, save it: {GUIDE}"
+        return f"{folder} has the summary, metrics and logs, but no model{saved}; {remedy}"
     path = summary.get("parameters", f"{folder}/{PARAMETERS}")
     whose = summary.get("source", "")
     of = f" of {whose}" if whose else ""
     seen = f"{summary['steps']:,} steps of all workers"
-    return f"the model{of} after {seen} is in {path}; to continue, load it before session.prepare(): {GUIDE}"
+    then = f"to continue, load {'one of them' if file else 'it'} before session.prepare(): {GUIDE}"
+    return f"the model{of} after {seen} is in {path}{saved}; {then}"
 
 
 GUIDE = "docs/how-to/save-and-resume.md"

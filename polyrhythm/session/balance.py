@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.part import Parts
+from polyrhythm.session.places import Call, call
 from polyrhythm.session.sharing import LockstepSharing, Place
 
 FIRST = 5  # steps before the first exchange
@@ -26,7 +27,7 @@ EVERY = 32  # steps between two exchanges
 GAIN = 0.05  # a division changes if rounds become shorter by this share: noise shall not change it
 LEAST = 2  # examples of a worker: BatchNorm cannot train on one
 
-Gather = Callable[[Any, str], list[Any]]  # the values of all workers, by rank; and where it is called
+Gather = Callable[[Any, Call], list[Any]]  # the values of all workers, by rank; and where it is called
 START: Place = (0, 0)
 WHOLE = (
     "--balance divides batches by the speeds of workers, but those of this DataLoader stay as they are, "
@@ -96,7 +97,8 @@ class Balance:
         # The median, because a step may include an evaluation, or the compilation of the model.
         mine = statistics.median(self._measured) if self._measured else 0.0
         self._measured = []
-        found = self._gather([mine, [each.drawn for each in self._sharings]], "optimizer.step()")
+        here = call("optimizer.step()", anywhere=True)
+        found = self._gather([mine, [each.drawn for each in self._sharings]], here)
         shares = by_speed([seconds for seconds, _ in found], self._divisions[-1].shares)
         if shares is None:
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from polyrhythm.core.node import Node
@@ -77,6 +80,10 @@ class WorldContext(ABC):
     def wait_in_pass(self, wait: Callable[[], None]) -> None:
         """Blocks on other nodes inside a forward pass, or inside a backward pass run by `run_backward`."""
         wait()
+
+    def script_frame(self) -> FrameType | None:
+        """Where the script of this node is now; called in any thread."""
+        return sys._current_frames().get(threading.main_thread().ident or 0)
 
     @abstractmethod
     def flush(self) -> None:

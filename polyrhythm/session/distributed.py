@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
+    FileSaved,
     LastStep,
     LeaveRun,
     LogMetrics,
     OfferResult,
     ShowNote,
     StepsDone,
+    WhoIsLost,
 )
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
@@ -44,9 +48,11 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.places import Call, call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
-from polyrhythm.session.salvage import salvaged
+from polyrhythm.session.salvage import salvage_beside, salvaged
+from polyrhythm.session.script_calls import ScriptCalls
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -72,12 +78,14 @@ class DistributedSession(Session):
         self._node.mesh = here.plan.mesh
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
-        self._exchange = Exchange(here, welcome.workers)
+        self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
         self.rank = here.me.rank
         self.workers = welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
+        self.stopping, self._salvaging = self._node.stopping, threading.Lock()
+        self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
@@ -101,7 +109,9 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
+        with self._calls.entered(call("session.prepare()", anywhere=True)):
+            self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
+        self._calls.exchanges = lambda: parts.exchanges
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
         data.balance = planned_balance(self._context, parts, self.workers, self._gather)
@@ -111,6 +121,7 @@ class DistributedSession(Session):
             for part in parts:
                 _watch(part, self._late, self._blocking)
                 data.watch(part)
+                part.driver.check_exchange = self._calls.check
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)
@@ -171,13 +182,16 @@ class DistributedSession(Session):
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
-    def _gather(self, value: Any, point: str) -> list[Any]:
-        if self._parts is None:
-            return self._exchange.gather(value, point, 0)
-        with self._parts.first.driver.meter.exchange():  # to wait is not to compute
-            with self._blocking():
-                self._parts.on_meeting()
-            return self._exchange.gather(value, point, self._parts.steps)
+    def _note_saved(self, path: str | os.PathLike[str]) -> None:
+        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
+
+    def _gather(self, value: Any, call: Call) -> list[Any]:
+        parts = self._parts
+        with self._calls.entered(call), parts.first.driver.meter.exchange() if parts else nullcontext():
+            if parts:
+                with self._blocking():
+                    parts.on_meeting()
+            return self._exchange.gather(value, call.point, parts.steps if parts else 0)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)
@@ -199,7 +213,9 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
-        with self._blocking():
+        together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
+        waits = self._calls.entered(call("session.consensus()")) if together else nullcontext()
+        with waits, self._blocking():
             parts.reattach()
             parts.check_writes()
             if self._norms is not None:
@@ -233,6 +249,7 @@ class DistributedSession(Session):
             "strategy": str(self.strategy),
             "layout": parts.layout,
             "workers": self.workers,
+            "lost": self._context.request(WhoIsLost()).workers if self.strategy.traits.survives else [],
             "data": data,
             **states,
         }
@@ -300,7 +317,7 @@ class DistributedSession(Session):
         parts, copies = self._parts, self._copies
         if parts is None or copies is None or not parts.steps:
             return
-        with self._blocking():
+        with self._salvaging, self._blocking():
             intact = untouched or not self._node.stopping.stepping
             found = salvaged(self.strategy, self._context.me, [part.worker for part in parts], intact)
             parts.first.driver.meter.report()

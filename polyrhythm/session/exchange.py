@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -20,14 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import polyrhythm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import Gather
 from polyrhythm.model.packing import pack, unpack
 from polyrhythm.session.context import WorldContext
 
 _REPLY = 1 << 19  # bytes of values in one reply
-_OURS = str(Path(polyrhythm.__file__).parent)
 
 
 class Exchange:
@@ -54,14 +51,6 @@ class Exchange:
     def _round(self, piece: bytes, point: str, steps: int) -> list[bytes]:
         number, self._begun = self._begun, self._begun + 1
         return self._context.request(Gather(number, point, piece, steps)).values
-
-
-def place_of_call(name: str) -> str:
-    """A call of the session and the line of the script that it is in."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{name} in line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
 
 
 def checked(value: Any, name: str) -> Any:

@@ -64,6 +64,12 @@ def check_saved(state: Mapping[str, Any], strategy: Strategy, layout: str, worke
         raise UsageError(f"this state was saved under {state.get('strategy')}, but this run uses {strategy}")
     if state["layout"] != layout:
         raise UsageError("this state was saved with a different model or different parameter groups")
+    if lost := ", ".join(state.get("lost", [])):
+        raise UsageError(
+            f"this state was saved after {lost} had died, and its part of the run is missing: load model and "
+            "optimizer before session.prepare() and leave out session.load_state_dict(); then any number of "
+            "workers can continue"
+        )
     if (saved := state["workers"]) != workers:
         raise UsageError(
             f"this state was saved by {saved} workers, but this run has {workers}: use --workers {saved}"

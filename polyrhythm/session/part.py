@@ -96,6 +96,11 @@ class Parts:
         return sum(replica.steps for replica in self.replicas)
 
     @property
+    def exchanges(self) -> int:
+        """The exchanges of all parts so far; see `StepDriver.exchanges`."""
+        return sum(part.driver.exchanges for part in self)
+
+    @property
     def samples(self) -> int:
         """The examples that this worker has trained on. All parts are trained on the same ones."""
         return self.first.replica.samples
@@ -110,6 +115,12 @@ class Parts:
         for part in self:
             if isinstance(part.worker, OnMembership):
                 part.worker.on_membership(ranks, number)
+
+    def exchange_in_consensus(self, buffers: bool) -> bool:
+        """True if workers wait for each other in `consensus`, all at the same step; with `buffers` to agree on."""
+        traits = self._strategy.traits
+        differ = not traits.uses_servers and not all(part.worker.replicas_equal for part in self)
+        return traits.lockstep and (differ or buffers)
 
     def on_meeting(self) -> None:
         """Called before this worker waits for all others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.core.errors import PolyrhythmError
@@ -12,8 +12,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.core.peer import Peer
+    from polyrhythm.core.stopping import Stopping
     from polyrhythm.core.strategy import Strategy
     from polyrhythm.core.worker import Worker
+
+
+SCRIPT = 1.0  # seconds for the script to come to a call of the session, which then saves
+
+
+def salvage_beside(stopping: Stopping, salvage: Callable[[], None]) -> Callable[[], None]:
+    """A function for a thread of a run that has failed: saves what there is while the script is elsewhere.
+
+    The script may be in an evaluation, or anywhere else where no call of the session can stop it.
+    """
+
+    def save() -> None:
+        if not stopping.salvaging.wait(SCRIPT):
+            with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be saved
+                salvage()
+
+    return save
 
 
 class Salvaged(NamedTuple):

@@ -259,7 +259,7 @@ class Schedules:
         ):
             self._note(PER_BATCH.format(name=type(scheduler).__name__))
 
-    def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, str], list[Any]]) -> None:
+    def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, Call], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""
         prepared = _Prepared(scheduler, type(scheduler).step, Pace(self._loaders))
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -294,14 +294,17 @@ class Schedules:
         for _ in range(count if end is None else min(count, end - scheduler.last_epoch)):
             prepared.step(scheduler)
 
-    def _averaging(self, prepared: _Prepared, gather: Callable[[Any, str], list[Any]]) -> Callable[..., None]:
+    def _averaging(
+        self, prepared: _Prepared, gather: Callable[[Any, Call], list[Any]]
+    ) -> Callable[..., None]:
         evaluated = 0  # at the last call
 
         def averaged(scheduler: LRScheduler, metrics: Any, *rest: Any, **named: Any) -> None:
             nonlocal evaluated
             before, evaluated = evaluated, self._evaluated()
             mine = float(metrics), evaluated - before, sum(each.examples for each in prepared.settle().news())
-            prepared.step(scheduler, mean_metric(gather(mine, "scheduler.step()")), *rest, **named)
+            found = gather(mine, call("scheduler.step()", anywhere=True))
+            prepared.step(scheduler, mean_metric(found), *rest, **named)
 
         return averaged
 

@@ -10,6 +10,7 @@ from polyrhythm.core.stopping import RunStopped, Stopping
 from polyrhythm.session.context import session
 from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.session.patches import installed
+from polyrhythm.session.places import located, place_of_error
 
 
 def run_script(script: Callable[[], None], stopping: Stopping) -> None:
@@ -26,9 +27,15 @@ def run_script(script: Callable[[], None], stopping: Stopping) -> None:
     mine.close()
 
 
+def explained(error: PolyrhythmError) -> str:
+    """The message of an error; that of a wrong use with the line of the script."""
+    return located(str(error), place_of_error(error)) if isinstance(error, UsageError) else str(error)
+
+
 def salvage(error: Exception) -> None:
     """The run has failed: saves what this worker has trained, unless another worker does."""
     mine = session.get()
     if isinstance(mine, DistributedSession):
+        mine.stopping.salvaging.set()
         with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be saved
             mine.salvage(untouched=isinstance(error, PeerLost) and error.untouched)

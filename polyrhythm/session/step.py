@@ -56,6 +56,7 @@ class StepDriver:
         own_step = context.processes and not worker.strategy.traits.uses_servers
         self._hooks = StepHooks(replica.optimizer, own_step, context.install_random_state)
         self._complete = False  # backward is complete, and its step not yet taken
+        self._exchanging = False  # the exchange of the gradient has begun
         self._exchanged = False  # that gradient has been exchanged
         self._accumulating = False
         self._depth = 0  # of nested backward passes
@@ -65,6 +66,8 @@ class StepDriver:
         self._may_drop = not alone and self._on_gradient is not None and _has_residual(worker.strategy)
         self._before_exchange: State | None = None  # of the worker, since the last step
         self.check_step: Callable[[], None] = lambda: None  # called when a step begins
+        self.check_exchange: Callable[[], None] = lambda: None  # called before the worker may wait for others
+        self.exchanges = 0  # so far; in lockstep as many on all workers at the same point of the script
         self.after_step: Callable[[], None] | None = None
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -129,6 +132,7 @@ class StepDriver:
                 if self._on_gradient is not None:
                     self._on_gradient()
                 self._replica.gradients.recover()
+            self._exchanging = False
 
     def sum_in_pass(self, tensor: Tensor) -> None:
         """Sums a tensor over all workers in the middle of a forward or backward pass."""
@@ -168,6 +172,8 @@ class StepDriver:
     def _exchange(self, seconds: float = 0.0) -> None:
         """Lets the worker exchange the gradient before the script uses it."""
         gradients = self._replica.gradients
+        if self._on_gradient is not None:
+            self._begin_exchange()
         if self._bucketed:
             # A third of a step is forward; the rest is divided among buckets by their elements.
             spans = [seconds * (bucket.share * 2 / 3) for bucket in gradients.buckets[1:]]
@@ -182,7 +188,7 @@ class StepDriver:
             with self.meter.exchange():
                 self._on_gradient()
         gradients.bind()
-        self._exchanged = True
+        self._exchanged, self._exchanging = True, False
         if self._observing:
             self._observing = False
             rest = reversed(range(len(self._replica.layout.pieces)))
@@ -192,6 +198,7 @@ class StepDriver:
 
     def _begin(self, bucket: Bucket) -> None:
         assert self._on_bucket is not None
+        self._begin_exchange()
         with torch.no_grad():
             self._on_bucket(bucket.gradient, bucket is self._replica.gradients.buckets[-1])
 
@@ -246,6 +253,7 @@ class StepDriver:
         with torch.no_grad(), self._context.blocking():
             replica.steps += 1
             replica.closure = evaluate
+            self._count_exchange()
             self._node.stopping.before_step()
             try:
                 with self.meter.step():
@@ -279,11 +287,21 @@ class StepDriver:
             replica.check_finite(self._node.me)
             if self.writes is not None:
                 self.writes.check()
+            self._count_exchange()
             self._node.stopping.before_step()
             with self.meter.step():
                 self._worker.step()
             if self.writes is not None:
                 self.writes.written()
+
+    def _begin_exchange(self) -> None:
+        if not self._exchanging:  # or it began while backward ran
+            self._exchanging = True
+            self._count_exchange()
+
+    def _count_exchange(self) -> None:
+        self.exchanges += 1
+        self.check_exchange()
 
     def _finish_gradient(self) -> None:
         """Exchanges the gradient, unless that was done at the end of backward."""

@@ -13,6 +13,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.last_step import ended_early
 from polyrhythm.core.lease import Lease
+from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import (
     DataPosition,
@@ -82,7 +83,7 @@ class TrainingData:
             None  # in lockstep: a worker that has ended, after so many steps
         )
         if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
-            context.node.on_done = self._on_done
+            context.node.on_notice["done"] = self._on_done
 
     @property
     def left_early(self) -> bool:
@@ -111,9 +112,10 @@ class TrainingData:
         if self._ended is not None and (wrong := self._beyond(*self._ended)):
             raise UsageError(wrong)
 
-    def _on_done(self, peer: Peer, steps: int) -> str:
-        self._ended = peer, steps
-        return self._beyond(peer, steps)  # the step that this worker is in would wait for the other
+    def _on_done(self, notice: Notice) -> str:
+        assert notice.peer is not None
+        self._ended = notice.peer, notice.steps
+        return self._beyond(*self._ended)  # the step that this worker is in would wait for the other
 
     def _beyond(self, peer: Peer, steps: int) -> str:
         mine = self._parts.steps
@@ -144,8 +146,8 @@ class TrainingData:
         return sum(loader.examples for loader in self._evaluated)
 
     def note(self, text: str) -> None:
-        """Tells the person something about the data, once and by worker 0 only."""
-        if self._rank == 0 and text not in self._noted:
+        """Tells the person something about the data. The coordinator shows it once for all workers."""
+        if text not in self._noted:
             self._noted.add(text)
             self._context.request(ShowNote(text))
 

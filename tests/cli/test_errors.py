@@ -36,6 +36,23 @@ COMMANDS = {
     "the first": (["-s", "broadcast:first=9,warmup=2", "-n", "3"], 2, "first is at most 3, the number of"),
     "a graph of others": (["-s", "gossip:0-1/1-2"], 2, "names worker 2, and the 2 workers are 0 to 1"),
     "a grid": (["-s", "adpsgd:torus", "-n", "3"], 2, r"an odd grid, one row of 3; 4 \(2x2\) would work"),
+    "DDP": (["-s", "ddp"], 2, "unknown strategy 'ddp'; it is called 'allreduce' here. Known: "),
+    "a sharded model": (
+        ["-s", "FSDP"],
+        2,
+        "FSDP keeps a part of the parameters on each .* use allreduce. Known",
+    ),
+    "a comma": (["-s", "local,8"], 2, r"unknown strategy 'local,8'; did you mean 'local:8'\? Known"),
+    "parentheses": (["-s", "diloco(50)"], 2, r"did you mean 'diloco:50'\?"),
+    "only a colon": (["-s", "diloco:"], 2, "nothing after the colon; leave it out, or set a field: period"),
+    "torchrun": (
+        ["--nproc-per-node", "4"],
+        2,
+        "--nproc-per-node is not an option here; write --workers 4; see",
+    ),
+    "torchrun with _": (["--nproc_per_node=4"], 2, "--nproc_per_node is not .* write --workers 4"),
+    "mpirun": (["-np", "4"], 2, "-np is not an option here; write --workers 4; see"),
+    "torchrun on machines": (["--nnodes", "2"], 2, "--nnodes is not .* `polyrhythm join`"),
     "no workers": (["-n", "0"], 2, "workers is 0; there must be 1 or more"),
     "workers in words": (["-n", "two"], 2, "--workers: invalid int value: 'two'; see .* --help"),
     "fewer than no servers": (["--servers", "-1"], 2, "servers is -1; there cannot be fewer than 0"),
@@ -103,7 +120,7 @@ def test_script_misuse_is_reported_in_one_line_without_traceback(
 ) -> None:
     """A script that uses polyrhythm wrongly is told so without a traceback."""
     expected, line = SCRIPT_MISTAKES[mistake]
-    code, error = request(capfd, command, MISTAKES, "--runs", str(tmp_path), "--", mistake)
+    code, error = request(capfd, command, MISTAKES, "-q", "--runs", str(tmp_path), "--", mistake)
     assert re.search(line, error)
     assert code == expected
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
+from polyrhythm.session import context
 from tests.support.combine import few
 from tests.support.programs import Steps
 from tests.support.runs import WORLDS, run_in
@@ -147,6 +148,50 @@ def test_a_worker_that_hangs_does_not_keep_the_others_from_saving(tmp_path: Path
     assert isinstance(error, KeyboardInterrupt)
     assert summary["source"] == "the servers"
     check_kept(summary, error)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_path: Path) -> None:
+    def script() -> None:
+        Steps(AT, slope, lr=0.1, size=5)()
+        session = context.session.get()
+        assert session is not None
+        session.save("a checkpoint", tmp_path / "own.pt")
+        fail()
+
+    with pytest.raises(pr.PolyrhythmError) as caught:
+        run_in(world, script, workers=2, runs=tmp_path, name="it")
+    (note,) = caught.value.__notes__
+    assert f"; the script saved {tmp_path}/own.pt at step {AT}; to continue, load one of them" in note
+    summary = json.loads((tmp_path / "it" / "summary.json").read_text())
+    assert summary["last_saved"] == {"path": f"{tmp_path}/own.pt", "step": AT}
+
+
+@pytest.mark.parametrize(("strategy", "source"), [("async", "the servers"), ("allreduce", "all workers")])
+def test_a_run_whose_workers_all_evaluate_keeps_its_model(
+    strategy: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker comes to a call of the session in time: what it has is saved beside the script."""
+    monkeypatch.setattr("polyrhythm.launch.early_end.EarlyEnd._patience", lambda self: 0.1)
+    launcher = os.getpid()
+
+    def script() -> None:
+        Steps(AT, slope, lr=0.1, size=5)()
+        session = context.session.get()
+        assert session is not None
+        session.barrier()
+        if session.is_main:
+            os.kill(launcher, signal.SIGINT)
+        time.sleep(600)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_in("real", script, strategy=strategy, workers=2, runs=tmp_path, name="it")
+    summary = json.loads((tmp_path / "it" / "summary.json").read_text())
+    check_kept(summary, caught.value)
+    assert (summary["ended"], summary["source"]) == ("interrupted", source)
+    if strategy == "allreduce":
+        finished = run_in("real", Steps(AT, slope, lr=0.1, size=5), strategy=strategy, workers=2)
+        assert summary["digest"] == finished["digest"]
 
 
 @pytest.mark.parametrize("world", WORLDS)

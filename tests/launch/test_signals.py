@@ -104,6 +104,9 @@ def test_ctrl_c_and_sigterm_end_the_run_with_exit_code_130(
     # Two processes: the launcher, and the one that imports torch.
     wait_until(run.trains if stage != "starting" else lambda: len(run.processes()) == 2)
     sockets = run.sockets()
+    if stage == "training":  # `ps` and `pgrep` tell them apart
+        names = sorted(each.name() for each in run.processes() if each.pid != run.launcher.pid)
+        assert names == ["pr fork server", "pr server 0", "pr worker 0", "pr worker 1"]
     os.killpg(run.launcher.pid, number)
     _, error = run.launcher.communicate(timeout=SOON)
     assert run.launcher.returncode == 130

@@ -194,8 +194,8 @@ def kinds(session: pr.Session) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[pr.Session], Any], str]] = {
-    "one skips it": (one_skips, "worker 1 is at session.mean() in line"),
-    "two places": (two_places, "all workers must call them at the same points of the script"),
+    "one skips it": (one_skips, "worker 1 is in session.mean() (test_exchange.py, line"),
+    "two places": (two_places, "all workers must make the same calls in the same order"),
     "two kinds": (two_kinds, "session.barrier()"),
     "shapes": (shapes, "use session.gather()"),
     "kinds": (kinds, "a tensor on one worker and a number on another"),

@@ -526,3 +526,54 @@ def test_what_a_script_forgets_is_noted(
     pr.simulate(main, workers=2, strategy="allreduce")
     noted = capfd.readouterr().err
     assert re.search(says, noted) and noted.count("once per batch") == per_batch
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_a_loader_that_is_read_without_training_is_noted_once_by_any_worker(
+    world: str, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if worker 0 gets none of its batches."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        batches, second = (DataLoader(TensorDataset(torch.randn(rows, 2)), batch_size=2) for rows in (24, 6))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader, other = session.prepare(model, optimizer, batches, second)
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            if session.rank:
+                list(other)
+            session.barrier()
+
+    run_in(world, main, strategy=strategy, workers=3)
+    assert capfd.readouterr().err.count("read to its end without a backward pass") == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "push", "noloco:4"])
+def test_the_length_of_a_loader_follows_the_workers_that_share_the_epoch(strategy: str) -> None:
+    """A worker dies in the first epoch: in the next ones the others get longer shares, and `len` says so."""
+    lengths: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        loader: Any = DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for _ in range(3):
+            steps = 0
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                steps += 1
+            lengths[session.rank].append((steps, len(loader)))
+
+    cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [1]\nat = "25 ms"\n'
+    run_in("simulated", main, strategy=strategy, workers=3, cluster=cluster)
+    assert lengths == {0: [(4, 4), (6, 6), (6, 6)], 1: [], 2: [(4, 4), (6, 6), (6, 6)]}

@@ -11,7 +11,8 @@ import torch
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from tests.support.combine import each_value
-from tests.support.saving import EPOCHS, script
+from tests.support.runs import run_in
+from tests.support.saving import EPOCHS, EQUAL, script
 
 
 @each_value(
@@ -81,6 +82,21 @@ def test_resuming_with_another_number_of_workers_is_refused(tmp_path: Path) -> N
         pr.simulate(lambda: script(tmp_path, 0, 2), workers=3, strategy=strategy, runs=None)
         with pytest.raises(UsageError, match="saved by 3 workers, but this run has 2: use --workers 3"):
             pr.simulate(lambda: script(tmp_path, 2, 4), workers=2, strategy=strategy, runs=None)
+
+
+@pytest.mark.parametrize("strategy", ["async", "gossip", "adpsgd", "hogwild"])
+def test_a_state_that_survivors_saved_is_refused_with_what_would_work(strategy: str, tmp_path: Path) -> None:
+    """Also by fewer workers. Without the session's state they continue from the model."""
+    cluster = f'{EQUAL}[[failures]]\nworkers = [1]\nat = "25 ms"\n'
+    run_in("simulated", lambda: script(tmp_path, 0, 2), strategy=strategy, cluster=cluster)
+    assert not (tmp_path / "1.pt").exists()
+    (tmp_path / "2.pt").rename(tmp_path / "1.pt")
+    with pytest.raises(UsageError, match=r"after worker 1 had died, .* leave out session\.load_state_dict"):
+        run_in("simulated", lambda: script(tmp_path, 2, 4), strategy=strategy, workers=2)
+    for rank in range(2):
+        path = tmp_path / f"{rank}.pt"
+        torch.save({**torch.load(path, weights_only=True), "session": {}}, path)
+    assert run_in("simulated", lambda: script(tmp_path, 2, 4), strategy=strategy, workers=2)["steps"] > 0
 
 
 def test_saved_state_of_another_strategy_or_model_is_refused(tmp_path: Path) -> None:

@@ -382,9 +382,11 @@ def test_a_worker_without_a_saved_state_joins_the_resumed_ones(tmp_path: Path) -
     """Its predecessor had died before the others saved: it starts with the servers' parameters."""
     cluster = f'{SPEEDS["equal"]}[[failures]]\nworkers = [2]\nat = "15 ms"\n'
     run_in("simulated", Saving(tmp_path, end=4, saves=(4,)), strategy="ssp:1", cluster=cluster)
-    state = torch.load(tmp_path / "1 4.pt", weights_only=True)
-    state["session"]["worker"] = {}
-    torch.save(state, tmp_path / "2 4.pt")
+    states = [torch.load(tmp_path / f"{rank} 4.pt", weights_only=True) for rank in (0, 1, 1)]
+    states[2]["session"]["worker"] = {}
+    for rank, state in enumerate(states):
+        assert state["session"].pop("lost") == ["worker 2"]  # or a session refuses it
+        torch.save(state, tmp_path / f"{rank} 4.pt")
     resumed = Saving(tmp_path, begin=4)
     summary = run_in("simulated", resumed, strategy="ssp:1", cluster=SPEEDS["equal"], runs=tmp_path)
     assert summary["steps"] == 3 * (STEPS - 4)

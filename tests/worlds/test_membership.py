@@ -19,7 +19,6 @@ from polyrhythm.core.message import Message
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import (
     Farewell,
-    LateReply,
     LeaveRun,
     NodeFailed,
     Prepared,
@@ -30,6 +29,7 @@ from polyrhythm.core.requests import (
     TakeLease,
     Welcome,
     WhoIsLate,
+    WorkerNames,
 )  # fmt: skip
 from polyrhythm.worlds.cluster import Cluster, Crash
 from tests.support.combine import each_value
@@ -303,7 +303,7 @@ def test_totals_are_final_when_all_are_done(dies: str) -> None:
         told.here.died(W1, "fell")
     told.here.handle(W0, StepsDone(), answers.append)
     late = [] if told.members.expected else ["worker 1"]
-    assert answers == [] and told.say(W0, WhoIsLate()) == LateReply(late)
+    assert answers == [] and told.say(W0, WhoIsLate()) == WorkerNames(late)
     if dies == "before it is done":
         told.rejoin(W1, 1)
         assert answers == []

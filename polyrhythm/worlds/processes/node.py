@@ -118,7 +118,8 @@ class ProcessNode(Node):
         self._lock = threading.Lock()
         self._reporter = Reporter(me, transport)
         self.stopping = Stopping()
-        for kind in ("left", "joined", "done", "over"):
+        self.on_notice = {}
+        for kind in ("left", "joined", "done", "waits", "over"):
             transport.handlers[kind] = self._on_notice
         transport.handlers["stop"] = transport.handlers["abandon"] = self._on_stop
 
@@ -172,8 +173,9 @@ class ProcessNode(Node):
         `members` changes later, in `receive`, in the order of arrival.
         """
         notice = Notice.of(incoming.kind, incoming.fields)
-        if notice.peer is not None and notice.kind == "done":
-            if self.on_done is not None and (wrong := self.on_done(notice.peer, notice.steps)):
+        if notice.kind in ("done", "waits"):
+            check = self.on_notice.get(notice.kind)
+            if check is not None and (wrong := check(notice)):
                 self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
             return
         if notice.peer is not None and notice.kind == "left":
@@ -191,6 +193,7 @@ class ProcessNode(Node):
             ThreadTask(self._tell_coordinator, (StepsTaken(steps),))
         if self.stopping.alone and not alone:
             self.transport.abandon()
+            ThreadTask(self.stopping.on_abandoned, ())
 
     def _update_members(self, notice: Notice) -> None:
         peer, members = notice.peer, self.members

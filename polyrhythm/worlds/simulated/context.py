@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -27,6 +29,7 @@ class SimulatedContext(WorldContext):
     def __init__(self, node: SimulatedNode) -> None:
         self.node: SimulatedNode = node
         self.me, self.plan = node.me, node.world.plan
+        self._script = node.current()
         self._backward: BackwardThread | None = None  # runs the present backward pass, if it may wait
         self._blocking = _Blocking(node)
 
@@ -98,6 +101,9 @@ class SimulatedContext(WorldContext):
 
     def install_random_state(self) -> None:
         self.node.install_random_state()
+
+    def script_frame(self) -> FrameType | None:
+        return self._script.frame or sys._getframe()
 
     def flush(self) -> None:
         pass

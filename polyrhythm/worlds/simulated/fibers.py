@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,12 @@ class Fiber:
             self.node.install_modules()
             self._greenlet.parent = self.loop.hub  # control returns there
             self._greenlet.throw(GreenletExit)
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Where it waits; None if it runs."""
+        frame: FrameType | None = self._greenlet.gr_frame
+        return frame
 
     @property
     def dead(self) -> bool:

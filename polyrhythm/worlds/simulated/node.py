@@ -63,6 +63,7 @@ class SimulatedNode(Node):
         self.members = Members()
         self.memory = _SimulatedMemory(self)
         self.stopping = Stopping()
+        self.on_notice = {}
         self._group: SimulatedGroup | None = None
 
     def current(self) -> Fiber:

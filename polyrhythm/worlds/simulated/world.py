@@ -17,7 +17,7 @@ from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.session.context import ServerDone, world_context
-from polyrhythm.session.script import run_script, salvage
+from polyrhythm.session.script import explained, run_script, salvage
 from polyrhythm.session.seeds import start_script
 from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
@@ -117,10 +117,10 @@ class Simulated:
         if notice.kind in ("stop", "abandon"):
             return self._stop(notice)
         peer = notice.peer
-        if peer is not None and notice.kind == "done":
+        if notice.kind in ("done", "waits"):
             for other in self.coordinator.membership.members:
-                on_done = self.nodes[other].on_done
-                if other != peer and on_done is not None and (wrong := on_done(peer, notice.steps)):
+                check = self.nodes[other].on_notice.get(notice.kind)
+                if other != peer and check is not None and (wrong := check(notice)):
                     self.coordinator.fail(wrong, UsageError.exit_code)
             return
         if peer is not None:
@@ -198,7 +198,7 @@ class Simulated:
     def failed(self, peer: Peer, error: Exception) -> None:
         """Ends the run because of an error on a node."""
         if isinstance(error, PolyrhythmError):
-            self.coordinator.fail(str(error), error.exit_code)
+            self.coordinator.fail(explained(error), error.exit_code)
             return
         traceback.print_exception(error)
         self.coordinator.fail(f"{peer} failed: {type(error).__name__}: {error}")
