@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.exchange import weighted_mean
+from polyrhythm.session.places import Call, call
 
 OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
@@ -79,8 +80,8 @@ class Progress:
         self.epochs += not self.given
         self.given += 1
         self.count = Count(own, max(run, position - self._start), before)
-        for call in self.on_batch:
-            call()
+        for each in self.on_batch:
+            each()
         self.count = Count(own + 1, self.count.run, before + examples)
 
     def undo(self, count: Count) -> None:

@@ -72,7 +72,9 @@ REFUSED = ["async", "sync", "allreduce+topk:0.1", "local:2", "gossip", "hogwild"
     ("world", "strategy"), [*(("simulated", each) for each in REFUSED), ("real", "async")]
 )
 def test_a_scaler_is_refused_elsewhere(world: str, strategy: str) -> None:
-    with pytest.raises(pr.PolyrhythmError, match=r"GradScaler .* bfloat16, .* allreduce without a codec$"):
+    with pytest.raises(
+        pr.PolyrhythmError, match=r"GradScaler .* bfloat16, .* allreduce without a codec \(test_grad"
+    ):
         run_in(world, Scaled(), strategy=strategy, workers=2)
 
 
