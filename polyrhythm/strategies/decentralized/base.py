@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from polyrhythm.model.replica import Replica
 
 
-SLICE = 1 << 19  # elements of a replica that are read at a time
+# Elements of a replica that are read at a time: 1/256 of the model, within limits: each is a round trip.
+SMALLEST_SLICE, LARGEST_SLICE = 1 << 17, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class DecentralizedWorker(Worker):
         import torch
 
         node, total = self.node, self.replica.layout.total
-        for start in range(0, total, SLICE):
-            stop = min(start + SLICE, total)
+        size = max(SMALLEST_SLICE, min(total // 256, LARGEST_SLICE))
+        for start in range(0, total, size):
+            stop = min(start + size, total)
             with node.lock():
                 replicas = {node.me: self.read_parameters(start, stop)}
             requests = []
