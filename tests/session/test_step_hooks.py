@@ -158,5 +158,5 @@ def test_a_hook_may_not_replace_the_arguments_of_a_step() -> None:
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(UsageError, match=r"must return None; pass the arguments to optimizer\.step\(\)$"):
+    with pytest.raises(UsageError, match=r"must return None; pass the arguments to optimizer\.step\(\)"):
         run_in("simulated", main, strategy="allreduce", workers=2)
