@@ -221,13 +221,7 @@ class DistributedSession(Session):
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
-            try:
-                vectors = [part.worker.consensus() for part in parts]
-            except BaseException:
-                for replica in parts.replicas:
-                    replica.abandon_consensus()
-                raise
-            return one_or_all(self._consensus_models(vectors))
+            return one_or_all(self._consensus_models(parts.consensus()))
 
     def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
         assert self._copies is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.core.errors import UsageError
@@ -132,6 +132,15 @@ class Parts:
         """Takes in parameters that the script has replaced since the last step."""
         for part in self:
             part.driver.reattach()
+
+    def consensus(self) -> list[Sequence[Tensor]]:
+        """The parameters that the workers agree on, of each part."""
+        try:
+            return [part.worker.consensus() for part in self]
+        except BaseException:
+            for replica in self.replicas:
+                replica.abandon_consensus()
+            raise
 
     def check_writes(self) -> None:
         """Raises UsageError if the script has changed parameters that the next step would overwrite."""
