@@ -486,7 +486,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(
 
 @dataclass
 class Draws:
-    """Every worker writes down what it draws before and after `prepare`."""
+    """Every worker writes down what it draws before and after it begins to train."""
 
     folder: Path
 
@@ -494,7 +494,9 @@ class Draws:
         session = pr.init()
         before = [np.random.random(), random.random(), torch.rand(()).item()]
         point = Point(1)
-        session.prepare(point, SGD(point.parameters()))
+        _, optimizer = session.prepare(point, SGD(point.parameters()))
+        assert torch.equal(*session.gather(torch.rand(3))[:2]), "until then all draw the same"
+        optimizer.step()
         after = [np.random.random(), random.random(), torch.rand(()).item()]
         (self.folder / f"{session.rank}.json").write_text(json.dumps([before, after]))
 

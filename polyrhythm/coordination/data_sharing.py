@@ -36,7 +36,7 @@ class DataSharing:
         self.leases, self.cohorts = Leases(), Cohorts(workers)
         self._membership, self._log, self._fail = membership, log, fail
         self._done = done  # workers that have taken their last step
-        self._orders: dict[tuple[int, int], tuple[Peer, str]] = {}  # by loader and epoch: who drew it first
+        self._orders: dict[tuple[int, int], tuple[Peer, OrderDrawn]] = {}  # by loader and epoch: the first
         self._resumed: dict[int, dict[Peer, ResumeData]] = {}  # by loader
         self._resuming: dict[int, ReplyBarrier[None]] = {}
         self._begun: dict[int, set[Peer]] = {}  # by loader: workers that have requested batches
@@ -99,8 +99,13 @@ class DataSharing:
     def order_drawn(self, peer: Peer, request: OrderDrawn, respond: Callable[[None], None]) -> None:
         """Fails if workers draw different orders: they would train on some examples twice."""
         respond(None)
-        first, digest = self._orders.setdefault((request.loader, request.epoch), (peer, request.digest))
-        if digest != request.digest:
+        first, drawn = self._orders.setdefault((request.loader, request.epoch), (peer, request))
+        if drawn.data != request.data:
+            self._fail(
+                f"{peer} trains on {request.data}, but {first} on {drawn.data}: all workers must split the "
+                "data in the same way, as random_split(data, lengths, torch.Generator().manual_seed(0)) does"
+            )
+        elif drawn.digest != request.digest:
             self._fail(
                 f"{peer} and {first} draw different orders of the data in epoch {request.epoch}: a sampler "
                 "must draw the same order on all workers, from the global generators of torch, NumPy or "

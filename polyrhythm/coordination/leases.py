@@ -3,7 +3,9 @@
 Workers that step at their own pace lease batches: few at a time, and fewer towards the end of an epoch, so
 that a fast worker takes more and all finish together (guided self-scheduling). If an epoch has a batch for
 each worker, the last ones are kept for workers that have none yet, so that no script finds an epoch empty.
-Batches of a lost worker are returned and leased to others, in the next epoch at the latest.
+Batches of a lost worker are returned and leased to others, in the next epoch at the latest. Batches of a
+worker that leaves an epoch early, by `break`, are leased to others in the same epoch; when all have left it,
+they are dropped, as the rest of an epoch that a single process leaves.
 
 Workers that step together share each epoch in equal parts. If they may die and be replaced, those that share
 an epoch are a cohort.
@@ -49,7 +51,9 @@ class Leases:
         self._absent: set[int] = set()  # workers that are lost; a replacement may be starting
         self._next: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Lease]] = {}  # by worker and loader, the oldest first
-        self._returned: dict[int, list[Lease]] = {}
+        self._returned: dict[int, list[Lease]] = {}  # by loader: for this epoch or a later one
+        self._left: dict[int, list[Lease]] = {}  # by loader: for the same epoch only
+        self._at: dict[tuple[int, int], int] = {}  # by worker and loader: the epoch that it is in
         self._served: dict[tuple[int, int], set[int]] = {}  # by loader and epoch: workers that had a batch
         # By loader and epoch: the batches of an epoch whose last ones were refused to one worker, and kept.
         self._refused: dict[tuple[int, int], int] = {}
@@ -71,6 +75,8 @@ class Leases:
         prefetched.
         """
         self._latest[loader] = max(self._latest.get(loader, 0), epoch)
+        self._at[worker, loader] = epoch
+        self._drop(loader, workers)
         held = self._held[worker, loader] = _last(self._held.get((worker, loader), []), unseen)
         over = epoch < self._since.get((worker, loader), 0)
         lease = self._take(worker, loader, epoch, 0 if over else batches, workers, longest)
@@ -82,10 +88,13 @@ class Leases:
     def _take(
         self, worker: int, loader: int, epoch: int, batches: int, workers: Collection[int], longest: int
     ) -> Lease | None:
-        returned = self._returned.get(loader, [])
+        returned, abandoned = self._returned.get(loader, []), self._left.get(loader, [])
         for at, lease in enumerate(returned):
             if lease.epoch <= epoch:
                 return returned.pop(at)
+        for at, lease in enumerate(abandoned):
+            if lease.epoch == epoch:
+                return abandoned.pop(at)
         first = self._next.get((loader, epoch), 0)
         left = batches - first
         count = max(1, min(longest, left // (2 * len(workers))))
@@ -120,25 +129,35 @@ class Leases:
             self._since[worker, loader] = epoch
 
     def give_back(self, worker: int, loader: int, leases: Sequence[Lease], peeked: bool = False) -> int:
-        """A worker returns batches that it holds; others may lease them. Returns how many.
+        """A worker leaves its epoch and returns batches; others may lease them. Returns how many.
 
-        If it has only `peeked`, an epoch of which nothing else was leased has not begun.
+        If it has only `peeked`, an epoch of which nothing else was leased has not begun. Batches of an
+        earlier epoch, which a lost worker has left, must still be trained on.
         """
         held, count = self._held.pop((worker, loader), []), sum(lease.count for lease in leases)
         if peeked:  # it may still train on those that it has seen
             self._held[worker, loader] = _without_last(held, count)
-        self._return(loader, leases, peeked)
-        return count
-
-    def _return(self, loader: int, leases: Sequence[Lease], peeked: bool = False) -> None:
-        returned = self._returned.setdefault(loader, [])
-        returned.extend(leases)
+        epoch = self._at.get((worker, loader), 0)
+        left = self._left.setdefault(loader, [])
+        left += [lease for lease in leases if lease.epoch == epoch]
+        self._return(loader, [lease for lease in leases if lease.epoch != epoch])
         while peeked:
-            ends = [each for each in returned if each.end == self._next.get((loader, each.epoch))]
+            ends = [each for each in left if each.end == self._next.get((loader, each.epoch))]
             peeked = bool(ends)
             for each in ends:
-                returned.remove(each)
+                left.remove(each)
                 self._next[loader, each.epoch] = each.first
+        return count
+
+    def _return(self, loader: int, leases: Sequence[Lease]) -> None:
+        returned = self._returned.setdefault(loader, [])
+        returned.extend(leases)
+
+    def _drop(self, loader: int, workers: Collection[int]) -> None:
+        """Drops batches of epochs that all workers have left."""
+        if left := self._left.get(loader):
+            oldest = min(self._at.get((each, loader), 0) for each in workers)
+            self._left[loader] = [lease for lease in left if lease.epoch >= oldest]
 
     def lose(self, worker: int) -> int:
         """A worker is gone: others may lease its batches. Returns how many."""
@@ -162,17 +181,19 @@ class Leases:
         """Which batches of a loader have been leased, to save it."""
         self._positions += 1
         leased = {epoch: count for (which, epoch), count in self._next.items() if which == loader}
-        return DataPosition(self._positions, leased, list(self._returned.get(loader, [])))
+        returned, left = self._returned.get(loader, []), self._left.get(loader, [])
+        return DataPosition(self._positions, leased, list(returned), list(left))
 
     def resume(self, loader: int, saved: Mapping[int, ResumeData]) -> None:
         """The workers of a run continue from the positions that they saved together."""
         last = max((each.position for each in saved.values() if each.position), key=lambda it: it.number)
         self._positions = last.number
-        self._returned[loader] = list(last.returned)
+        self._returned[loader], self._left[loader] = list(last.returned), list(last.left)
         self._next.update({(loader, epoch): count for epoch, count in last.leased.items()})
         for worker, each in saved.items():
             self._held[worker, loader] = list(each.held)
             self._latest[loader] = max(self._latest.get(loader, 0), each.epoch)
+            self._at[worker, loader] = each.epoch
             if each.batches or each.held:
                 self._served.setdefault((loader, each.epoch), set()).add(worker)
 

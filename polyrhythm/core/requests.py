@@ -59,6 +59,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     number: int  # how many positions the coordinator has given out
     leased: dict[int, int]  # by epoch: how many batches
     returned: list[Lease]  # those of them that wait for another worker
+    left: list[Lease] = []  # those that wait for another worker of the same epoch
 
 
 class EpochShare(msgspec.Struct, frozen=True):
@@ -178,6 +179,7 @@ class OrderDrawn(Request[None], frozen=True, tag="order"):
     loader: int
     epoch: int
     digest: str
+    data: str = ""  # what it sees of the training set, see `session.dataset_identity`
 
 
 class ShareEpoch(Request[ShareReply], frozen=True, tag="share epoch"):

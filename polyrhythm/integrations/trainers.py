@@ -81,7 +81,7 @@ class TrainerSession:
         if self._trained is None:
             self._loaders.append(shared)
         else:  # a trainer that makes a new loader for later epochs
-            (shared.shared,) = self.session.prepare(loader)
+            shared.shared = self.session.prepare(loader)
         return shared
 
     def share_of(self, loader: DataLoader[Any]) -> int:

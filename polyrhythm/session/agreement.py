@@ -21,7 +21,7 @@ _SEEDED_DIFFERENTLY = (
 def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, seed: int) -> int:
     """Waits until all nodes have the same model. Returns the seed for the order of the data.
 
-    `seed` is that of the run. From here on each node draws its own random numbers.
+    `seed` is that of the run. From here on each server draws its own random numbers.
     """
     me = context.me
     layout, scripts = joined_hash([each.hash for each in layouts]), script_seed(seed, given.loaders)
@@ -29,7 +29,8 @@ def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, se
     has_buffers = any(True for model in given.models for _ in model.buffers())
     if agreed.differ and has_buffers and (me.role, me.rank) == ("worker", 0):
         context.request(ShowNote(_SEEDED_DIFFERENTLY))
-    separate(me.role, seed, me.rank)
+    if me.role == "server":
+        separate(me.role, seed, me.rank)
     return seed if agreed.seed is None else agreed.seed
 
 

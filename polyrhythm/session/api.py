@@ -9,7 +9,7 @@ share of the batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.context import session, world_context
+from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
 from polyrhythm.session.places import Call, call
 
@@ -71,6 +72,7 @@ class Session:
     def __init__(self) -> None:
         self._given: Arguments | None = None  # the models and optimizers of this session
         self._copies: ConsensusModel | None = None
+        self._counting = Counting()
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
         """Call it with the model, its optimizer and the training loader; use the objects that it returns.
@@ -94,9 +96,23 @@ class Session:
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """Called when a GradScaler is about to step an optimizer."""
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Counts epochs like `range(count)`, and shows them in the progress line."""
-        yield from range(count)
+    def epochs(self, start: int, stop: int | None = None) -> Iterator[int]:
+        """Counts epochs like `range(stop)` or `range(start, stop)`, and shows them in the progress line."""
+        epochs = range(start) if stop is None else range(start, stop)
+        for epoch in epochs:
+            self._begin_epoch(epoch, epochs.stop)
+            yield epoch
+
+    def _begin_epoch(self, epoch: int, count: int) -> None:
+        """The script begins an epoch, of `count`."""
+
+    def count(self, batch: Sized) -> int:
+        """How many examples of the present batch count: `len(batch)`, or 0 if this worker has borrowed it.
+
+        In lockstep the last round of an epoch may have fewer batches than workers. The others get examples of
+        another worker, so that they can take part in the step.
+        """
+        return self._counting.count(batch)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         """Records metrics in the run folder and the summary; a single process prints them.
@@ -128,11 +144,12 @@ class Session:
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean of a number or tensor over all workers, exact and the same on all of them.
 
-        `weight` is how much this worker's value counts, such as the examples that it is about; a value of
-        weight 0 does not count. All workers must call it at the same points of the script. A worker that has
-        died, and is not replaced, does not count.
+        `weight` is how much this worker's value counts, such as the examples that it is about (see `count`);
+        a value of weight 0 does not count. All workers must call it at the same points of the script. A
+        worker that has died, and is not replaced, does not count.
         """
         pair = checked(value, "session.mean()"), checked_weight(weight)
+        self._counting.on_mean(pair[1])
         found = weighted_mean(self._gather(pair, call("session.mean()")))
         return found.to(value.device) if isinstance(value, Tensor) else found
 

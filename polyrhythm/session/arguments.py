@@ -114,8 +114,9 @@ class Arguments:
             )
 
     def returned(self, replaced: Mapping[Any, Any]) -> Any:
-        """The objects in the order in which they were given, some replaced by others."""
-        return tuple(replaced.get(thing, thing) for thing in self._objects)
+        """The objects in the order in which they were given, some replaced by others; one by itself."""
+        found = tuple(replaced.get(thing, thing) for thing in self._objects)
+        return found[0] if len(found) == 1 else found
 
 
 def refuse_groups(optimizer: torch.optim.Optimizer) -> None:

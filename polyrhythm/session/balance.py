@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.order import Order
 from polyrhythm.session.part import Parts
 from polyrhythm.session.places import Call, call
 from polyrhythm.session.sharing import LockstepSharing, Place
@@ -144,12 +145,12 @@ class BalancedSharing(LockstepSharing):
         self._batch_size = 1
         self.drawn = START  # the round after the last one that was drawn
 
-    def _divide(self, examples: list[int], batch_size: int, place: Place) -> list[list[int]]:
-        self._batch_size = batch_size
+    def _divide(self, examples: list[int], order: Order, place: Place) -> list[list[int]]:
+        self._batch_size = order.batch_size
         self.drawn = place[0], place[1] + 1
         shares = self._balance.shares(self._loader, place)
         if shares is None or len(examples) < LEAST * self._workers:
-            return super()._divide(examples, batch_size, place)
+            return super()._divide(examples, order, place)
         ends = itertools.accumulate(counts(len(examples), shares), initial=0)
         return [examples[start:end] for start, end in itertools.pairwise(ends)]
 

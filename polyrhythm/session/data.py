@@ -38,6 +38,10 @@ NO_TRAINING = (
     "a training loader was read to its end without a backward pass: in a run each worker sees only its "
     "share; for something about all of the data use a DataLoader that was not passed to session.prepare()"
 )
+FOREIGN = (
+    "this state was not saved by a loader of a run (a StatefulDataLoader saves another in a single process): "
+    "load what the loader that session.prepare() returned has saved, or use session.state_dict()"
+)
 
 
 class Training:
@@ -46,6 +50,12 @@ class Training:
     passes = 0  # backward passes and steps so far
     evaluates = False  # all models are in evaluation mode
 
+    def begin(self) -> None:
+        """The script begins an epoch."""
+
+    def on_give(self, loader: SharedLoader, examples: int, counts: bool) -> None:
+        """The script gets a batch of a loader; not `counts` if it is borrowed."""
+
     def on_batch(self, samples: int, scale: float) -> None:
         """The script gets a batch: how many examples count, and the factor for the gradient."""
         self.passes += 1
@@ -53,8 +63,8 @@ class Training:
     def on_unused(self, samples: int) -> None:
         """The script has not trained on these examples after all."""
 
-    def on_drawn(self, epoch: int, digest: str) -> None:
-        """This worker trains on an epoch, in the order with this hash."""
+    def on_drawn(self, epoch: int, digest: str, data: str) -> None:
+        """This worker trains on an epoch of this training set, in the order with this hash."""
 
     def on_resumed(self, epoch: int, batches: int) -> None:
         """Workers in lockstep continue from this batch of an epoch."""
@@ -84,7 +94,7 @@ class _Iteration:
 class _Drawn(NamedTuple):
     """A batch that is drawn and not given to the script yet."""
 
-    samples: int  # that count
+    examples: int
     scale: float
     position: int  # see `ScaledBatch`
 
@@ -107,13 +117,14 @@ class SharedLoader(DataLoader[Any]):
         self.loader = loader
         self.epoch = 0
         self._left_early = False  # the script did not finish the last epoch that it trained on
+        self.empty = False  # the last iteration had no batch
         self.watch: Callable[[Any], None] | None = None  # called with each batch
         # Called with a function to call before training on a batch: for loops that draw batches ahead.
         self.defer: Callable[[Callable[[], None]], None] = lambda count: count()
-        self._order: Order = order_of(loader, seed, processes)
+        self.order: Order = order_of(loader, seed, processes)
         self._sharing, self._training = sharing, training or Training()
         self._start = 0  # batches of this epoch that were trained on before the run was resumed
-        self._iteration: _Iteration | None = None  # open
+        self.iteration: _Iteration | None = None  # open
         self._looked: _Iteration | None = None  # ended before the script trained
         self._resumed = False
         self.progress = Progress()
@@ -122,7 +133,7 @@ class SharedLoader(DataLoader[Any]):
         self._DataLoader__initialized = True  # from here on DataLoader refuses to change what it refuses
 
     def _make_inner(self, processes: bool) -> DataLoader[Any] | None:
-        if not isinstance(self._order, SampledOrder):
+        if not isinstance(self.order, SampledOrder):
             return None
         return copy_of(
             self.loader, processes, batch_sampler=_Batches(self), collate_fn=self.loader.collate_fn
@@ -134,14 +145,15 @@ class SharedLoader(DataLoader[Any]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return self._sharing.length(self._order)
+        return self._sharing.length(self.order)
 
     # --- iterating ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._end(complete=False)  # one that is still open
         self._settle()
-        mine = self._iteration = _Iteration(self._training.passes, self.progress)
+        self._training.begin()
+        mine = self.iteration = _Iteration(self._training.passes, self.progress)
         self.progress.begin()
         complete = False
         try:
@@ -150,13 +162,13 @@ class SharedLoader(DataLoader[Any]):
                 if self.watch is not None:
                     self.watch(batch)
                 yield batch
-                if self._iteration is not mine:
+                if self.iteration is not mine:
                     raise UsageError(OLDER)
                 self._check_use(mine)
             self._check_use(mine)
             complete = True
         finally:
-            if self._iteration is mine:
+            if self.iteration is mine:
                 self._end(complete)
 
     def _load(self) -> Iterator[Any]:
@@ -175,10 +187,10 @@ class SharedLoader(DataLoader[Any]):
             return
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
-        if self._iteration is not None:
-            self._iteration.digest = self._order.digest(epoch)
-        for batch, scale, position in self._sharing.batches(self._order, epoch, self._start, self._untrained):
-            self._prefetched.append(_Drawn(len(batch) if scale else 0, scale, position))
+        if self.iteration is not None:
+            self.iteration.digest = self.order.digest(epoch)
+        for batch, scale, position in self._sharing.batches(self.order, epoch, self._start, self._untrained):
+            self._prefetched.append(_Drawn(len(batch), scale, position))
             yield batch
 
     def indexes(self) -> Iterator[Sequence[int]]:
@@ -187,8 +199,9 @@ class SharedLoader(DataLoader[Any]):
 
     def _give(self, iteration: _Iteration) -> None:
         """The script gets the next batch."""
-        samples, scale, position = self._prefetched.popleft()
-        first = self._order.before(self.epoch)
+        examples, scale, position = self._prefetched.popleft()
+        samples, first = examples if scale else 0, self.order.before(self.epoch)
+        self._training.on_give(self, examples, counts=scale > 0)
         iteration.give(self._training.passes, self.progress.count)
 
         def count() -> None:
@@ -204,28 +217,36 @@ class SharedLoader(DataLoader[Any]):
         evaluates = not torch.is_grad_enabled() or (self._training.evaluates and not ahead)
         if evaluates and self._training.passes == iteration.passes:
             raise UsageError(EVALUATED)
-        if iteration.digest and self._training.passes != iteration.passes:  # not if it has only looked
-            self._training.on_drawn(self.epoch, iteration.digest)
+        if self._training.passes != iteration.passes:  # not if it has only looked
+            self._compare(iteration)
+
+    def _compare(self, iteration: _Iteration) -> None:
+        """Has the order and the training set compared with those of the other workers, once."""
+        if iteration.digest:
+            self._training.on_drawn(self.epoch, iteration.digest, self.order.identity)
             iteration.digest = ""
 
     def _untrained(self) -> int:
         """How many batches the script has got and not trained on."""
-        last = self._iteration or self._looked
+        last = self.iteration or self._looked
         return len(last.untrained) if last is not None and self._training.passes == last.latest else 0
 
     def trained(self) -> Count:
         """The progress without batches that the script has got and not trained on."""
-        last = self._iteration or self._looked
+        last = self.iteration or self._looked
         return last.untrained[0] if last is not None and self._untrained() else self.progress.count
 
     def _end(self, complete: bool) -> None:
         """The open iteration is over."""
-        ended, self._iteration = self._iteration, None
+        ended, self.iteration = self.iteration, None
         if ended is None:
             return
         self._prefetched.clear()
         self.progress.iterating = False
+        self.empty = complete and not ended.given
         trained = self._training.passes != ended.passes
+        if trained:
+            self._compare(ended)
         if complete or trained:
             if not trained and ended.given:
                 self._training.note(NO_TRAINING)
@@ -244,11 +265,12 @@ class SharedLoader(DataLoader[Any]):
         trained = self._training.passes != looked.passes
         self._sharing.trained(trained)
         if trained:
+            self._compare(looked)
             self._finish_epoch(left=looked)
         else:
             self._training.on_unused(self.progress.count.examples - looked.begun.examples)
             self.progress.undo(looked.begun)
-            self._order.forget(self.epoch)
+            self.order.forget(self.epoch)
 
     @property
     def left_early(self) -> bool:
@@ -259,7 +281,7 @@ class SharedLoader(DataLoader[Any]):
     def _finish_epoch(self, left: _Iteration | None) -> None:
         """The next iteration is the next epoch; `left`: the script has left this one early."""
         if left is not None:  # the others leave it after as many batches, unless the script is unusual
-            used, batches = left.given * self._sharing.apart, self._order.count(self.epoch)
+            used, batches = left.given * self._sharing.apart, self.order.count(self.epoch)
             self.progress.leave(left.begun.run + min(used, batches))
         self.epoch += 1
         self._start = 0
@@ -268,16 +290,18 @@ class SharedLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, which `session.state_dict()` has too."""
-        if self._iteration is None:
+        if self.iteration is None:
             self._settle()
         untrained = self._untrained()
-        given = 0 if self._iteration is None else self._iteration.given
+        given = 0 if self.iteration is None else self.iteration.given
         shared, run = self._sharing.position(untrained), self.progress.position(self.trained())
-        reached = self._sharing.reached(self._order, shared)
+        reached = self._sharing.reached(self.order, shared)
         return Position(self.epoch, self._start + given - untrained, shared, run, reached)._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues there: the next iteration has the batches of the epoch that were left."""
+        if not {"epoch", "batches", "shared"} <= set(state) <= set(Position._fields):
+            raise UsageError(FOREIGN)
         self._end(complete=False)
         self._settle()
         position = Position(**state)
@@ -296,8 +320,8 @@ class SharedLoader(DataLoader[Any]):
 
         They are not counted or leased, and the order of training does not change.
         """
-        drawn = self._order.epoch(self._order.latest(default=self.epoch))
-        if not isinstance(self._order, SampledOrder):
+        drawn = self.order.epoch(self.order.latest(default=self.epoch))
+        if not isinstance(self.order, SampledOrder):
             raise UsageError("batch_norm=recompute cannot read a stream again; use batch_norm=mean")
         found = [batch for number, batch in zip(range(SAMPLED), drawn, strict=False)]
         batches = [batch for batch in found if len(batch) > 1] or found
@@ -308,7 +332,7 @@ class SharedLoader(DataLoader[Any]):
     @property
     def splits(self) -> bool:
         """True if the examples of a batch may be divided among workers."""
-        return self._order.splits
+        return self.order.splits
 
     @property
     def borrows(self) -> bool:

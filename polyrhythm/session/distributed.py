@@ -114,6 +114,7 @@ class DistributedSession(Session):
         self._calls.exchanges = lambda: parts.exchanges
         peers = self._gradient_peers()
         data = self._data = TrainingData(self._context, self.strategy, parts, peers, self.workers, self.seed)
+        self._counting = data.counting
         data.balance = planned_balance(self._context, parts, self.workers, self._gather)
         shared = [data.share(loader) for loader in given.loaders]
         with self._blocking():
@@ -162,10 +163,8 @@ class DistributedSession(Session):
     def _worker(self) -> Worker | None:
         return None if self._parts is None else self._parts.first.worker
 
-    def epochs(self, count: int) -> Iterator[int]:
-        for epoch in range(count):
-            self._context.request(BeginEpoch(epoch, count))
-            yield epoch
+    def _begin_epoch(self, epoch: int, count: int) -> None:
+        self._context.request(BeginEpoch(epoch, count))
 
     @property
     def is_main(self) -> bool:
@@ -262,9 +261,9 @@ class DistributedSession(Session):
             self._data.load_progress(state.get("data"))
         else:
             with self._blocking():
-                self._data.load_state_dict(state["data"])
+                self._data.load_state_dict(state.get("data"))
                 parts.load_state_dict(state)
-            self._data.restore_random(state["data"])
+            self._data.restore_random(state.get("data"))
 
     def close(self) -> None:
         """The script is done: the worker finishes, and one worker sends the result."""

@@ -22,6 +22,10 @@ _ADVICE = (
     "call load_state_dict() before session.prepare(): all workers start from it; to evaluate other values, "
     "load them into another model"
 )
+NO_POSITION = (
+    "the state that session.load_state_dict() got was saved by an earlier version, without the position in "
+    "the data and the random numbers: the data begins with its first epoch"
+)
 
 
 def refuse_parameters(model: nn.Module) -> None:

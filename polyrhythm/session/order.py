@@ -15,9 +15,17 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.session.dataset_identity import identity_of
 from polyrhythm.session.random_states import OwnNumbers
 from polyrhythm.session.seeds import mix
 
@@ -78,6 +86,8 @@ class Order(ABC):
     """The batches of each epoch of a loader."""
 
     splits = False  # the examples of a batch may be divided among workers
+    fixed = True  # all epochs have the same order, as far as that can be known
+    drop_last = False  # incomplete batches are dropped
     batch_size = 1
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -115,6 +125,11 @@ class Order(ABC):
     def digest(self, number: int) -> str:
         """A hash of the first batches of an epoch; empty if they cannot be compared."""
         return ""
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """What can be seen of the training set cheaply."""
+        return identity_of(self._loader)
 
     @abstractmethod
     def _draw(self, seed: int) -> Epoch[Any]:
@@ -157,6 +172,8 @@ class SampledOrder(Order):
         self.batch_size = int(getattr(batches, "batch_size", None) or 1)
         # A custom batch sampler has a reason for its batches, so only those of torch's own are regrouped.
         self.splits = type(batches) is BatchSampler
+        self.fixed = isinstance(getattr(batches, "sampler", None), SequentialSampler)
+        self.drop_last = bool(getattr(batches, "drop_last", False))
         # Samplers of torch draw the same order again from the same seed. Others may count their epochs.
         self._repeatable = self.splits and type(loader.sampler).__module__.startswith("torch.")
 
@@ -238,6 +255,7 @@ class StreamedOrder(Order):
     def __init__(self, loader: DataLoader[Any], seed: int, processes: bool) -> None:
         super().__init__(loader, seed)
         batched = loader.batch_size is not None
+        self.batch_size = loader.batch_size or 1
         self._stream = copy_of(
             loader,
             processes,
@@ -287,6 +305,11 @@ def _examples(batch: Any) -> int:
 
 def order_of(loader: DataLoader[Any], seed: int, processes: bool = True) -> SampledOrder | StreamedOrder:
     """The order of the batches of a loader."""
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise UsageError(
+            f"this {type(loader).__name__} has loaded a position of its own, which workers cannot share: "
+            "save session.state_dict(), and load it after session.prepare()"
+        )
     if isinstance(loader.dataset, IterableDataset):
         return StreamedOrder(loader, seed, processes)
     return SampledOrder(loader, seed)

@@ -21,6 +21,9 @@ def run_script(script: Callable[[], None], stopping: Stopping) -> None:
     except RunStopped:
         if stopping.alone:
             raise PeerLost("the run has failed on another node") from None
+    except NameError as error:
+        _explain(error)
+        raise
     mine = session.get()
     if not isinstance(mine, DistributedSession):
         raise UsageError("the script never called polyrhythm.init() and session.prepare(...)")
@@ -30,6 +33,14 @@ def run_script(script: Callable[[], None], stopping: Stopping) -> None:
 def explained(error: PolyrhythmError) -> str:
     """The message of an error; that of a wrong use with the line of the script."""
     return located(str(error), place_of_error(error)) if isinstance(error, UsageError) else str(error)
+
+
+def _explain(error: NameError) -> None:
+    """A loop without a batch leaves variables unset, such as the last loss."""
+    mine = session.get()
+    data = mine._data if isinstance(mine, DistributedSession) else None
+    if data is not None and (reason := data.no_batch):
+        error.args = (f"{error}; {reason}: set the variable before the loop",)
 
 
 def salvage(error: Exception) -> None:

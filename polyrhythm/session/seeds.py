@@ -1,9 +1,11 @@
 """Random seeds: the script's own, or those of the run.
 
 All nodes start their script with the same generators, seeded from `--seed`, so all build the same model. A
-script may seed torch, NumPy or Python's `random` itself, before or after `init()`, and that counts. `prepare`
-then gives each node numbers of its own, generator by generator: derived from what the script has seeded, or
-from `--seed` if it has not.
+script may seed torch, NumPy or Python's `random` itself, before or after `init()`, and that counts. When a
+worker begins to train, with its first batch or backward pass, it gets numbers of its own, generator by
+generator: derived from what the script has seeded, or from `--seed` if it has not. Until then all workers
+draw the same numbers, so a split of the data after `prepare` is the same on all. Servers have numbers of
+their own from `prepare` on.
 """
 
 from __future__ import annotations
@@ -49,9 +51,40 @@ def start_script(seed: int) -> None:
 def script_seed(seed: int, loaders: Iterable[DataLoader[Any]]) -> int | None:
     """The seed of torch and of the loaders' generators, if the script has set one of them."""
     own = None if _started_by(seed) else torch.initial_seed()
-    generators = [getattr(loader.sampler, "generator", None) or loader.generator for loader in loaders]
-    seeds = [each.initial_seed() for each in generators if isinstance(each, torch.Generator)]
+    seeds = [each.initial_seed() for each in map(generator_of, loaders) if each is not None]
     return mix("script", own, *seeds) if own is not None or seeds else None
+
+
+def generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
+    """The generator that the script has given to a loader or to its sampler."""
+    generator = getattr(loader.sampler, "generator", None) or loader.generator
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def equally_seeded(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
+    """True if two loaders have generators of their own in the same state: they shuffle alike."""
+    mine, theirs = generator_of(one), generator_of(other)
+    if mine is None or theirs is None or mine is theirs:
+        return False
+    return torch.equal(mine.get_state(), theirs.get_state())
+
+
+class Separation:
+    """Gives a worker numbers of its own, once."""
+
+    def __init__(self, role: str, seed: int, rank: int) -> None:
+        self._arguments = role, seed, rank
+        self._done = False
+
+    def begin(self) -> None:
+        """The worker begins to train."""
+        if not self._done:
+            self._done = True
+            separate(*self._arguments)
+
+    def skip(self) -> None:
+        """The worker continues with numbers that it has saved."""
+        self._done = True
 
 
 def separate(role: str, seed: int, rank: int) -> None:

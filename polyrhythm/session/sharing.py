@@ -3,8 +3,9 @@
 All workers draw the same order of batches (see `order`), so no indexes are sent.
 
 - Workers in lockstep divide the order into rounds of one batch per worker. The examples of an incomplete last
-  round are divided evenly. A worker that gets none borrows examples whose gradient is scaled by 0, so that it
-  can take part in the step. No example is dropped or counted twice.
+  round are divided evenly; with `drop_last=True` some workers get full batches, and the others none. A worker
+  that gets none borrows examples whose gradient is scaled by 0, so that it can take part in the step. No
+  example is dropped or counted twice.
 - Other workers lease batches from the coordinator as they go: a fast worker takes more, and each example is
   still used once per epoch.
 """
@@ -18,7 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
+from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.order import Order, SampledOrder
 
 Place = tuple[int, int]  # an epoch, and a round of it
@@ -59,6 +62,9 @@ class Sharing(ABC):
     @abstractmethod
     def length(self, order: Order) -> int:
         """About how many batches the worker gets in an epoch."""
+
+    def check(self, order: Order, strategy: Strategy) -> None:
+        """Raises UsageError if these batches cannot be shared."""
 
     def begin(self, epoch: int) -> int | None:
         """Called before an epoch. Returns its number, or None if it is over for this worker."""
@@ -124,6 +130,22 @@ class LeasedSharing(Sharing):
 
     def length(self, order: Order) -> int:
         return math.ceil(len(order) / self._workers)
+
+    def check(self, order: Order, strategy: Strategy) -> None:
+        """Each worker needs a batch: a script may use the last loss after its loop."""
+        try:
+            batches = len(order)
+        except TypeError:
+            return  # a stream that does not say
+        if not 0 < batches < self._workers:
+            return
+        examples = order.examples if isinstance(order, SampledOrder) and order.splits else 0
+        size = examples // self._workers
+        smaller = f"batch_size={size} or less, or " if size else ""
+        raise UsageError(
+            f"the training loader has {batches} batches for {self._workers} workers, and under {strategy} "
+            f"each worker needs one: use {smaller}--workers {batches}"
+        )
 
     def batches(
         self, order: Order, epoch: int, start: int, untrained: Callable[[], int]
@@ -233,7 +255,7 @@ class LockstepSharing(Sharing):
             examples = list(itertools.islice(indexes, self._workers * order.batch_size))
             if not examples:
                 return
-            batches = self._divide(examples, order.batch_size, (epoch, number))
+            batches = self._divide(examples, order, (epoch, number))
             used += len(examples)
             yield ScaledBatch(
                 batches[self._rank if self._rank < len(batches) else 0],
@@ -241,11 +263,13 @@ class LockstepSharing(Sharing):
                 order.before(epoch) + math.ceil(used / order.batch_size),
             )
 
-    def _divide(self, examples: list[int], batch_size: int, place: Place) -> list[list[int]]:
+    def _divide(self, examples: list[int], order: Order, place: Place) -> list[list[int]]:
         """The batches of a round, of the workers that get one: all of the same size, if possible."""
-        sharing, full = self._workers, len(examples) == self._workers * batch_size
-        if not full:  # at least two examples per worker, if possible: BatchNorm cannot train on one
-            fewest = math.ceil(len(examples) / batch_size)
+        sharing, fewest = self._workers, math.ceil(len(examples) / order.batch_size)
+        if order.drop_last:  # the script wants full batches
+            sharing = fewest
+        elif len(examples) < self._workers * order.batch_size:
+            # At least two examples per worker, if possible: BatchNorm cannot train on one.
             sharing = min(sharing, max(fewest, len(examples) // 2))
         return [examples[rank::sharing] for rank in range(sharing)]
 

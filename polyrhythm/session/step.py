@@ -66,6 +66,7 @@ class StepDriver:
         self._may_drop = not alone and self._on_gradient is not None and _has_residual(worker.strategy)
         self._before_exchange: State | None = None  # of the worker, since the last step
         self.check_step: Callable[[], None] = lambda: None  # called when a step begins
+        self.on_training: Callable[[], None] = lambda: None  # called before each backward pass and step
         self.check_exchange: Callable[[], None] = lambda: None  # called before the worker may wait for others
         self.exchanges = 0  # so far; in lockstep as many on all workers at the same point of the script
         self.after_step: Callable[[], None] | None = None
@@ -105,6 +106,7 @@ class StepDriver:
     # --- around backward ----------------------------------------------------------------------------
 
     def before_backward(self) -> None:
+        self.on_training()
         self._depth += 1
         gradients = self._replica.gradients
         if self._before_exchange is not None and not gradients.any():
@@ -206,6 +208,7 @@ class StepDriver:
 
     def _make_step(self, take: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            self.on_training()
             loss = take(closure)
             self._hooks.after_step(*_given(closure))
             if self.check is not None:

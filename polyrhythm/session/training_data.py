@@ -29,12 +29,15 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.balance import WHOLE, Balance
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.evaluation import EvaluationLoader
+from polyrhythm.session.loading import NO_POSITION
+from polyrhythm.session.pairs import Pairs
 from polyrhythm.session.part import Parts, TrainingPart
 from polyrhythm.session.random_states import restore_states, saved_states
 from polyrhythm.session.schedules import Schedules
-from polyrhythm.session.seeds import mix
+from polyrhythm.session.seeds import Separation, equally_seeded, mix
 from polyrhythm.session.sharing import (
     CohortPlace,
     CohortSharing,
@@ -74,6 +77,10 @@ class TrainingData:
         self.loaders: list[SharedLoader] = []
         self._evaluated: list[EvaluationLoader] = []
         self.schedules = Schedules(strategy, self.loaders, self._examples_evaluated, self.note)
+        self._seeds: list[int] = []  # of the orders of the loaders
+        self._pairs = Pairs(leased=not strategy.traits.lockstep)
+        self.counting = Counting(self.note)
+        self._separation = Separation(context.me.role, context.plan.seed, self._rank)
         self.balance: Balance | None = None  # divides rounds by the speeds of the workers
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
         self._cohort_number = 0  # how often the cohort has changed
@@ -90,9 +97,18 @@ class TrainingData:
         """True if the script did not finish the last epoch of a loader."""
         return any(loader.left_early for loader in self.loaders)
 
+    @property
+    def no_batch(self) -> str:
+        """Why the script's last loop over a loader was empty; "" if it was not."""
+        if not any(loader.empty for loader in self.loaders):
+            return ""
+        if self._context.node.incarnation:
+            return "this worker replaces one that was lost, and gets no batch of epochs that are over"
+        return "no batch of this epoch was left for this worker"
+
     def watch(self, part: TrainingPart) -> None:
         """Has this called around the steps of a part."""
-        part.driver.check_step = self.check_step
+        part.driver.check_step, part.driver.on_training = self.check_step, self._separation.begin
         if self.balance is not None and part is self._parts.first:
             part.driver.after_step = self.balance.after_step
 
@@ -125,15 +141,25 @@ class TrainingData:
         """The loader that gives out this worker's share of the batches."""
         number = len(self.loaders)
         sharing, training = self._sharing(number), _LoaderTraining(self, number)
-        seed = mix("loader", self._seed, number) if number else self._seed  # each has an order of its own
+        seed = self._seed_of(loader)
         shared = SharedLoader(loader, sharing, seed, training, self._context.processes)
         if self.balance is not None and not shared.splits:
             raise UsageError(WHOLE)
+        sharing.check(shared.order, self._strategy)
         if self._context.node.incarnation:  # the batches before its first one count too
             shared.progress.resume(0, 0, within=False)
         self.loaders.append(shared)
+        self._seeds.append(seed)
         self.schedules.follow(shared)
         return shared
+
+    def _seed_of(self, loader: DataLoader[Any]) -> int:
+        """Each loader has an order of its own, unless the script has seeded it like an earlier one."""
+        for earlier, seed in zip(self.loaders, self._seeds, strict=True):
+            if equally_seeded(earlier.loader, loader):
+                return seed
+        number = len(self.loaders)
+        return mix("loader", self._seed, number) if number else self._seed
 
     def share_evaluation(self, loaders: Sequence[DataLoader[Any]]) -> dict[DataLoader[Any], DataLoader[Any]]:
         """For each of these loaders one that gives each example to one of the workers, once."""
@@ -153,6 +179,7 @@ class TrainingData:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of each loader, and the states of the random number generators."""
+        self._separation.begin()
         balance = {} if self.balance is None else {"balance": self.balance.state_dict()}
         return {
             "loaders": [loader.state_dict() for loader in self.loaders],
@@ -161,8 +188,14 @@ class TrainingData:
             **balance,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from saved positions; before `restore_random`, because it may wait for others."""
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continues from saved positions; before `restore_random`, because it may wait for others.
+
+        None: an earlier version has saved none.
+        """
+        if state is None:
+            self.note(NO_POSITION)
+            return
         if len(state["loaders"]) != len(self.loaders):
             raise UsageError(
                 f"this state was saved with {len(state['loaders'])} training loaders, but session.prepare() "
@@ -183,10 +216,22 @@ class TrainingData:
             loader.progress.resume(saved.run, saved.reached, within=saved.batches > 0)
         self.schedules.load_state_dict(state.get("schedules", ()))
 
-    @staticmethod
-    def restore_random(state: dict[str, Any]) -> None:
-        """Continues with the saved random numbers."""
-        restore_states(state["random"])
+    def restore_random(self, state: dict[str, Any] | None) -> None:
+        """Continues with the saved random numbers, if there are some."""
+        if state is not None:
+            self._separation.skip()
+            restore_states(state["random"])
+
+    def begin_epoch(self) -> None:
+        """The script begins to iterate over a loader."""
+        self._separation.begin()
+        self.counting.mark("epoch")
+
+    def on_give(self, loader: SharedLoader, examples: int, counts: bool) -> None:
+        """The script gets a batch of a loader; not `counts` if it is borrowed."""
+        self.counting.give(examples, counts)
+        if self._workers > 1:
+            self._pairs.give(loader)
 
     def _sharing(self, number: int) -> Sharing:
         traits = self._strategy.traits
@@ -247,9 +292,9 @@ class TrainingData:
         """True if all models are in evaluation mode."""
         return not any(model.training for model in self._parts.models)
 
-    def compare_order(self, loader: int, epoch: int, digest: str) -> None:
-        """Lets the coordinator check that all workers have drawn the same order."""
-        self._context.request(OrderDrawn(loader, epoch, digest))
+    def compare_order(self, loader: int, epoch: int, digest: str, data: str) -> None:
+        """Lets the coordinator check that all workers have drawn the same order of the same data."""
+        self._context.request(OrderDrawn(loader, epoch, digest, data))
 
     def compare_position(self, loader: int, epoch: int, batches: int) -> None:
         """Lets the coordinator check that all workers resume from the same position."""
@@ -270,14 +315,20 @@ class _LoaderTraining(Training):
     def evaluates(self) -> bool:  # type: ignore[override]
         return self._data.evaluates
 
+    def begin(self) -> None:
+        self._data.begin_epoch()
+
+    def on_give(self, loader: SharedLoader, examples: int, counts: bool) -> None:
+        self._data.on_give(loader, examples, counts)
+
     def on_batch(self, samples: int, scale: float) -> None:
         self._data.on_batch(samples, scale)
 
     def on_unused(self, samples: int) -> None:
         self._data.on_unused(samples)
 
-    def on_drawn(self, epoch: int, digest: str) -> None:
-        self._data.compare_order(self._number, epoch, digest)
+    def on_drawn(self, epoch: int, digest: str, data: str) -> None:
+        self._data.compare_order(self._number, epoch, digest, data)
 
     def on_resumed(self, epoch: int, batches: int) -> None:
         self._data.compare_position(self._number, epoch, batches)

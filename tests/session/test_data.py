@@ -381,14 +381,15 @@ def test_a_lost_worker_returns_the_leases_of_all_its_loaders() -> None:
 
 
 def test_returned_leases_are_handed_out_again() -> None:
-    """The rest of a lease is the next one's, in the same epoch or a later one, but not in an earlier one."""
+    """What a lost worker held is leased in the same epoch or a later one, but not in an earlier one."""
     leases = Leases()
     assert leases.take(0, 0, 3, 16, [0], LONGEST) == Lease(3, 0, 8)
-    assert leases.give_back(0, 0, [Lease(3, 5, 3)]) == 3
-    assert leases.undone == 3 and leases.lose(0) == 0
+    assert leases.take(0, 0, 3, 16, [0], LONGEST, unseen=3) == Lease(3, 8, 4)
+    assert leases.lose(0) == leases.undone == 7
     assert leases.take(1, 0, 2, 1, [1], LONGEST) == Lease(2, 0, 1)
     assert leases.take(1, 0, 4, 16, [1], LONGEST) == Lease(3, 5, 3)
-    assert leases.give_back(1, 0, []) == leases.undone == 0
+    assert leases.take(1, 0, 4, 16, [1], LONGEST, unseen=3) == Lease(3, 8, 4)
+    assert leases.undone == 0
 
 
 def test_a_lost_worker_returns_batches_prefetched_but_not_seen() -> None:
@@ -460,7 +461,7 @@ def test_a_worker_that_breaks_out_of_an_epoch_returns_its_leases(loaders: int) -
         seen += batch.tolist()
         if len(seen) == 6:
             break
-    assert one.epoch == 1 and leases.undone == 8 - 3
+    assert one.epoch == 1 and leases.position(0).left == [Lease(0, 3, 5)]
     for batch in other:
         seen += batch.tolist()
     assert sorted(seen) == list(range(64)) and leases.undone == 0

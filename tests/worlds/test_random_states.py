@@ -43,6 +43,7 @@ def test_a_node_draws_one_stream_in_its_script_and_its_optimizer(simulate: Any, 
         model = nn.Linear(2, 1)
         optimizer: torch.optim.Optimizer = Noisy(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer)
+        model(torch.zeros(1, 2)).sum().backward()  # from here on each worker draws its own
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for _ in range(4):
