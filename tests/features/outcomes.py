@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def outcome(feature: str, strategy: str, world: str = "simulated") -> str:
                 cluster=SITES if levels else None,
             )  # fmt: skip
     except pr.PolyrhythmError as error:
-        return str(error)
+        return re.sub(r" \([^()]*, line \d+\)$", "", str(error))  # without the line of the script
     return WORKS
 
 
