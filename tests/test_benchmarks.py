@@ -30,7 +30,7 @@ def test_nan_benchmark_figures_are_null_in_json() -> None:
 
 
 def test_memory_benchmark_counts_a_page_once_at_its_owner() -> None:
-    """The arena of a node counts whoever has written there; anonymous memory counts from the start on."""
+    """The arena of a node counts what all processes have written; anonymous memory counts from the start."""
     size = 8 << 20
     arenas = Arenas(2, 1 << 30)
     mine, other = (memory._Process(os.getpid(), arena=arenas.file(index)) for index in range(2))

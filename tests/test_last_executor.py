@@ -1,4 +1,4 @@
-"""The last executor: whoever waits for all waits for the slowest, and how much that is has a law."""
+"""The last executor: a wait for all workers is a wait for the slowest, and its length follows a law."""
 
 from __future__ import annotations
 

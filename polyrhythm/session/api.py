@@ -26,7 +26,7 @@ from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.context import session, world_context
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
-from polyrhythm.session.places import Call, call
+from polyrhythm.session.places import Call, script_call
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -150,7 +150,7 @@ class Session:
         """
         pair = checked(value, "session.mean()"), checked_weight(weight)
         self._counting.on_mean(pair[1])
-        found = weighted_mean(self._gather(pair, call("session.mean()")))
+        found = weighted_mean(self._gather(pair, script_call("session.mean()")))
         return found.to(value.device) if isinstance(value, Tensor) else found
 
     def gather(self, value: Any) -> list[Any]:
@@ -159,12 +159,12 @@ class Session:
         All workers must call it at the same points of the script. A worker that has died, and is not
         replaced, is left out.
         """
-        found = self._gather(checked(value, "session.gather()"), call("session.gather()"))
+        found = self._gather(checked(value, "session.gather()"), script_call("session.gather()"))
         return [each.to(value.device) for each in found] if isinstance(value, Tensor) else found
 
     def barrier(self) -> None:
         """Waits until all workers have called it."""
-        self._gather(None, call("session.barrier()", anywhere=True))
+        self._gather(None, script_call("session.barrier()", anywhere=True))
 
     def save(self, value: Any, path: str | os.PathLike[str]) -> None:
         """`torch.save` by worker 0 only; when it returns, the file is complete for all workers.
@@ -175,7 +175,7 @@ class Session:
         if self.is_main:
             save_atomically(value, path)
             self._note_saved(path)
-        self._gather(None, call(f'session.save("{Path(path).name}")'))
+        self._gather(None, script_call(f'session.save("{Path(path).name}")'))
 
     def _note_saved(self, path: str | os.PathLike[str]) -> None:
         """Worker 0 has saved a file."""

@@ -20,7 +20,7 @@ from polyrhythm.core.requests import ShowNote
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.order import Order
 from polyrhythm.session.part import Parts
-from polyrhythm.session.places import Call, call
+from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.sharing import LockstepSharing, Place
 
 FIRST = 5  # steps before the first exchange
@@ -98,7 +98,7 @@ class Balance:
         # The median, because a step may include an evaluation, or the compilation of the model.
         mine = statistics.median(self._measured) if self._measured else 0.0
         self._measured = []
-        here = call("optimizer.step()", anywhere=True)
+        here = script_call("optimizer.step()", anywhere=True)
         found = self._gather([mine, [each.drawn for each in self._sharings]], here)
         shares = by_speed([seconds for seconds, _ in found], self._divisions[-1].shares)
         if shares is None:

@@ -48,7 +48,7 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
-from polyrhythm.session.places import Call, call
+from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
@@ -79,8 +79,7 @@ class DistributedSession(Session):
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
         self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
-        self.rank = here.me.rank
-        self.workers = welcome.workers
+        self.rank, self.workers = here.me.rank, welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
@@ -109,7 +108,7 @@ class DistributedSession(Session):
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
-        with self._calls.entered(call("session.prepare()", anywhere=True)):
+        with self._calls.entered(script_call("session.prepare()", anywhere=True)):
             self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
         self._calls.exchanges = lambda: parts.exchanges
         peers = self._gradient_peers()
@@ -187,9 +186,8 @@ class DistributedSession(Session):
     def _gather(self, value: Any, call: Call) -> list[Any]:
         parts = self._parts
         with self._calls.entered(call), parts.first.driver.meter.exchange() if parts else nullcontext():
-            if parts:
-                with self._blocking():
-                    parts.on_meeting()
+            with self._blocking():
+                parts.on_meeting() if parts else None
             return self._exchange.gather(value, call.point, parts.steps if parts else 0)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
@@ -213,7 +211,7 @@ class DistributedSession(Session):
             return super().consensus()
         given.check_owned()
         together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
-        waits = self._calls.entered(call("session.consensus()")) if together else nullcontext()
+        waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
             parts.reattach()
             parts.check_writes()

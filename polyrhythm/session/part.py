@@ -117,7 +117,7 @@ class Parts:
                 part.worker.on_membership(ranks, number)
 
     def exchange_in_consensus(self, buffers: bool) -> bool:
-        """True if workers wait for each other in `consensus`, all at one step; `buffers`: to agree on."""
+        """True if workers wait for each other in `consensus`, all at the same step, or for `buffers`."""
         traits = self._strategy.traits
         differ = not traits.uses_servers and not all(part.worker.replicas_equal for part in self)
         return traits.lockstep and (differ or buffers)

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     text: str  # with the line of this worker's script
 
 
-def call(name: str, anywhere: bool = False) -> Call:
+def script_call(name: str, anywhere: bool = False) -> Call:
     """The present call of a session. Workers make it in the same line, or `anywhere`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.exchange import weighted_mean
-from polyrhythm.session.places import Call, call
+from polyrhythm.session.places import Call, script_call
 
 OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
@@ -304,7 +304,7 @@ class Schedules:
             nonlocal evaluated
             before, evaluated = evaluated, self._evaluated()
             mine = float(metrics), evaluated - before, sum(each.examples for each in prepared.settle().news())
-            found = gather(mine, call("scheduler.step()", anywhere=True))
+            found = gather(mine, script_call("scheduler.step()", anywhere=True))
             prepared.step(scheduler, mean_metric(found), *rest, **named)
 
         return averaged

@@ -222,7 +222,7 @@ def test_run_refuses_options_that_real_processes_cannot_support(
 def test_listen_option_names_a_port_in_use_or_invalid(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A port that somebody else has is named, and so is one that is no port."""
+    """A port that is in use is named, and so is one that is no port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         code, error = request(capfd, "run", TRAIN, "--listen", address, "--runs", str(tmp_path))

@@ -292,7 +292,7 @@ def survivor(
 def test_every_survivor_of_a_collective_gets_an_error_naming_the_dead(
     tmp_path: Path, algorithm: str, hosts: str
 ) -> None:
-    """All others get an error that names the dead, soon, also those that wait for somebody else."""
+    """All others get an error that names the dead, soon, also those that wait for another worker."""
     fork = multiprocessing.get_context("fork")
     arenas = {host: Arenas(hosts.count(host), 1 << 28) for host in set(hosts)}
     barrier, gone = fork.Barrier(len(hosts)), len(hosts) - 1

@@ -1,4 +1,4 @@
-"""Shared memory: the bits of a sum in rank order, whoever comes when, and no endless wait."""
+"""Shared memory: the bits of a sum in rank order, in any order of arrival, and no endless wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of Published: each reader gets each publication once, whatever is lost and whoever dies."""
+"""Laws of Published: each reader gets each publication once, also if messages are lost and nodes die."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def outcome(feature: str, strategy: str, world: str = "simulated") -> str:
                 cluster=SITES if levels else None,
             )  # fmt: skip
     except pr.PolyrhythmError as error:
-        return re.sub(r" \(\w+\.py, line \d+\)$", "", str(error))  # lines move
+        return re.sub(r" \([^()]*, line \d+\)$", "", str(error))  # without the line of the script
     return WORKS
 
 

@@ -92,7 +92,7 @@ def test_timeout_error_says_who_waited_for_whom_and_how_long(strategy: str, who:
 
 
 def test_a_worker_that_exits_mid_training_counts_as_lost() -> None:
-    """A worker that ends its process in the middle of training has not finished, whatever its exit code."""
+    """A worker that ends its process in the middle of training has not finished, with any exit code."""
     error, _, _ = run_to_the_end("allreduce", do="vanish")
     assert error.startswith("worker 1 ended before it had finished; ")
     error, _, summary = run_to_the_end("async", do="vanish", pause=0.02)

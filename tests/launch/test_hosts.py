@@ -194,7 +194,7 @@ def test_two_level_run_on_two_hosts_matches_the_simulator(hosts: Hosts, first: i
 
 
 def test_a_joining_host_gets_ranks_of_its_own_site(hosts: Hosts) -> None:
-    """Whoever joins first: a machine gets the ranks of its own site, so what is inside stays inside."""
+    """In any order of joining, a machine gets the ranks of its own site."""
     cluster = hosts.folder / "cluster.toml"
     cluster.write_text(
         "".join(
@@ -283,7 +283,7 @@ def test_shared_memory_is_used_only_between_nodes_of_one_host(hosts: Hosts) -> N
 
 
 def test_a_host_with_the_wrong_key_is_refused_and_the_run_continues(hosts: Hosts) -> None:
-    """Whoever has another key learns nothing and disturbs nobody."""
+    """A process with another key learns nothing and disturbs no node."""
     begun = hosts.run(train, workers=2, here=1, strategy="allreduce")
     other = hosts.folder / "other.key"
     other.write_bytes(bytes(32))
@@ -297,7 +297,7 @@ def test_a_host_with_the_wrong_key_is_refused_and_the_run_continues(hosts: Hosts
 
 
 def test_hosts_with_too_many_workers_cannot_join(hosts: Hosts) -> None:
-    """Both sides say why; nothing else happens, and whoever fits joins."""
+    """Both sides say why; nothing else happens, and machines that fit join."""
     program = partial(patient, hosts.folder)
     begun = hosts.run(program, workers=3, here=1, strategy="async")
     refused = hosts.join(program, workers=3).end()
@@ -543,7 +543,7 @@ def test_another_host_may_replace_one_that_left_before_the_start(hosts: Hosts) -
 
 
 def test_ctrl_c_while_waiting_for_hosts_ends_joined_hosts_too(hosts: Hosts) -> None:
-    """Whoever has joined goes too."""
+    """Machines that have joined end too."""
     begun = hosts.run(train, workers=3, here=1, strategy="allreduce")
     joined = hosts.join(train)
     begun.find("(waiting for 1 of 3)")

@@ -1,4 +1,4 @@
-"""Somebody kills random workers during a run, and the model is as good as without."""
+"""Random workers are killed during a run, and the model is as good as without."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def run_with_kills(
 def test_pairwise_strategies_continue_after_one_of_four_workers_is_killed(
     tmp_path: Path, strategy: str, rank: int, restarts: int
 ) -> None:
-    """The others go on, and whoever takes its place is soon one of them."""
+    """The others continue, and its replacement soon takes part."""
     summary = run_with_kills(tmp_path, strategy, {rank: 7}, restarts)
     if not pr.parse(strategy).traits.lockstep:
         assert summary["samples"] >= EXAMPLES * EPOCHS and summary["batches_undone"] == 0

@@ -209,7 +209,7 @@ def test_momentum_average_leaves_scalar_optimizer_state_alone(
 
 
 def test_scalar_optimizer_state_is_recognized_by_its_shapes(simulate: Any) -> None:
-    """By their shapes, whatever its name is."""
+    """By their shapes, not by their names."""
 
     def main() -> None:
         here = pr.init()

@@ -188,7 +188,7 @@ def test_replica_shown_model_is_an_independent_copy(make: Any) -> None:
     assert equal(shown, plain) and not equal(other, plain)
 
 
-def test_replica_shown_model_takes_memory_only_while_somebody_has_it() -> None:
+def test_replica_shown_model_takes_memory_only_while_it_is_referenced() -> None:
     """One vector: a consensus written to `consensus_vectors` is not copied again. A state dict keeps it."""
     replica, plain, _ = pair(mlp)
     made: list[weakref.ref[Tensor]] = []
@@ -521,7 +521,7 @@ def draws(seed: int, workers: int, count: int, kind: torch.dtype = torch.float64
 def test_reducing_in_slices_is_reducing_whole(
     seed: int, workers: int, op: str, kind: torch.dtype, count: int, parts: int
 ) -> None:
-    """Whoever reduces which slice, the bits are the same."""
+    """The bits do not depend on which worker reduces which slice."""
     inputs = draws(seed, workers, count, kind)
     whole, sliced = torch.empty(count, dtype=kind), torch.empty(count, dtype=kind)
     reduce(inputs, op, [whole])

@@ -76,7 +76,7 @@ def test_kinds_are_all_different_and_all_events_are_in_the_union() -> None:
 
 
 def test_the_log_is_json_lines_whose_header_names_the_fields(tmp_path: Path) -> None:
-    """Whoever has zcat and JSON can read it."""
+    """It can be read with zcat and a JSON parser."""
     written(tmp_path, [("worker 0", 1.5, STEP), ("server 0", 2.5, Applied(1, 0, 23, 9, 2, 100))])
     with gzip.open(tmp_path / "it" / "events.jsonl.gz", "rt") as file:
         header, *lines = map(json.loads, file)

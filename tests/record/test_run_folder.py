@@ -204,7 +204,7 @@ def test_spread() -> None:
 
 
 def test_the_package_never_reads_or_writes_pickles() -> None:
-    """Nothing in the package reads pickles: whoever can send one can run code. It writes none of its own."""
+    """Nothing in the package reads pickles, whose sender can run code. It writes none of its own."""
     for path in Path(pr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

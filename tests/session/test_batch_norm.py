@@ -339,7 +339,7 @@ def test_recompute_shows_the_same_on_all_workers(world: str, tmp_path: Path) -> 
 
 
 def test_recompute_survives_the_death_of_a_worker(tmp_path: Path) -> None:
-    """Whoever brings the result, the statistics go with it."""
+    """The statistics are part of the result, whichever worker sends it."""
     script = Script(model=normed, size=50, kills={1: 3}, pause=0.01)
     summary = run_in(
         "real", script, runs=tmp_path, batch_norm="recompute", strategy="async", workers=2, restarts=1,

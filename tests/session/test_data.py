@@ -1,4 +1,4 @@
-"""Who trains on what: every example once, whoever is fast and whatever the sizes."""
+"""Who trains on what: every example once, for all speeds of workers and all sizes."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_full_rounds_are_one_batch_per_worker(size: int, batch: int, workers: in
 def test_factor_weighted_mean_over_workers_is_the_mean_of_the_round(
     size: int, batch: int, workers: int, own: bool, died: int
 ) -> None:
-    """Full rounds count 1; in all of them, the mean of factor * batch mean is the mean of the round. Whoever
-    shares it: of those that the run began with some may have died."""
+    """Full rounds count 1; in all of them, the mean of factor * batch mean is the mean of the round,
+    also if some of the workers that the run began with have died."""
 
     def make() -> DataLoader[Any]:
         if own:
@@ -285,7 +285,7 @@ def test_unbatched_loaders_are_refused() -> None:
 
 @given(some.integers(0, 200), some.integers(1, 9), some.randoms(use_true_random=False))
 def test_leases_are_a_partition(batches: int, workers: int, chance: Any) -> None:
-    """Whoever asks when, each batch is leased once, in order; each worker has one if there are enough."""
+    """For any requests each batch is leased once, in order; each worker has one if there are enough."""
     leases, given, asking = Leases(), list[int](), set(range(workers))
     had = set()
     while asking:

@@ -216,7 +216,7 @@ def test_reading_all_training_data_without_training_is_told(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_evaluation_loaders_give_each_example_to_one_worker(world: str, tmp_path: Path) -> None:
-    """Shuffled or not, whoever iterates how often, also at once, and from a stream."""
+    """Shuffled or not, for any number of iterations on any worker, also at once, and from a stream."""
 
     def script() -> None:
         session = pr.init()

@@ -82,7 +82,7 @@ def test_dana_zero_is_dana_slim(simulate: Any, speeds: str, servers: int, decay:
         assert rank == other
         counts[rank] += 1
         if counts[rank] > 30:
-            break  # somebody is done, and from here on DANA-Zero no longer counts with its momentum
+            break  # a worker is done, and from here on DANA-Zero leaves out its momentum
         torch.testing.assert_close(zero, slim, rtol=1e-12, atol=1e-13)
 
 

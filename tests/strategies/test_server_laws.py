@@ -162,7 +162,7 @@ def test_random_delays_are_momentum_in_the_mean(simulate: Any) -> None:
         ball.append(ball[-1] + (1 - 1 / workers) * (ball[-1] - ball[-2]) - rate / workers * ball[-1])
 
     def trajectory(cluster: str, seed: int) -> Tensor:
-        """w after each update, as whoever made it sees it."""
+        """w after each update, as the worker that made it sees it."""
         walk = Walk(20, lr=rate)  # more than anybody makes of the first updates
         simulate(walk, "async", workers, cluster=cluster, seed=seed)
         return torch.cat([x for _, x in walk.seen[workers:]])[:updates]

@@ -1,4 +1,4 @@
-"""What must be true of every asynchronous run's event log, whoever died and came back meanwhile."""
+"""What must be true of every asynchronous run's event log, also if workers died and were replaced."""
 
 from __future__ import annotations
 
