@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -168,6 +169,7 @@ def test_examples_begin_with_how_to_start_them(example: Path, tmp_path: Path) ->
             pr.parse(command[command.index("--strategy") + 1])
 
 
+@cache
 def names_in_the_code() -> set[str]:
     """All classes of the package, all functions and methods, and `Class.name` for what a class defines."""
     found: set[str] = set()

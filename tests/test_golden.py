@@ -22,6 +22,7 @@ def fails(wrong: checks.Differences, golden: Golden, found: Golden) -> None:
         pytest.fail(f"{checks.report(wrong, golden, found)}\n{RULE}", pytrace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # all cases of a seed in one process
 @few("seed", sorted({case.seed for case in cases()}), quick=1)
 def test_simulated_runs_are_as_the_golden_file_says(seed: int) -> None:

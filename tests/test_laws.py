@@ -297,6 +297,7 @@ def test_equal_speeds_have_equal_staleness(simulate: Any, workers: int) -> None:
     assert seen == [*range(workers), *[workers - 1] * (19 * workers)]
 
 
+@pytest.mark.slow
 def test_exponential_staleness_is_geometric(simulate: Any) -> None:
     """Memoryless step times make staleness geometric with p = 1/N: mean N-1, P(0) = 1/N."""
     workers = 5
@@ -558,6 +559,7 @@ def test_sync_round_time_is_the_harmonic_number(simulate: Any, workers: int) -> 
     assert summary["wall_s"] / rounds == pytest.approx(harmonic, abs=3 * deviation)
 
 
+@pytest.mark.slow
 def test_async_workers_never_wait(simulate: Any) -> None:
     """Asynchronous workers take as long as their own steps, on average 1."""
     summary = simulate(Steps(1500), "async", 8, cluster='[[hosts]]\nstep_time = { exponential = "1 s" }')

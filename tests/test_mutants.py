@@ -109,6 +109,7 @@ def planted(tree: Path) -> tuple[int, list[str]]:
     return found.returncode, found.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_fault_that_survives_fails(tree: Path) -> None:
     (tree / "tests" / "mutants" / "list.toml").write_text(LIST + UNNOTICED)
     code, lines = planted(tree)

@@ -195,7 +195,8 @@ def make(cls: type[Made], choice: str, **values: Any) -> Made:
     types = {option.name: option.type for option in options(cls)}
     _, colon, rest = choice.partition(":")
     if colon and not rest.strip(" "):
-        raise UsageError(f"nothing after the colon; leave it out, or set a field: {_names(types)}")
+        fields = f", or set a field: {_names(types)}" if types else ""
+        raise UsageError(f"nothing after the colon; leave it out{fields}")
     for place, item in enumerate(rest.split(",") if rest else ()):
         name, equals, value = (part.strip(" ") for part in item.partition("="))
         if not name:

@@ -233,6 +233,7 @@ class Dies:
             raise
 
 
+@pytest.mark.slow
 @few("algorithm, listen", [*TCP, *REAL], quick=1)
 def test_a_stopped_peer_is_named_within_the_timeout(tmp_path: Path, algorithm: str, listen: str) -> None:
     """It lives and says nothing: all others give up in time, and say for whom they waited."""

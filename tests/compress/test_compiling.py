@@ -86,6 +86,7 @@ def test_a_numba_that_cannot_be_imported_is_shown(tmp_path: Path) -> None:
     assert dense.stderr.count(f"quantizers are about five times slower on a CPU without {why}") == 1
 
 
+@pytest.mark.slow
 def test_prepare_compiles_every_loop_that_a_codec_calls() -> None:
     """So that no step waits for a compiler, and no worker compiles what its siblings compile too."""
     done = run_python(PREPARE, PYTHONPATH=str(ROOT))

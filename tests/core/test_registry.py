@@ -237,7 +237,7 @@ EVERY = "period, rate, nesterov, label, rule, limit, alias, bound"
         ("zzz", "unknown strategy 'zzz'. Known: every, needy, plain"),
         ("plain:3", "plain:3: takes no bare value, and has no fields"),
         ("plain:x=3", "plain:x=3: no field 'x'; plain has: no fields"),
-        ("plain:", "plain:: nothing after the colon"),
+        ("plain:", "plain:: nothing after the colon; leave it out"),
         ("every:x", "every:x: period takes a whole number, not 'x'"),
         ("every:1.5", "every:1.5: period takes a whole number, not '1.5'"),
         ("every:0", "every:0: period must be 1 or more"),

@@ -58,6 +58,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.slow
 @each_value(("dtype", DTYPES), ("codec", CODECS))
 def test_replicas_stay_the_same_bits(ranks: Found, codec: str, dtype: str) -> None:
     """After every step, also when DDP has filled its buckets anew; and they do move."""
@@ -68,6 +69,7 @@ def test_replicas_stay_the_same_bits(ranks: Found, codec: str, dtype: str) -> No
     assert not torch.equal(one[0], one[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", ["topk:0.05", "topk:0.05,per=layer", "powersgd", "powersgd:1,per=vector,dense="]
 )
@@ -89,12 +91,14 @@ def test_ddp_hook_residuals_follow_parameters_when_buckets_change(ranks: Found, 
         torch.testing.assert_close(got + residual, total, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_ddp_hook_with_topk_of_density_1_gives_the_plain_mean(ranks: Found) -> None:
     """Density 1, in full: bit for bit what DDP gives without a hook."""
     for step, got in enumerate(ranks[0]["owe"]["topk:1,values=fp32"]["got"]):
         assert torch.equal(got, (script.given(0, step) + script.given(1, step)) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, "fp16:feedback=yes"])
 def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec: str) -> None:
     """An infinity on one rank: NaN on both, for a GradScaler to see, and the next steps are sound."""
@@ -107,6 +111,7 @@ def test_a_gradient_that_is_not_finite_spoils_one_step_only(ranks: Found, codec:
     assert all(torch.equal(mine.isnan(), yours.isnan()) for mine, yours in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in script.LOTS])
 def test_ddp_hook_gives_the_same_bits_with_a_grad_scaler(ranks: Found, codec: str) -> None:
     """Scales are powers of two, and a step that is skipped leaves no trace: bit for bit as without one."""
@@ -117,12 +122,14 @@ def test_ddp_hook_gives_the_same_bits_with_a_grad_scaler(ranks: Found, codec: st
         assert torch.equal(plain, scaled)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_in_backward(ranks: Found) -> None:
     for rank in ranks:
         before, hooked, trained = rank["compiled"]
         assert before == 0 < hooked == trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["topk:0.05,per=layer", "powersgd", "dgc:0.05,per=layer"])
 def test_ddp_hook_resumes_exactly_from_saved_state(ranks: Found, codec: str) -> None:
     """Bit for bit, though buckets begin again as they were before the first step.
@@ -135,6 +142,7 @@ def test_ddp_hook_resumes_exactly_from_saved_state(ranks: Found, codec: str) -> 
             torch.testing.assert_close(one, other, rtol=0, atol=near)
 
 
+@pytest.mark.slow
 def test_ddp_hook_sends_excluded_layers_uncompressed(ranks: Found) -> None:
     got, bounds = ranks[0]["left out"]["got"], ranks[0]["left out"]["bounds"]
     mean = (script.given(0, 0) + script.given(1, 0)) / 2
@@ -143,6 +151,7 @@ def test_ddp_hook_sends_excluded_layers_uncompressed(ranks: Found) -> None:
         assert torch.equal(got[low:high], mean[low:high]) == dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "says"),
     [
@@ -204,6 +213,7 @@ class Ours:
             self.seen[here.rank].append(script.flat(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["topk:0.05,values=fp32", "topk", "threshold", "dgc:0.01", "bf16"])
 def test_ddp_hook_with_one_bucket_gives_the_bits_of_allreduce(
     ranks: Found, simulate: Any, codec: str

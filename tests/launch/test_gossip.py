@@ -30,7 +30,7 @@ def test_gossip_continues_after_a_neighbour_is_killed(
     mlp().load_state_dict(trained(summary), strict=True)
 
 
-@few("strategy", FAMILY, quick=1)
+@few("strategy", FAMILY, quick=0)
 def test_gossip_over_tcp_gives_the_same_bits_and_survives_a_kill(tmp_path: Path, strategy: str) -> None:
     """Without shared memory it is the same; undisturbed, to the last bit."""
     plain, tcp = (run_with_kills(tmp_path, strategy, {}, listen=how) for how in ("unix:", "tcp:127.0.0.1:0"))
@@ -39,7 +39,7 @@ def test_gossip_over_tcp_gives_the_same_bits_and_survives_a_kill(tmp_path: Path,
     assert summary["joined"] == 1 and summary["metrics"]["after"] < 0.8 * summary["metrics"]["before"]
 
 
-@few("strategy", FAMILY, quick=1)
+@few("strategy", FAMILY, quick=0)
 def test_last_gossip_worker_trains_on_alone_after_all_others_are_killed(
     tmp_path: Path, strategy: str
 ) -> None:

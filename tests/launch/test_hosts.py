@@ -30,6 +30,7 @@ import polyrhythm as pr
 from polyrhythm.launch.console import Console
 from polyrhythm.session.context import session
 from tests.scripts.train import EXAMPLES, Numbered, network, train
+from tests.support.combine import few
 from tests.support.programs import MOMENTUM, Script, distance, events, same, trained
 
 _fork = multiprocessing.get_context("fork")
@@ -507,7 +508,7 @@ def test_joined_hosts_end_if_the_first_launcher_is_killed(hosts: Hosts, strategy
     begun.end(SOON)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+@few("strategy", ["allreduce", "async"], quick=1)
 def test_ctrl_c_on_the_first_host_ends_the_run_on_all_hosts(hosts: Hosts, strategy: str) -> None:
     begun, joined = begin(hosts, strategy)
     os.killpg(begun.pid, signal.SIGINT)

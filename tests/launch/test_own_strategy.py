@@ -297,7 +297,7 @@ def test_a_name_that_the_script_does_not_define_is_refused_late(commands: Comman
     (commands.folder / "a").mkdir()
     (commands.folder / "a" / "late.py").write_text(MENTIONS)
     error = commands.refused(world, "late.py", "-s", "late:4")
-    assert re.search(r"unknown strategy 'late'.* Known: adpsgd, .* --import$", error)
+    assert re.search(r"unknown strategy 'late'.* Known: adpsgd, .* --import \(late\.py, line \d+\)$", error)
 
 
 @pytest.mark.slow

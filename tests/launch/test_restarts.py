@@ -111,6 +111,7 @@ def test_the_replacement_of_the_only_worker_resumes_from_the_servers(tmp_path: P
     assert [line["version"] for line in applied] == list(range(1, len(applied) + 1))
 
 
+@pytest.mark.slow
 def test_a_worker_out_of_restarts_is_not_replaced(tmp_path: Path) -> None:
     """The others train on without one that died too often; if it was the last, the run fails and says so."""
     summary = run_with_kills(tmp_path, {1: 3}, restarts=2)

@@ -91,9 +91,10 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-@each_value(
-    ("number", [signal.SIGINT, signal.SIGTERM]),
-    ("stage", ["starting", "training", "hanging"]),
+@few(
+    "number, stage",
+    [(signal.SIGINT, "starting"), (signal.SIGTERM, "training"), (signal.SIGINT, "hanging")],
+    quick=2,
 )
 def test_ctrl_c_and_sigterm_end_the_run_with_exit_code_130(
     start: Callable[..., Run], stage: str, number: signal.Signals
@@ -146,6 +147,7 @@ def test_both_killed_while_a_worker_is_stuck(start: Callable[..., Run]) -> None:
     run.check_gone(within=SOON)
 
 
+@pytest.mark.slow
 def test_a_launcher_killed_during_startup_leaves_no_processes(start: Callable[..., Run]) -> None:
     """A launcher that is killed before there are nodes leaves nothing either."""
     run = start("-s", "async", "--")
@@ -183,6 +185,7 @@ def test_ctrl_c_and_sigterm_end_the_run_during_worker_replacements(
     run.check_gone(within=SOON)
 
 
+@pytest.mark.slow
 @each_value(
     ("strategy", ["hogwild", "hogwild:lock=yes"]),
     ("number", [signal.SIGINT, signal.SIGKILL]),

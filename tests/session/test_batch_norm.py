@@ -570,6 +570,7 @@ def test_sync_batch_norm_over_tcp_equals_the_union_batch(tmp_path: Path) -> None
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_works_with_70_simulated_workers(tmp_path: Path) -> None:
     """Seventy wait for each other in the middle of their backward passes."""
     script = Script(model=varied, size=2 * 140, batch=2, epochs=1)

@@ -22,6 +22,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import CompareReplica
 from polyrhythm.session.replica_check import summaries
+from tests.support.combine import few
 from tests.support.programs import MOMENTUM, SGD, Examples, Script, mlp
 from tests.support.rows import DEFAULTS, ROWS, Row
 from tests.support.runs import WORLDS, run_in
@@ -99,7 +100,7 @@ def test_a_learning_rate_of_one_worker_is_named_in_every_lockstep_strategy(row: 
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", lockstep(ROWS), ids=str)
+@few("row", lockstep([*DEFAULTS, *(each for each in ROWS if each not in DEFAULTS)]), quick=12)
 def test_equal_replicas_are_equal_in_every_lockstep_strategy(row: Row, capsys: Any) -> None:
     """Compared as often as possible: no error and no note, also with a scheduler, and the same bits."""
     script = Script(schedule=True, optimizer=SGD if "dgc" in row.strategy else MOMENTUM, size=50)

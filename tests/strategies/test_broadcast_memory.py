@@ -56,6 +56,7 @@ def is_right(log: DeliveryLog, everything: dict[tuple[str, int], tuple[Tensor, .
     return torch.equal(log.counts[0], wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_merged_delivery_logs_count_each_message_once(data: st.DataObject) -> None:

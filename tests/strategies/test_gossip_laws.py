@@ -154,6 +154,7 @@ def test_gossip_without_steps_contracts_by_rho_per_mixing(simulate: Any, topolog
     assert np.abs(x.mean(1) - x[0].mean(0)).max() < 1e-12
 
 
+@pytest.mark.slow
 def test_gossip_consensus_distance_grows_with_lr_and_rho(simulate: Any) -> None:
     """In training the distance is proportional to the learning rate, and grows with 1 / (1 - rho)."""
 
@@ -186,6 +187,7 @@ def test_gossip_mixing_adds_at_most_one_network_latency(simulate: Any, strategy:
     assert (took(25) - took(5)) / 20 == pytest.approx(step, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_grow_with_the_number_of_workers(simulate: Any) -> None:
     """On a ring, and with exponential turns, each sends its parameters at most twice per step."""
 

@@ -279,6 +279,7 @@ def test_ctrl_c_interrupts_waiting_for_a_named_lock(arenas: Arenas) -> None:
     end(holder)
 
 
+@pytest.mark.slow
 def test_named_lock_survives_kills_at_any_point(arenas: Arenas) -> None:
     """While waiting, holding or releasing: after every kill the lock can be taken."""
     lock = SharedRegion(arenas).lock("x", 0, times_out(20))
