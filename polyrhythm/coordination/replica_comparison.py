@@ -53,9 +53,10 @@ class ReplicaComparison:
 
 
 def difference(one: TensorSummary, other: TensorSummary) -> float:
-    """About how far elements of two tensors differ, relative to their size.
+    """About how far two tensors are apart, relative to their size.
 
-    Errors that are independent of each other change the sum by as much as they change the norm.
+    Elements that differ change the projection by about the norm of what they differ by, in whatever order
+    they lie.
     """
-    change = max(abs(one.total - other.total), abs(one.norm - other.norm))
+    change = max(abs(one.projection - other.projection), abs(one.norm - other.norm))
     return change / max(one.norm, other.norm) if change else 0.0

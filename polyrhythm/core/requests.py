@@ -102,7 +102,7 @@ class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
     """What replicas compare of a tensor."""
 
     checksum: int  # of its bits
-    total: float
+    projection: float  # the sum of its elements with pseudo-random weights, the same on all workers
     norm: float
 
 

@@ -23,13 +23,18 @@ class OptimizerRunner:
     ) -> None:
         self._install_random_state, self._clock = install_random_state, clock
         self.seconds = 0.0  # in all steps so far
+        self.running = False  # inside a step
 
     def run(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
         """Runs a step of this optimizer, without the hooks of the script: see `session.step_hooks`."""
         self._install_random_state()
         before = self._clock()
-        with _without_hooks(optimizer):
-            step()
+        self.running = True
+        try:
+            with _without_hooks(optimizer):
+                step()
+        finally:
+            self.running = False
         self.seconds += self._clock() - before
 
 

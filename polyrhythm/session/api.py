@@ -93,6 +93,9 @@ class Session:
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         """Called when a scheduler takes a step; a single process needs no word about it."""
 
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Called when any optimizer is about to take a step."""
+
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """Called when a GradScaler is about to step an optimizer."""
 

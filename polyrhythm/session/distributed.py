@@ -173,6 +173,10 @@ class DistributedSession(Session):
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
             self._data.schedules.on_step(scheduler)
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._data is not None and not self._trains(optimizer):
+            self._data.check_other(optimizer)
+
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trains(optimizer):
             check_scaler(self.strategy)

@@ -151,12 +151,6 @@ class SampledOrder(Order):
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         super().__init__(loader, seed)
-        cls = type(loader)
-        if cls.__iter__ is not DataLoader.__iter__ and not cls.__module__.startswith(_KNOWN):
-            raise UsageError(
-                f"{cls.__name__} has an __iter__ of its own, which session.prepare() cannot divide: pass a "
-                "plain DataLoader to prepare(), and change its batches in collate_fn or in the loop"
-            )
         batches = loader.batch_sampler
         if batches is None:
             raise UsageError(
@@ -305,6 +299,12 @@ def _examples(batch: Any) -> int:
 
 def order_of(loader: DataLoader[Any], seed: int, processes: bool = True) -> SampledOrder | StreamedOrder:
     """The order of the batches of a loader."""
+    cls = type(loader)
+    if cls.__iter__ is not DataLoader.__iter__ and not cls.__module__.startswith(_KNOWN):
+        raise UsageError(
+            f"{cls.__name__} has an __iter__ of its own, which session.prepare() cannot divide: pass a plain "
+            "DataLoader to prepare(), and change its batches in collate_fn or in the loop"
+        )
     if getattr(loader, "next_iter_state", None) is not None:
         raise UsageError(
             f"this {type(loader).__name__} has loaded a position of its own, which workers cannot share: "

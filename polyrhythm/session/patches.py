@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.context import session, without_session
@@ -45,9 +49,21 @@ def _step_scaler(original: Function, scaler: Any, optimizer: Any, *args: Any, **
 
 def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
     mine = session.get()
+    if mine is None or _stepping.get():  # by a scheduler that consists of others
+        return original(scheduler, *args, **kwargs)
+    mine.scheduler_steps(scheduler)
+    token = _stepping.set(True)
+    try:
+        original(scheduler, *args, **kwargs)
+    finally:
+        _stepping.reset(token)
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """PyTorch calls this before each step of any optimizer."""
+    mine = session.get()
     if mine is not None:
-        mine.scheduler_steps(scheduler)
-    original(scheduler, *args, **kwargs)
+        mine.optimizer_steps(optimizer)
 
 
 def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
@@ -66,10 +82,16 @@ def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
 _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (torch.autograd, "backward", _backward),
     (torch.amp.GradScaler, "step", _step_scaler),
-    (LRScheduler, "step", _step_scheduler),
+    *(
+        (cls, "step", _step_scheduler)
+        for cls in vars(lr_scheduler).values()
+        if isinstance(cls, type) and issubclass(cls, LRScheduler) and "step" in vars(cls)
+    ),
     (OneCycleLR, "get_lr", _rates_of_one_cycle),
 )
+_stepping: ContextVar[bool] = ContextVar("stepping", default=False)  # a scheduler is stepping
 _originals: list[Function] = []
+_hooks: list[RemovableHandle] = []
 _scripts: set[object] = set()  # that are running: in simulation many at a time
 
 
@@ -82,6 +104,7 @@ def installed() -> Iterator[None]:
             original = getattr(owner, name)
             _originals.append(original)
             setattr(owner, name, _replaced(original, replacement))
+        _hooks.append(register_optimizer_step_pre_hook(_before_optimizer_step))
     _scripts.add(me)
     try:
         yield
@@ -90,6 +113,7 @@ def installed() -> Iterator[None]:
         if not _scripts:
             for owner, name, _ in _REPLACEMENTS:
                 setattr(owner, name, _originals.pop(0))
+            _hooks.pop().remove()
 
 
 def _replaced(original: Function, replacement: Function) -> Function:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -11,8 +12,10 @@ from typing import NamedTuple
 
 import polyrhythm
 
-_OURS = str(Path(polyrhythm.__file__).parent)
-_INSTALLED = tuple(sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib"))
+_OURS = str(Path(polyrhythm.__file__).parent) + os.sep
+_INSTALLED = tuple(
+    sysconfig.get_path(each) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 class Call(NamedTuple):

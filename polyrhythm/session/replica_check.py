@@ -6,6 +6,7 @@ optimizer, to the coordinator, which compares them. No worker waits for another.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -17,8 +18,10 @@ from polyrhythm.core.requests import CompareReplica, ReplicaDifference, ShowNote
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.seeds import mix
 
 EVERY = 100  # steps, unless the plan says otherwise
+COLUMNS = 4096  # of the matrix as which a projection sees a tensor
 
 
 class ReplicaCheck:
@@ -100,13 +103,33 @@ def replica_check(context: WorldContext, worker: Worker, replica: Replica, part:
 
 
 def summaries(tensors: Sequence[Tensor]) -> list[TensorSummary]:
-    """A checksum of the bits of each tensor, its sum and its norm."""
+    """A checksum of the bits of each tensor, a projection and its norm."""
     return [
         TensorSummary(
             zlib.crc32(each.view(torch.uint8).numpy().data),
-            float(values.sum(dtype=torch.float64)),
+            _projection(values),
             float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))),
         )
         for each in (tensor.detach().reshape(-1).cpu() for tensor in tensors)
-        for values in [torch.view_as_real(each) if each.is_complex() else each]
+        for values in [torch.view_as_real(each).reshape(-1) if each.is_complex() else each]
     ]
+
+
+def _projection(values: Tensor) -> float:
+    """The sum of the values with weights that are products of two factors, one by row and one by column."""
+    exact = values.to(torch.promote_types(values.dtype, torch.float32))
+    rows = len(exact) // COLUMNS
+    by_column, by_row = _factors("columns", COLUMNS, exact.dtype), _factors("rows", rows + 1, torch.float64)
+    sums = [exact[: rows * COLUMNS].view(rows, COLUMNS) @ by_column]
+    rest = exact[rows * COLUMNS :]
+    sums.append((rest @ by_column[: len(rest)]).reshape(1))
+    return float(torch.cat(sums).double() @ by_row)
+
+
+@functools.cache
+def _factors(name: str, count: int, dtype: torch.dtype) -> Tensor:
+    """Pseudo-random factors of size 1/2 to 3/2, of either sign."""
+    generator = torch.Generator().manual_seed(mix("projection", name))
+    sizes = torch.rand(count, generator=generator, dtype=torch.float64) + 0.5
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    return (sizes * signs).to(dtype)

@@ -36,6 +36,10 @@ OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
     "workers, so if the script counts its own steps, build it for session.workers times as many"
 )
+PLATEAU = (
+    "each worker steps its own ReduceLROnPlateau: give all the same value, as in "
+    "scheduler.step(session.mean(loss)), or their learning rates will differ"
+)
 PER_BATCH = (
     "{name} is stepped once per batch and was not passed to session.prepare(): it counts the steps of one "
     "worker, of which a run has fewer than a single process; pass it to prepare(), with the length for a "
@@ -251,6 +255,8 @@ class Schedules:
         known = [*self._exempt, *(each.scheduler for each in self._prepared)]
         if any(scheduler is each for one in known for each in _nested(one)):
             return
+        if isinstance(scheduler, ReduceLROnPlateau) and not self._strategy.traits.lockstep:
+            self._note(PLATEAU)
         own = sum(loader.progress.count.own for loader in self._loaders)
         last, self._others[id(scheduler)] = self._others.get(id(scheduler)), own
         if (

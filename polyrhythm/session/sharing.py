@@ -164,6 +164,7 @@ class LeasedSharing(Sharing):
                 yield ScaledBatch(batch, 1.0, order.before(lease.epoch) + number + 1)
 
     def _take(self, epoch: int, batches: int, untrained: int) -> Lease | None:
+        del self._given[: len(self._given) - untrained]  # an epoch may be endless
         return self._coordinator.take(epoch, batches, untrained + len(self._ahead))
 
     def used(self, samples: int) -> None:

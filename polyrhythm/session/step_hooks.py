@@ -60,7 +60,8 @@ class StepHooks:
         found = chain(
             registry._global_optimizer_pre_hooks.values(), registry._global_optimizer_post_hooks.values()
         )
-        if any(not getattr(hook, "__module__", "").startswith("torch.") for hook in found):
+        ours = "torch.", "polyrhythm."
+        if any(not getattr(hook, "__module__", "").startswith(ours) for hook in found):
             raise UsageError(
                 "register_optimizer_step_pre_hook() and register_optimizer_step_post_hook() do not work "
                 "under servers or in simulation, where a process takes steps of others: register the hook on "

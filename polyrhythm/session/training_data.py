@@ -53,6 +53,10 @@ NO_LOADER = (
     "and session.workers, all workers train on the same batches; pass the DataLoader to prepare()"
 )
 
+ALONE = (
+    "{name} was not passed to session.prepare(): what it trains, each worker trains alone; pass it to "
+    "prepare() with its model"
+)
 NOT_USED = (
     "the script takes a step before it has got a batch of the loader that session.prepare() returned: if it "
     "trains on the loader that it had before, no worker shares its data; use what prepare() returns"
@@ -127,6 +131,21 @@ class TrainingData:
                 )
         if self._ended is not None and (wrong := self._beyond(*self._ended)):
             raise UsageError(wrong)
+
+    def check_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was not prepared takes a step."""
+        if self._workers == 1 or self._parts.first.replica.runner.running:  # a part of one that was
+            return
+        prepared = {id(each) for replica in self._parts.replicas for each in replica.layout.parameters}
+        others = [each for group in optimizer.param_groups for each in group["params"]]
+        name = type(optimizer).__name__
+        if any(id(each) in prepared for each in others):
+            raise UsageError(
+                f"{name} steps parameters of a prepared optimizer, and was not passed to session.prepare(): "
+                "workers would train them apart; pass all optimizers to one call of prepare(), or change "
+                "the settings of the prepared one"
+            )
+        self.note(ALONE.format(name=name))
 
     def _on_done(self, notice: Notice) -> str:
         assert notice.peer is not None
