@@ -10,7 +10,7 @@ told, and the weight stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BORROWED = (
     "a weight of session.mean() seems to include examples that a worker has borrowed to take part in the "
@@ -26,8 +26,13 @@ class _Given(NamedTuple):
 class Counting:
     """The examples that the loaders of one worker have given to the script; `note` tells the person."""
 
-    def __init__(self, note: Callable[[str], object] | None = None) -> None:
-        self._note = note
+    def __init__(
+        self,
+        counts: Callable[[Any], bool | None] = lambda batch: True,
+        note: Callable[[str], object] | None = None,
+    ) -> None:
+        """`counts`: whether a batch has a weight; None if that is unknown."""
+        self._counts, self._note = counts, note
         self._given = _Given(0, 0)
         self._marks = {"start": self._given}  # moments from which a script may count
         self._borrows = False  # the last batch is borrowed
@@ -44,9 +49,10 @@ class Counting:
         self._given = _Given(self._given.examples + examples, self._given.borrowed + examples * self._borrows)
 
     def count(self, batch: Sized) -> int:
-        """How many examples of the last batch count."""
+        """How many examples of a batch count; of the last one, if it is a new tensor."""
         self._asked = True
-        return 0 if self._borrows else len(batch)
+        counts = self._counts(batch)
+        return len(batch) if counts or (counts is None and not self._borrows) else 0
 
     def on_mean(self, weight: float) -> None:
         """The script averages a value of this weight over all workers."""

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.session.given import GivenBatch
 from polyrhythm.session.order import Order, SampledOrder, copy_of, order_of
 from polyrhythm.session.random_states import OwnNumbers
 from polyrhythm.session.schedules import Count, Progress
@@ -56,9 +57,16 @@ class Training:
     def on_give(self, loader: SharedLoader, examples: int, counts: bool) -> None:
         """The script gets a batch of a loader; not `counts` if it is borrowed."""
 
-    def on_batch(self, samples: int, scale: float) -> None:
-        """The script gets a batch: how many examples count, and the factor for the gradient."""
+    def on_batch(self, samples: int, batch: GivenBatch) -> None:
+        """The script gets a batch, of whose examples so many count."""
         self.passes += 1
+        batch.done = True
+
+    def on_end(self) -> None:
+        """The script has read the loader to its end, or has left it."""
+
+    def settle(self) -> None:
+        """Marks the batches that the script has trained on."""
 
     def on_unused(self, samples: int) -> None:
         """The script has not trained on these examples after all."""
@@ -78,17 +86,25 @@ class _Iteration:
 
     def __init__(self, passes: int, progress: Progress) -> None:
         self.passes = passes  # of the training when it began
-        self.latest = passes  # of the training when the script got the last batch
         self.given = 0  # batches
-        self.untrained: list[Count] = []  # before each of the last batches, which no pass has used yet
+        self._batches: deque[GivenBatch] = deque()  # the last ones, which may not be done
         self.begun = progress.count  # when it began
         self.digest = ""  # of the order of the epoch, until the other workers have been compared
 
-    def give(self, passes: int, before: Count) -> None:
-        if passes != self.latest:
-            self.untrained, self.latest = [], passes
-        self.untrained.append(before)
+    def give(self, batch: GivenBatch) -> None:
+        self._drop()
+        self._batches.append(batch)
         self.given += 1
+
+    @property
+    def untrained(self) -> Sequence[GivenBatch]:
+        """The batches that the script has got and not trained on."""
+        self._drop()
+        return self._batches
+
+    def _drop(self) -> None:
+        while self._batches and self._batches[0].done:
+            self._batches.popleft()
 
 
 class _Drawn(NamedTuple):
@@ -158,7 +174,7 @@ class SharedLoader(DataLoader[Any]):
         complete = False
         try:
             for batch in self._load():
-                self._give(mine)
+                self._give(mine, batch)
                 if self.watch is not None:
                     self.watch(batch)
                 yield batch
@@ -197,16 +213,17 @@ class SharedLoader(DataLoader[Any]):
         """The examples of each batch of this worker in the current epoch."""
         return self._batches()
 
-    def _give(self, iteration: _Iteration) -> None:
+    def _give(self, iteration: _Iteration, content: Any) -> None:
         """The script gets the next batch."""
         examples, scale, position = self._prefetched.popleft()
         samples, first = examples if scale else 0, self.order.before(self.epoch)
         self._training.on_give(self, examples, counts=scale > 0)
-        iteration.give(self._training.passes, self.progress.count)
+        batch = GivenBatch(content, scale, self.progress.count)
+        iteration.give(batch)
 
         def count() -> None:
             self.progress.give(position, first, samples)
-            self._training.on_batch(samples, scale)
+            self._training.on_batch(samples, batch)
 
         self.defer(count)
         self._sharing.used(samples)
@@ -228,13 +245,18 @@ class SharedLoader(DataLoader[Any]):
 
     def _untrained(self) -> int:
         """How many batches the script has got and not trained on."""
+        self._training.settle()
         last = self.iteration or self._looked
-        return len(last.untrained) if last is not None and self._training.passes == last.latest else 0
+        return 0 if last is None else len(last.untrained)
 
     def trained(self) -> Count:
         """The progress without batches that the script has got and not trained on."""
+        self._training.settle()
         last = self.iteration or self._looked
-        return last.untrained[0] if last is not None and self._untrained() else self.progress.count
+        if last is None or not last.untrained:
+            return self.progress.count
+        before: Count = last.untrained[0].before
+        return before
 
     def _end(self, complete: bool) -> None:
         """The open iteration is over."""
@@ -242,6 +264,7 @@ class SharedLoader(DataLoader[Any]):
         if ended is None:
             return
         self._prefetched.clear()
+        self._training.on_end()
         self.progress.iterating = False
         self.empty = complete and not ended.given
         trained = self._training.passes != ended.passes

@@ -122,6 +122,7 @@ class DistributedSession(Session):
                 _watch(part, self._late, self._blocking)
                 data.watch(part)
                 part.driver.check_exchange = self._calls.check
+            data.watch_models()
             if not self.strategy.traits.settable:
                 for each in given.models:
                     refuse_parameters(each)

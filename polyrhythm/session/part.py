@@ -105,11 +105,15 @@ class Parts:
         """The examples that this worker has trained on. All parts are trained on the same ones."""
         return self.first.replica.samples
 
-    def on_batch(self, samples: int, scale: float) -> None:
-        """The script has got a batch of so many examples; new gradients have this weight."""
+    def on_batch(self, samples: int) -> None:
+        """The script has got a batch of so many examples."""
         for replica in self.replicas:
-            replica.gradients.scale(scale)
             replica.samples += samples
+
+    def weigh(self, weight: float) -> None:
+        """New gradients have this weight."""
+        for replica in self.replicas:
+            replica.gradients.scale(weight)
 
     def on_membership(self, ranks: Sequence[int], number: int) -> None:
         for part in self:

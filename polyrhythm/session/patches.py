@@ -50,7 +50,8 @@ def _step_scaler(original: Function, scaler: Any, optimizer: Any, *args: Any, **
 def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
     mine = session.get()
     if mine is None or _stepping.get():  # by a scheduler that consists of others
-        return original(scheduler, *args, **kwargs)
+        original(scheduler, *args, **kwargs)
+        return
     mine.scheduler_steps(scheduler)
     token = _stepping.set(True)
     try:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.order import Order, SampledOrder
@@ -63,8 +62,9 @@ class Sharing(ABC):
     def length(self, order: Order) -> int:
         """About how many batches the worker gets in an epoch."""
 
-    def check(self, order: Order, strategy: Strategy) -> None:
-        """Raises UsageError if these batches cannot be shared."""
+    def shortage(self, order: Order, strategy: Strategy) -> str:
+        """A note for the person if there are too few batches; "" if not."""
+        return ""
 
     def begin(self, epoch: int) -> int | None:
         """Called before an epoch. Returns its number, or None if it is over for this worker."""
@@ -131,20 +131,20 @@ class LeasedSharing(Sharing):
     def length(self, order: Order) -> int:
         return math.ceil(len(order) / self._workers)
 
-    def check(self, order: Order, strategy: Strategy) -> None:
-        """Each worker needs a batch: a script may use the last loss after its loop."""
+    def shortage(self, order: Order, strategy: Strategy) -> str:
+        """Some workers get no batch, and a script may use the last loss after its loop."""
         try:
             batches = len(order)
         except TypeError:
-            return  # a stream that does not say
+            return ""  # a stream that does not say
         if not 0 < batches < self._workers:
-            return
+            return ""
         examples = order.examples if isinstance(order, SampledOrder) and order.splits else 0
         size = examples // self._workers
         smaller = f"batch_size={size} or less, or " if size else ""
-        raise UsageError(
-            f"the training loader has {batches} batches for {self._workers} workers, and under {strategy} "
-            f"each worker needs one: use {smaller}--workers {batches}"
+        return (
+            f"the training loader has {batches} batches for {self._workers} workers: under {strategy} some "
+            f"get none in an epoch; use {smaller}--workers {batches}"
         )
 
     def batches(

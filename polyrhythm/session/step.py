@@ -67,6 +67,7 @@ class StepDriver:
         self._before_exchange: State | None = None  # of the worker, since the last step
         self.check_step: Callable[[], None] = lambda: None  # called when a step begins
         self.on_training: Callable[[], None] = lambda: None  # called before each backward pass and step
+        self.on_backward: Callable[[], None] = lambda: None  # called before each backward pass
         self.check_exchange: Callable[[], None] = lambda: None  # called before the worker may wait for others
         self.exchanges = 0  # so far; in lockstep as many on all workers at the same point of the script
         self.after_step: Callable[[], None] | None = None
@@ -107,6 +108,7 @@ class StepDriver:
 
     def before_backward(self) -> None:
         self.on_training()
+        self.on_backward()
         self._depth += 1
         gradients = self._replica.gradients
         if self._before_exchange is not None and not gradients.any():

@@ -28,10 +28,12 @@ from polyrhythm.core.requests import (
 )
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.balance import WHOLE, Balance
+from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.evaluation import EvaluationLoader
+from polyrhythm.session.given import GivenBatch, GivenBatches
 from polyrhythm.session.loading import NO_POSITION
 from polyrhythm.session.pairs import Pairs
 from polyrhythm.session.part import Parts, TrainingPart
@@ -52,7 +54,6 @@ NO_LOADER = (
     "no training loader was given to session.prepare(): unless the script divides its data by session.rank "
     "and session.workers, all workers train on the same batches; pass the DataLoader to prepare()"
 )
-
 ALONE = (
     "{name} was not passed to session.prepare(): what it trains, each worker trains alone; pass it to "
     "prepare() with its model"
@@ -83,7 +84,8 @@ class TrainingData:
         self.schedules = Schedules(strategy, self.loaders, self._examples_evaluated, self.note)
         self._seeds: list[int] = []  # of the orders of the loaders
         self._pairs = Pairs(leased=not strategy.traits.lockstep)
-        self.counting = Counting(self.note)
+        self.given = GivenBatches(lambda: self.passes, parts.weigh, self.note)
+        self.counting = Counting(self.given.counts, self.note)
         self._separation = Separation(context.me.role, context.plan.seed, self._rank)
         self.balance: Balance | None = None  # divides rounds by the speeds of the workers
         self._cohort: Sequence[int] = range(workers)  # in lockstep: the workers that share the current epoch
@@ -113,8 +115,19 @@ class TrainingData:
     def watch(self, part: TrainingPart) -> None:
         """Has this called around the steps of a part."""
         part.driver.check_step, part.driver.on_training = self.check_step, self._separation.begin
+        part.driver.on_backward = self.given.before_backward
         if self.balance is not None and part is self._parts.first:
             part.driver.after_step = self.balance.after_step
+
+    def watch_models(self) -> None:
+        """Has this called before the models of the script run."""
+
+        def begin(_: object, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():  # not in an evaluation
+                self.given.before_forward((args, kwargs))
+
+        for model in self._parts.models if self._workers > 1 else ():
+            model.register_forward_pre_hook(Hook(begin), with_kwargs=True)
 
     def check_step(self) -> None:
         """Called when a step begins. Raises if in lockstep another worker has taken its last step before."""
@@ -164,7 +177,8 @@ class TrainingData:
         shared = SharedLoader(loader, sharing, seed, training, self._context.processes)
         if self.balance is not None and not shared.splits:
             raise UsageError(WHOLE)
-        sharing.check(shared.order, self._strategy)
+        if note := sharing.shortage(shared.order, self._strategy):
+            self.note(note)
         if self._context.node.incarnation:  # the batches before its first one count too
             shared.progress.resume(0, 0, within=False)
         self.loaders.append(shared)
@@ -291,9 +305,10 @@ class TrainingData:
         with torch.no_grad(), self._context.blocking():
             self._parts.on_membership(ranks, number)
 
-    def on_batch(self, samples: int, scale: float) -> None:
+    def on_batch(self, loader: int, samples: int, batch: GivenBatch) -> None:
         """The script gets a batch."""
-        self._parts.on_batch(samples, scale)
+        self._parts.on_batch(samples)
+        self.given.give(loader, batch)
         self._due -= samples
 
     def on_unused(self, samples: int) -> None:
@@ -340,8 +355,14 @@ class _LoaderTraining(Training):
     def on_give(self, loader: SharedLoader, examples: int, counts: bool) -> None:
         self._data.on_give(loader, examples, counts)
 
-    def on_batch(self, samples: int, scale: float) -> None:
-        self._data.on_batch(samples, scale)
+    def on_batch(self, samples: int, batch: GivenBatch) -> None:
+        self._data.on_batch(self._number, samples, batch)
+
+    def on_end(self) -> None:
+        self._data.given.end(self._number)
+
+    def settle(self) -> None:
+        self._data.given.settle()
 
     def on_unused(self, samples: int) -> None:
         self._data.on_unused(samples)

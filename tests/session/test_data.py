@@ -20,6 +20,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.lease import Lease
 from polyrhythm.core.strategy import Traits
 from polyrhythm.session.data import SharedLoader, Training
+from polyrhythm.session.given import GivenBatch
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.sharing import (
     CohortPlace,
@@ -52,9 +53,9 @@ class Counting(Training):
     def __init__(self) -> None:
         self.counts: list[tuple[int, float]] = []
 
-    def on_batch(self, samples: int, scale: float) -> None:
-        super().on_batch(samples, scale)
-        self.counts.append((samples, scale))
+    def on_batch(self, samples: int, batch: GivenBatch) -> None:
+        super().on_batch(samples, batch)
+        self.counts.append((samples, batch.scale))
 
 
 class Shared(SharedLoader):

@@ -356,24 +356,21 @@ def test_drop_last_keeps_the_batch_size_in_every_round(world: str, strategy: str
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("examples", "batch", "advice"), [(12, 6, "batch_size=4 or less, or "), (2, 1, "")])
-def test_fewer_batches_than_workers_are_refused_where_they_are_leased(
-    world: str, examples: int, batch: int, advice: str
+def test_fewer_leased_batches_than_workers_are_noted(
+    world: str, examples: int, batch: int, advice: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def script(under: int = batch) -> None:
         session = pr.init()
         model, optimizer = prepared(session)
         for (x,) in session.prepare(DataLoader(rows(examples), batch_size=under)):
             take(model, optimizer, x)
-            loss = x
-        assert loss is not None
 
-    says = f"has 2 batches for 3 workers, and under async each worker needs one: use {advice}--workers 2 "
-    with pytest.raises(UsageError, match=says):
-        run_in(world, script, strategy="async", workers=3)
+    assert run_in(world, script, strategy="async", workers=3)["samples"] == examples
+    says = f"has 2 batches for 3 workers: under async some get none in an epoch; use {advice}--workers 2\n"
+    assert capfd.readouterr().err.count(says) == 1
     run_in(world, script, strategy="async", workers=2)
     run_in(world, script, strategy="allreduce", workers=3)
-    if advice:
-        run_in(world, lambda: script(4), strategy="async", workers=3)
+    assert "some get none" not in capfd.readouterr().err
 
 
 # --- means by examples ------------------------------------------------------------------------------
