@@ -120,6 +120,8 @@ def test_what_is_seen_of_a_dataset_is_what_was_chosen_of_it() -> None:
         Subset(Subset(data, [1, 2, 4]), [0, 1, 2]), ConcatDataset([data, chosen]),
         ConcatDataset([chosen, data]),
         TensorDataset(torch.zeros(8, 2)), TensorDataset(torch.zeros(8, 1, dtype=torch.float64)),
+        TensorDataset(torch.zeros(8, 2), torch.arange(8)),
+        TensorDataset(torch.zeros(8, 2), torch.arange(8).flip(0)),
     ]  # fmt: skip
     assert len({seen(each) for each in [chosen, *others]}) == 1 + len(others)
     samplers = [SubsetRandomSampler([0, 1]), SubsetRandomSampler([0, 2])]
