@@ -228,3 +228,13 @@ def test_a_scheduler_that_steps_after_the_last_check_is_no_difference(every: int
         scheduler.step()
 
     assert pr.simulate(main, workers=2, strategy="allreduce", check_replicas=every)["steps"] == 16
+
+
+@pytest.mark.parametrize("count", [2, 100, 5000, 20_000])
+def test_a_permutation_is_no_rounding(count: int) -> None:
+    """It changes neither the sum nor the norm."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    rounded = values * (1 + 1e-7 * torch.randn(count, generator=torch.Generator().manual_seed(1)))
+    one, permuted, near = summaries([values, values.roll(1), rounded])
+    assert difference(one, permuted) > 100 * ROUNDING
+    assert difference(one, near) < ROUNDING
