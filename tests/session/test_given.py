@@ -19,11 +19,12 @@ import polyrhythm as pr
 from tests.support.programs import trained
 from tests.support.runs import WORLDS, run_in
 
-ONCE = [0.25] * 8 + [1.0]  # two workers, batches of two: in the last round worker 1 borrows the last example
+# Two workers, batches of two: in the last round worker 0 has two of the last three examples.
+ONCE = [0.25] * 8 + [0.3333] * 3
 
 
-def loader(count: int = 9) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.eye(9)[:count]), batch_size=2)
+def loader(count: int = 11) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.eye(11)[:count]), batch_size=2)
 
 
 def ahead(batches: Iterable[Any]) -> Iterator[Any]:
@@ -59,7 +60,7 @@ def counted(
 
     def main() -> None:
         session = pr.init()
-        model = nn.Linear(9, 1, bias=False)
+        model = nn.Linear(11, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer, batches = session.prepare(model, optimizer, loader())
@@ -84,16 +85,17 @@ def test_each_batch_has_its_own_weight(
 
 def test_batches_that_are_used_again_have_their_weight_again(tmp_path: Path) -> None:
     rounds = 3  # a worker has three batches in an epoch
-    assert counted("simulated", tmp_path, lambda batches: islice(cycle(batches), 2 * rounds)) == [
-        2 * each for each in ONCE
-    ]
+    found = counted("simulated", tmp_path, lambda batches: islice(cycle(batches), 2 * rounds))
+    assert found == pytest.approx([2 * each for each in ONCE], abs=2e-4)
 
 
 @pytest.mark.parametrize("draw", [iter, ahead, copied])
 def test_several_passes_on_a_batch_have_its_weight(
     draw: Callable[[Iterable[Any]], Iterable[Any]], tmp_path: Path
 ) -> None:
-    assert counted("simulated", tmp_path, draw, twice=3) == [3 * each for each in ONCE]
+    assert counted("simulated", tmp_path, draw, twice=3) == pytest.approx(
+        [3 * each for each in ONCE], abs=2e-4
+    )
 
 
 def test_batches_that_are_skipped_change_no_weight(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def run_two(main: Callable[[pr.Session], None], capfd: pytest.CaptureFixture[str
 
 
 def prepared(session: pr.Session, *loaders: DataLoader[Any]) -> Any:
-    model = nn.Linear(9, 1, bias=False)
+    model = nn.Linear(11, 1, bias=False)
     return session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
 
 
@@ -176,7 +178,7 @@ def test_a_state_that_is_saved_while_a_batch_is_ahead_has_that_batch(tmp_path: P
         def main() -> None:
             session = pr.init()
             model, optimizer, batches = prepared(
-                session, DataLoader(TensorDataset(torch.eye(9)), batch_size=1)
+                session, DataLoader(TensorDataset(torch.eye(11)), batch_size=1)
             )
             if not begin:
                 session.load_state_dict(torch.load(tmp_path / f"{session.rank}.pt", weights_only=True))
@@ -190,4 +192,4 @@ def test_a_state_that_is_saved_while_a_batch_is_ahead_has_that_batch(tmp_path: P
         run_in("simulated", main, strategy="allreduce", workers=2)
         return seen
 
-    assert sorted(set(part(begin=True) + part(begin=False))) == list(range(9))
+    assert sorted(set(part(begin=True) + part(begin=False))) == list(range(11))
