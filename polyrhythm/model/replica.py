@@ -66,6 +66,7 @@ class Replica:
         self._consensus: tuple[Tensor, ...] | None = None  # for the next call of `take_consensus`
         self._abandoned: list[tuple[Tensor, ...]] = []
         self.optimizer_state = OptimizerState(self.layout, optimizer, empty)
+        self.stepped()
 
     def move(self, vectors: Sequence[Tensor]) -> None:
         """Makes these vectors the parameters, with the values that they have."""
@@ -86,6 +87,16 @@ class Replica:
         self.runner.run(self.optimizer, step if self.closure is None else partial(step, self.closure))
         if self._may_replace and not self.attachment.intact:
             self.attachment.restore()
+
+    def stepped(self) -> None:
+        """Called after each step."""
+        self._versions = [each._version for each in self.layout.parameters]
+
+    @property
+    def rewritten(self) -> bool:
+        """True if the script has written to parameters since the last step, as far as PyTorch shows it."""
+        versions = [each._version for each in self.layout.parameters]
+        return not self.attachment.intact or versions != self._versions
 
     def settings(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each parameter group, as plain values."""

@@ -315,7 +315,8 @@ class DistributedSession(Session):
             return
         with self._salvaging, self._blocking():
             intact = untouched or not self._node.stopping.stepping
-            found = salvaged(self.strategy, self._context.me, [part.worker for part in parts], intact)
+            workers = [part.worker for part in parts]
+            found = salvaged(self.strategy, self._context.me, workers, intact, in_step=untouched)
             parts.first.driver.meter.report()
             self._context.flush()
             if found is not None and self._context.request(OfferResult(found.source)).last:

@@ -41,8 +41,13 @@ class Salvaged(NamedTuple):
     source: str
 
 
-def salvaged(strategy: Strategy, me: Peer, workers: Sequence[Worker], intact: bool) -> Salvaged | None:
-    """The servers' parameters, or this worker's own if they are intact; None if there are none."""
+def salvaged(
+    strategy: Strategy, me: Peer, workers: Sequence[Worker], intact: bool, in_step: bool
+) -> Salvaged | None:
+    """The servers' parameters, or this worker's own if they are intact; None if there are none.
+
+    `in_step`: an exchange in a step has failed, so the script has changed nothing since.
+    """
     traits = strategy.traits
     if traits.uses_servers:
         with contextlib.suppress(PolyrhythmError):  # a server is gone too
@@ -53,4 +58,6 @@ def salvaged(strategy: Strategy, me: Peer, workers: Sequence[Worker], intact: bo
     equal = together and not traits.parameters_held_by_peers and not traits.uses_servers
     equal |= traits.steps_in_place
     own = [worker.replica.parameters for worker in workers]
+    if not in_step and any(worker.replica.rewritten for worker in workers):
+        return Salvaged(own, f"{me}, with what its script has written to it since the last step,")
     return Salvaged(own, "all workers" if equal else str(me))

@@ -212,6 +212,7 @@ class StepDriver:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             self.on_training()
             loss = take(closure)
+            self._replica.stepped()
             self._hooks.after_step(*_given(closure))
             if self.check is not None:
                 with torch.no_grad(), self._context.blocking():
