@@ -31,7 +31,10 @@ def script_call(name: str, anywhere: bool = False) -> Call:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     text = f"{name} ({_place(frame.f_code.co_filename, frame.f_lineno)})"
-    return Call(name if anywhere else text, text)
+    point = (
+        f"{name} in line {frame.f_lineno}"  # without the file, which may have another name on another host
+    )
+    return Call(name if anywhere else point, text)
 
 
 def place_of_error(error: BaseException) -> str:

@@ -199,9 +199,7 @@ def test_a_host_without_the_strategy_is_named(commands: Commands) -> None:
     joined = commands.start("join", found[1], TRAIN, "--key", key, host="b")
     joined.communicate(timeout=START)
     assert joined.returncode == 2
-    assert re.search(
-        r"polyrhythm: unknown strategy 'bmuf'.*--import \(\w+\.py, line \d+\)\n$", commands.shown("b")
-    )
+    assert re.search(r"polyrhythm: unknown strategy 'bmuf'.*--import\n$", commands.shown("b"))
     while begun.poll() is None and "has left before the run began" not in commands.shown():
         assert time.monotonic() < deadline, commands.shown()
         time.sleep(0.05)
