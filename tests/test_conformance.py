@@ -370,7 +370,7 @@ def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
         other.stdin.close()
 
 
-@rows(ROWS, DEFAULTS)
+@rows(ROWS, ())
 def test_one_seed_one_result(trip: Any, elsewhere: Any, row: Row) -> None:
     """In simulation a seed decides everything: in every process, and however often the row was run there."""
     here = trip(row, "simulated")[0].summary

@@ -107,6 +107,7 @@ def test_eight_simulated_workers_train_one_model(library: str, strategy: str, tm
     check(library, strategy, "simulated", tmp_path, workers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("strategy", ["allreduce", "async"])
 def test_a_schedule_by_batches_ends_with_the_data(

@@ -508,7 +508,7 @@ def test_joined_hosts_end_if_the_first_launcher_is_killed(hosts: Hosts, strategy
     begun.end(SOON)
 
 
-@few("strategy", ["allreduce", "async"], quick=1)
+@few("strategy", ["allreduce", "async"], quick=0)
 def test_ctrl_c_on_the_first_host_ends_the_run_on_all_hosts(hosts: Hosts, strategy: str) -> None:
     begun, joined = begin(hosts, strategy)
     os.killpg(begun.pid, signal.SIGINT)

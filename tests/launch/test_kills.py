@@ -120,7 +120,7 @@ def accuracy(summary: dict[str, Any], test_set: TensorDataset) -> float:
 
 
 @pytest.mark.timeout(300)
-@few("strategy, kills", [("async", 3), ("async", 20), ("async:max_staleness=3", 8)], quick=1)
+@few("strategy, kills", [("async", 3), ("async", 20), ("async:max_staleness=3", 8)], quick=0)
 def test_async_run_survives_random_worker_kills(tmp_path: Path, strategy: str, kills: int) -> None:
     """All is trained, the parameters are whole, and the log's laws hold."""
     train_set, test_set = digits()

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from polyrhythm.core.plan import Plan
+from tests.support.combine import few
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, TRAIN = ROOT / "examples" / "own_strategy.py", ROOT / "tests" / "scripts" / "train.py"
@@ -291,7 +292,7 @@ session = pr.init()
 """
 
 
-@pytest.mark.parametrize("world", ["run", "simulate"])
+@few("world", ["run", "simulate"], quick=1)
 def test_a_name_that_the_script_does_not_define_is_refused_late(commands: Commands, world: str) -> None:
     """It could have been; once `pr.init` is reached it is not, and one line says what is known."""
     (commands.folder / "a").mkdir()

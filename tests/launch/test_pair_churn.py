@@ -114,7 +114,7 @@ def downhill(count: int) -> None:
         thread.join()
 
 
-@few("strategy", ["adpsgd", "push", "push:2", "gossip", "gossip:exponential", "choco:0.5+topk:0.3"], quick=2)
+@few("strategy", ["adpsgd", "push", "push:2", "gossip", "gossip:exponential", "choco:0.5+topk:0.3"], quick=0)
 def test_broken_connections_lose_and_double_nothing(tmp_path: Path, strategy: str) -> None:
     """The mean has moved by the updates of all, though answers were lost on their way and asked for again."""
     summary = pr.run(

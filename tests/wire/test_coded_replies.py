@@ -33,7 +33,7 @@ def slope(rank, step, count):
 @few(
     "strategy",
     ["async+topk:0.05,dense=1d", "async+topk:0.05", "async+int4:dense=0", "async:prefetch=yes+topk:0.05"],
-    quick=1,
+    quick=0,
 )
 def test_servers_and_workers_agree_though_coded_replies_are_lost(strategy):
     """Two workers push at once while connections break. The server's copy of each worker's parameters is
