@@ -173,12 +173,14 @@ class Session:
         """`torch.save` by worker 0 only; when it returns, the file is complete for all workers.
 
         All workers must call it at the same points of the script. A process that reads the path sees the old
-        file or the new one, never a part. With several machines the file is on that of worker 0.
+        file or the new one, never a part. With several machines the file is on that of worker 0. If worker 0
+        has died, the first of those that are alive saves.
         """
-        if self.is_main:
+        call = script_call(f'session.save("{Path(path).name}")')
+        if self.rank == min(self._gather(self.rank, call)):
             save_atomically(value, path)
             self._note_saved(path)
-        self._gather(None, script_call(f'session.save("{Path(path).name}")'))
+        self._gather(None, call)
 
     def _note_saved(self, path: str | os.PathLike[str]) -> None:
         """Worker 0 has saved a file."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -297,3 +299,26 @@ def test_a_worker_that_waits_in_inference_mode_leaves_the_others_in_theirs() -> 
             meet(session)
 
     run_in("simulated", main, strategy="async", workers=2)
+
+
+@pytest.mark.slow
+def test_another_worker_saves_after_worker_0_has_died(tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(2, 1)
+        data = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4)
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+        for epoch in range(3):
+            for (x,) in loader:
+                model(x).mean().backward()
+                optimizer.step()
+                time.sleep(0.005)
+            if epoch == 1 and session.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            session.save(epoch, path)
+
+    summary = run_in("real", main, strategy="async", workers=2)
+    assert summary["lost"] == {"worker 0": "was killed by SIGKILL"}
+    assert torch.load(path, weights_only=True) == 2
