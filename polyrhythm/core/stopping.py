@@ -30,7 +30,7 @@ class Stopping:
         self.stepping = False  # inside one, or one has failed: the parameters may be half changed
         self.alone = False  # the run has failed, and nobody waits for others any longer
         self.on_abandoned: Callable[[], None] = lambda: None  # called in a thread when the run has failed
-        self.salvaging = threading.Event()  # the script has ended, and what it has is being saved
+        self.salvaging = threading.Event()  # set when the script has stopped and its model is being saved
         self._asked = False
         self._last: int | None = None  # the step after which all workers stop
         self._decided = threading.Event()

@@ -51,11 +51,11 @@ class GivenBatches:
         self, passes: Callable[[], int], weigh: Callable[[float], None], note: Callable[[str], None]
     ) -> None:
         self._passes, self._weigh, self._note = passes, weigh, note
-        self._waiting: dict[
-            int, deque[GivenBatch]
-        ] = {}  # by loader, the oldest first: not done, or used last
+        # By loader, the oldest first: batches that are not done, or that the last pass has used.
+        self._waiting: dict[int, deque[GivenBatch]] = {}
         self._open: set[int] = set()  # loaders that the script iterates over
         self._known: dict[int, tuple[int, GivenBatch]] = {}  # by storage: the loader and the batch
+        self._shared: set[int] = set()  # storages of several batches
         self._limit = 64  # entries of `_known`, before those of freed tensors are dropped
         self._used: dict[GivenBatch, bool] = {}  # for the next pass, or by the last; True if a model got it
         self._at = 0  # passes when the first of these was used
@@ -90,7 +90,7 @@ class GivenBatches:
             self._use(batch, seen=True)
 
     def before_backward(self) -> None:
-        """A backward pass, or a step without one, begins."""
+        """A backward pass begins."""
         unused = self._passes() != self._at or not self._used
         if unused and self._waiting and not self._open and not any(self._waiting.values()):
             self._note(AFTER)
@@ -128,10 +128,13 @@ class GivenBatches:
         self._weigh(max(weights))
 
     def _found(self, value: Any) -> list[tuple[int, GivenBatch]]:
-        return [self._known[each.cdata] for each in _storages(value) if each.cdata in self._known]
+        keys = [each.cdata for each in _storages(value)]
+        return [self._known[key] for key in keys if key in self._known and key not in self._shared]
 
     def _remember(self, loader: int, batch: GivenBatch) -> None:
-        self._known.update({storage.cdata: (loader, batch) for storage in batch.storages})
+        for storage in batch.storages:
+            if self._known.setdefault(storage.cdata, (loader, batch))[1] is not batch:
+                self._shared.add(storage.cdata)  # batches are views of one tensor, which tells nothing
         if len(self._known) > self._limit:
             batches = {each for _, each in self._known.values()}
             storages = [storage for each in batches for storage in each.storages]

@@ -99,7 +99,7 @@ class Progress:
         self._start = None
 
     def position(self, count: Count) -> int | None:
-        """The position of a count, for a run that continues there; None: where an epoch begins."""
+        """The position in the run to save for a count; None at the beginning of an epoch."""
         return None if self._start is None else self._start + count.run
 
     def resume(self, position: int | None, reached: int, within: bool) -> None:

@@ -171,7 +171,7 @@ def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_pa
 def test_a_run_whose_workers_all_evaluate_keeps_its_model(
     strategy: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No worker comes to a call of the session in time: what it has is saved beside the script."""
+    """No script returns to the session in time, so a thread saves the model."""
     monkeypatch.setattr("polyrhythm.launch.early_end.EarlyEnd._patience", lambda self: 0.1)
     launcher = os.getpid()
 

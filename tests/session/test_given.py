@@ -55,6 +55,7 @@ def counted(
     draw: Callable[[Iterable[Any]], Iterable[Any]],
     strategy: str = "allreduce",
     twice: int = 1,
+    source: DataLoader[Any] | None = None,
 ) -> list[float]:
     """How much each example counts; `twice`: how many passes each batch is used for."""
 
@@ -63,7 +64,7 @@ def counted(
         model = nn.Linear(11, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, batches = session.prepare(model, optimizer, loader())
+        model, optimizer, batches = session.prepare(model, optimizer, source or loader())
         for (x,) in draw(batches):
             for _ in range(twice):
                 optimizer.zero_grad()
@@ -81,6 +82,20 @@ def test_each_batch_has_its_own_weight(
     world: str, strategy: str, draw: Callable[[Iterable[Any]], Iterable[Any]], tmp_path: Path
 ) -> None:
     assert counted(world, tmp_path, draw, strategy) == ONCE
+
+
+class Views(TensorDataset):
+    """Gives out batches that are views of one tensor."""
+
+    def __getitems__(self, indexes: list[int]) -> Any:
+        return (
+            self.tensors[0][indexes[0] : indexes[-1] + 1 : indexes[1] - indexes[0] if indexes[1:] else 1],
+        )
+
+
+def test_views_of_one_tensor_are_used_in_the_order_in_which_they_were_drawn(tmp_path: Path) -> None:
+    data = DataLoader(Views(torch.eye(11)), batch_size=2, collate_fn=lambda batch: batch)
+    assert counted("simulated", tmp_path, ahead, source=data) == ONCE
 
 
 def test_batches_that_are_used_again_have_their_weight_again(tmp_path: Path) -> None:
