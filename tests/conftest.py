@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.runs import run_in
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected
 # Nothing may depend on how fast the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 if settings.get_current_profile_name() == "default":  # `make mutants` has a profile of its own
@@ -27,6 +29,12 @@ if settings.get_current_profile_name() == "default":  # `make mutants` has a pro
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester", "tests.support.leaks", "tests.support.scheduling"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays until the end: collections that look through it would take most of the time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

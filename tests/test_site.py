@@ -253,20 +253,22 @@ FITS = "document.documentElement.scrollWidth <= document.documentElement.clientW
 
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
-def test_pages_fit_the_window_without_console_errors(
-    site: Path, tmp_path: Path, width: int, scheme: str
-) -> None:
-    """No page scrolls sideways, complains, asks another host, or ignores that the system is dark."""
+def test_pages_fit_the_window_without_console_errors(site: Path, tmp_path: Path) -> None:
+    """No page scrolls sideways, complains, asks another host, or ignores that the system is dark: narrow and
+    wide, light and dark. A page is loaded once, and follows when the window and the system change."""
+    looks = [(width, scheme) for width in (400, 1400) for scheme in ("light", "dark")]
     with served(site) as address, Browser(tmp_path) as browser:
-        browser.show(width, scheme)
-        for page in markdown():
+        for number, page in enumerate(markdown()):
             name = f"{page.removesuffix('.md')}.html"
+            first = number % len(looks)
+            browser.show(*looks[first])
             assert browser.open(f"{address}/{name}") == [], name
-            assert browser.evaluate(FITS), f"{name} is too wide"
-            shown = browser.evaluate("document.body.dataset.mdColorScheme")
-            assert shown == {"light": "default", "dark": "slate"}[scheme], name
+            for width, scheme in [*looks[first:], *looks[:first]]:
+                browser.show(width, scheme)
+                assert browser.after_a_frame() == [], (name, width, scheme)
+                assert browser.evaluate(FITS), f"{name} is too wide for {width} pixels"
+                shown = browser.evaluate("document.body.dataset.mdColorScheme")
+                assert shown == {"light": "default", "dark": "slate"}[scheme], name
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
+from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.notice import Notice
@@ -36,6 +37,7 @@ from polyrhythm.core.requests import (
     ExamplesDue,
     Farewell,
     FileSaved,
+    FileWritten,
     Gather,
     JoinRun,
     LastStep,
@@ -125,7 +127,7 @@ class Coordinator:
             BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
-            EnterCall: self._calls.enter,
+            EnterCall: self._calls.enter, FileWritten: WrittenFiles(self.membership, launcher.say).add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
             FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
             ShowNote: _noted(_once(launcher.say)),

@@ -240,6 +240,12 @@ class FileSaved(Request[None], frozen=True, tag="saved"):
     step: int
 
 
+class FileWritten(Request[None], frozen=True, tag="written"):
+    """The script has written a file by `torch.save`."""
+
+    path: str
+
+
 class ShowNote(Request[None], frozen=True, tag="note"):
     """Something that a person should know about this run, in one line."""
 
@@ -332,9 +338,9 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, ShowNote, LastStep, StepsDone,
-        LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult, NodeFailed,
-        ReleaseMemory, Report,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, FileWritten, ShowNote,
+        LastStep, StepsDone, LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult,
+        NodeFailed, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

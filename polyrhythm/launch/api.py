@@ -17,6 +17,7 @@ from polyrhythm.launch import planning
 from polyrhythm.launch.console import Console, LineStream, format_metrics
 from polyrhythm.launch.planning import MOST, Servers
 from polyrhythm.launch.program import Program
+from polyrhythm.launch.quick_imports import import_torch
 from polyrhythm.record.folder import RunFolder, name_run
 from polyrhythm.record.memory import RunMemory
 from polyrhythm.record.result import RunResult, kept
@@ -225,6 +226,7 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     # As many as a worker has on real processes, because the bits of a sum depend on it. Before torch is
     # imported: that changes the number.
     threads = plan.threads or threads_each(0, plan.workers)
+    import_torch()
     plan, cluster = planning.with_cluster(plan)
     strategy = planning.resolve(plan, program)
     if strategy is not None:

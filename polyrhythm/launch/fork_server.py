@@ -29,6 +29,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.resolve import ResolvedStrategy
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.launch.program import Program
+from polyrhythm.launch.quick_imports import quick_imports
 from polyrhythm.launch.signals import TERMINATION
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -123,14 +124,16 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # it would start threads on import
-        # Every optimizer imports the compiler on first use: once here, instead of in every node.
         try:
-            for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
-                import_module(name)
+            with quick_imports():
+                # Every optimizer imports the compiler on first use: once here, instead of in every node.
+                for name in ("torch._dynamo", "torch.utils.data", "polyrhythm.launch.child"):
+                    import_module(name)
         except Exception as error:
             return self._send("failed", f"torch cannot be imported: {error!r}", 1)
         try:
-            strategy = self._resolve()
+            with quick_imports():
+                strategy = self._resolve()
         except PolyrhythmError as error:
             return self._send("failed", str(error), error.exit_code)
         try:

@@ -89,7 +89,7 @@ class RunResult(Mapping[str, Any]):
 def kept(summary: Mapping[str, Any]) -> str:
     """A line for the user of a run that ended early: what is left of it, and how to continue."""
     folder, file = summary["folder"], summary.get("last_saved")
-    saved = f"; the script saved {file['path']} at step {file['step']:,}" if file else ""
+    saved = f"; the script saved {file['path']} at step {file['step']:,} of a worker" if file else ""
     if not summary["digest"]:
         remedy = f"load that file: {GUIDE}" if file else f"to keep one, save it: {GUIDE}"
         return f"{folder} has the summary, metrics and logs, but no model{saved}; {remedy}"

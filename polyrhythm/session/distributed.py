@@ -125,7 +125,7 @@ class DistributedSession(Session):
             data.watch_models()
             if not self.strategy.traits.settable:
                 for each in given.models:
-                    refuse_parameters(each)
+                    refuse_parameters(each, lambda: parts.steps > 0)
             replica, driver = parts.first.replica, parts.first.driver
             self._norms = choose(
                 self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed,

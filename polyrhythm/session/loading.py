@@ -1,13 +1,15 @@
 """What may be loaded in a run, and when: parameters, optimizer states, and states of sessions.
 
-`load_state_dict()` after `prepare` is refused where the next step would overwrite what was loaded.
+`load_state_dict()` between `prepare` and the first step is refused where that step would overwrite what was
+loaded. Later a script may load averaged parameters, evaluate them and load the trained ones again: then
+`WriteCheck` compares before the next step.
 
 Loading the values that are there already is fine: libraries such as Accelerate do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,16 +30,17 @@ NO_POSITION = (
 )
 
 
-def refuse_parameters(model: nn.Module) -> None:
-    """From here on loading other parameters into the model, or a part of it, is an error."""
+def refuse_parameters(model: nn.Module, begun: Callable[[], bool]) -> None:
+    """Until the training has `begun`, loading other parameters into the model, or a part of it, is an
+    error."""
+
+    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if not begun() and not _same(state.get(prefix + name, parameter), parameter.detach()):
+                raise UsageError(f"{prefix}{name}: {_ADVICE}")
+
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(Hook(_check_parameters))  # type: ignore[no-untyped-call]
-
-
-def _check_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        if not _same(state.get(prefix + name, parameter), parameter.detach()):
-            raise UsageError(f"{prefix}{name}: {_ADVICE}")
+        module.register_load_state_dict_pre_hook(Hook(check))  # type: ignore[no-untyped-call]
 
 
 def refuse_state(optimizer: torch.optim.Optimizer) -> None:

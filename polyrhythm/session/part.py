@@ -159,7 +159,8 @@ class Parts:
             if name is not None:
                 return (
                     f"the script changed {name} after the last step: the result of the run has the values "
-                    f"from before, because under {self._strategy} a worker's parameters are copies"
+                    f"from before, because under {self._strategy} a worker's parameters are copies; save "
+                    "the new ones by session.save()"
                 )
         return None
 

@@ -7,6 +7,7 @@ replacement tells the session of the node that is running, and calls the origina
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.context import session, without_session
+from polyrhythm.core.requests import FileWritten
+from polyrhythm.session.context import session, without_session, world_context
 
 Function = Callable[..., Any]
 
@@ -60,6 +62,15 @@ def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kw
         _stepping.reset(token)
 
 
+def _save(original: Function, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+    original(obj, f, *args, **kwargs)
+    here = world_context.get()
+    if session.get() is None or here is None or here.me.role != "worker" or here.plan.workers == 1:
+        return
+    if isinstance(f, str | os.PathLike):
+        here.request(FileWritten(os.path.abspath(f)))
+
+
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """PyTorch calls this before each step of any optimizer."""
     mine = session.get()
@@ -83,6 +94,7 @@ def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
 _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (torch.autograd, "backward", _backward),
     (torch.amp.GradScaler, "step", _step_scaler),
+    (torch, "save", _save),
     *(
         (cls, "step", _step_scheduler)
         for cls in vars(lr_scheduler).values()

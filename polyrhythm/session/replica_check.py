@@ -21,6 +21,10 @@ from polyrhythm.session.context import WorldContext
 from polyrhythm.session.seeds import mix
 
 EVERY = 100  # steps, unless the plan says otherwise
+_OWN_MODEL = (
+    "; parameters that a worker has averaged over time, or kept as its best, belong in a model of their own, "
+    "saved by session.save()"
+)
 COLUMNS = 4096  # of the matrix as which a projection sees a tensor
 
 
@@ -66,9 +70,9 @@ class ReplicaCheck:
         if found.rounding:
             self._context.request(ShowNote(self._describe(found)))
         else:
-            raise UsageError(self._describe(found))
+            raise UsageError(self._describe(found, over))
 
-    def _describe(self, found: ReplicaDifference) -> str:
+    def _describe(self, found: ReplicaDifference, over: bool = False) -> str:
         step, me = self._replica.steps, self._context.me
         if found.setting:
             mine = self._replica.settings()[found.group][found.setting]
@@ -89,6 +93,7 @@ class ReplicaCheck:
         return (
             f"{where} differ, but under {self._worker.strategy} all replicas are equal there: the script "
             "changes parameters outside optimizer.step(), or takes a branch that depends on the rank"
+            + (_OWN_MODEL if over else "")
         )
 
 

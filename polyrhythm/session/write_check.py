@@ -20,6 +20,7 @@ from polyrhythm.model.replica import Replica
 
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
+_EVALUATE = "after evaluating other values, put the trained ones back"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size
 
 
@@ -46,12 +47,12 @@ class WriteCheck:
             raise UsageError(
                 f"the script changed {name} outside optimizer.step(), and under {strategy} servers overwrite "
                 "that: change it in step() of an optimizer of your own, which servers call, or use a "
-                "strategy without servers, such as allreduce"
+                f"strategy without servers, such as allreduce; {_EVALUATE}"
             )
         raise UsageError(
             f"the script changed {name} outside optimizer.step(), and under {strategy} the next step "
             "overwrites that: parameters are computed from the updates of all workers; use a strategy that "
-            "keeps such changes, such as allreduce"
+            f"keeps such changes, such as allreduce; {_EVALUATE}"
         )
 
     def changed(self) -> str | None:

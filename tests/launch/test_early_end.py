@@ -162,7 +162,10 @@ def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_pa
     with pytest.raises(pr.PolyrhythmError) as caught:
         run_in(world, script, workers=2, runs=tmp_path, name="it")
     (note,) = caught.value.__notes__
-    assert f"; the script saved {tmp_path}/own.pt at step {AT}; to continue, load one of them" in note
+    assert (
+        f"; the script saved {tmp_path}/own.pt at step {AT} of a worker; to continue, load one of them"
+        in note
+    )
     summary = json.loads((tmp_path / "it" / "summary.json").read_text())
     assert summary["last_saved"] == {"path": f"{tmp_path}/own.pt", "step": AT}
 

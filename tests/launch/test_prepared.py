@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from polyrhythm.launch.quick_imports import quick_imports
 from tests.support.combine import few
 
 SCRIPT = """\
@@ -38,3 +42,14 @@ def test_numba_is_imported_before_forking_only_if_needed(tmp_path: Path, strateg
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count(f"numba {there}") == 2
+
+
+def test_quick_imports_leave_the_collector_as_it_was() -> None:
+    """On if it was on, also after an import that fails."""
+    assert gc.isenabled()
+    with quick_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), quick_imports():
+        raise ImportError("no such module")
+    assert gc.isenabled()

@@ -322,3 +322,30 @@ def test_another_worker_saves_after_worker_0_has_died(tmp_path: Path) -> None:
     summary = run_in("real", main, strategy="async", workers=2)
     assert summary["lost"] == {"worker 0": "was killed by SIGKILL"}
     assert torch.load(path, weights_only=True) == 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("model.pt", True), ("model-{rank}.pt", False), ("{rank}/../model.pt", True), ("", False)],
+)
+def test_a_file_that_several_workers_write_is_told_once(
+    world: str, strategy: str, name: str, told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By `torch.save`, to one path; `session.save` and paths of their own are fine."""
+
+    def main() -> None:
+        session = pr.init()
+        (tmp_path / str(session.rank)).mkdir(exist_ok=True)
+
+        def save(epoch: int, seen: int) -> None:
+            if name:
+                torch.save({}, tmp_path / name.format(rank=session.rank))
+            else:
+                session.save({}, tmp_path / "model.pt")
+
+        trained(session, 2, save)
+
+    run_in(world, main, strategy=strategy, workers=3)
+    assert capfd.readouterr().err.count("both write") == told

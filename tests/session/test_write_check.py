@@ -63,6 +63,20 @@ def swap(model: nn.Module, step: int) -> None:
         parameter.data.copy_(values)
 
 
+def load(model: nn.Module, step: int) -> None:
+    """As `swap`, by `load_state_dict()`."""
+    if step == 0:
+        return
+    kept = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict({key: value + 1 for key, value in kept.items()})
+    model.load_state_dict(kept)
+
+
+def load_late(model: nn.Module, step: int) -> None:
+    if step == 20:
+        model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+
+
 class ClippedSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -111,6 +125,7 @@ class Writing:
         ("real", "async", late, torch.float32),
         ("simulated", "async", once, torch.float32),
         ("simulated", "async", one, torch.float32),
+        ("simulated", "async", load_late, torch.float32),
         ("simulated", "broadcast", clip, torch.float32),
         ("simulated", "broadcast", once, torch.bfloat16),
         ("simulated", "broadcast", init, torch.float64),
@@ -122,7 +137,7 @@ class Writing:
 def test_a_change_that_the_next_step_would_overwrite_is_refused(
     world: str, strategy: str, write: Callable[..., None], dtype: torch.dtype
 ) -> None:
-    message = r"changed 0\.weight outside .* such as allreduce( \(\w+\.py, line \d+\))?$"
+    message = r"changed 0\.weight outside .* such as allreduce; .* ones back( \(\w+\.py, line \d+\))?$"
     with pytest.raises(pr.PolyrhythmError, match=message):
         run_in(world, Writing(write, dtype), strategy=strategy, workers=2)
 
@@ -130,12 +145,16 @@ def test_a_change_that_the_next_step_would_overwrite_is_refused(
 @pytest.mark.parametrize(
     "strategy", ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild", "broadcast"]
 )
-def test_values_that_are_put_back_are_fine(strategy: str) -> None:
-    run_in("simulated", Writing(swap), strategy=strategy, workers=2)
+@pytest.mark.parametrize("write", [swap, load])
+def test_values_that_are_put_back_are_fine(strategy: str, write: Callable[..., None]) -> None:
+    run_in("simulated", Writing(write), strategy=strategy, workers=2)
 
 
 @pytest.mark.parametrize("strategy", ["async", "broadcast", "allreduce", "adpsgd"])
-def test_changes_after_the_last_step_are_shown_or_told(strategy: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_changes_after_the_last_step_are_shown_or_told(
+    strategy: str, loads: bool, tmp_path: Path, capsys: Any
+) -> None:
     """As with averaged weights that are copied back at the end. `consensus()` has them, or is refused."""
     lost = pr.parse(strategy).traits.rebuilds_parameters or pr.parse(strategy).traits.uses_servers
 
@@ -148,7 +167,9 @@ def test_changes_after_the_last_step_are_shown_or_told(strategy: str, tmp_path: 
             model(torch.ones(2, 3)).square().mean().backward()
             optimizer.step()
         here.consensus()
-        with torch.no_grad():
+        if loads:
+            model.load_state_dict({**model.state_dict(), "weight": torch.full((1, 3), 0.5)})
+        else:
             nn.init.constant_(model.weight, 0.5)
         if lost:
             with pytest.raises(pr.PolyrhythmError, match=r"changed weight outside optimizer\.step\(\)"):

@@ -42,7 +42,7 @@ class Browser:
         )  # fmt: skip
         os.close(inner_in)
         os.close(inner_out)
-        self._buffer, self._number, self._session = b"", 0, None
+        self._buffer, self._number, self._session, self._url = b"", 0, None, ""
         self.events: list[dict[str, Any]] = []
         self._session = self._attach()
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -105,8 +105,13 @@ class Browser:
         self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
+        self._url = url
+        return self.after_a_frame()
+
+    def after_a_frame(self) -> list[str]:
+        """Waits until the page is drawn, and returns what has gone wrong since it was opened."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        return [found for event in self.events for found in _complaints(event, url)]
+        return [found for event in self.events for found in _complaints(event, self._url)]
 
     def evaluate(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)

@@ -1,0 +1,30 @@
+"""WrittenFiles: notes files that several workers write. Logic without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from polyrhythm.coordination.membership import Membership
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import NOWHERE, FileWritten
+
+
+class WrittenFiles:
+    """The files that scripts write by `torch.save`, and who wrote each first."""
+
+    def __init__(self, membership: Membership, say: Callable[[str], None]) -> None:
+        self._membership, self._say = membership, say
+        self._first: dict[tuple[str, str], Peer] = {}  # by host and path
+        self._said = False
+
+    def add(self, peer: Peer, file: FileWritten, respond: Callable[[None], None]) -> None:
+        """A worker has written a file; says once if another worker of the same host had written it, too."""
+        respond(None)
+        _, host, _ = self._membership.members.get(peer, NOWHERE)
+        first = self._first.setdefault((host, file.path), peer)
+        if first != peer and not self._said:
+            self._said = True
+            self._say(
+                f"{first} and {peer} both write {file.path} by torch.save(): the last one wins, or the file "
+                "is torn; use session.save(value, path), which writes it once, or session.rank in its name"
+            )
