@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.report import Steal, show
 
 NAMES = (
-    "allreduce", "churn", "codec_accuracy", "codecs", "collectives", "communication", "conversions", "events",
-    "growth", "hogwild", "last_executor", "memory", "server", "simulator", "sites", "slow_link",
-    "slow_network", "staleness", "startup", "straggler", "wire_bytes",
+    "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
+    "conversions", "events", "growth", "hogwild", "last_executor", "memory", "server", "simulator", "sites",
+    "slow_link", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
 )  # fmt: skip
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import queue
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -577,3 +580,34 @@ def test_the_length_of_a_loader_follows_the_workers_that_share_the_epoch(strateg
     cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [1]\nat = "25 ms"\n'
     run_in("simulated", main, strategy=strategy, workers=3, cluster=cluster)
     assert lengths == {0: [(4, 4), (6, 6), (6, 6)], 1: [], 2: [(4, 4), (6, 6), (6, 6)]}
+
+
+def test_a_loader_that_a_thread_reads_in_simulation_is_told_at_once() -> None:
+    """The script waits for its thread, which cannot wait for other workers; on real processes it can."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader: Any = DataLoader(TensorDataset(torch.randn(26, 2)), batch_size=2)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        batches: queue.Queue[Any] = queue.Queue(2)
+
+        def read() -> None:
+            with contextlib.suppress(pr.PolyrhythmError):
+                for (x,) in loader:
+                    batches.put(x)
+                batches.put(None)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        while (x := batches.get()) is not None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        reader.join()
+
+    for strategy in ("allreduce", "async"):
+        run_in("real", main, strategy=strategy, workers=2)
+    with pytest.raises(UsageError, match=r"a thread of the script reads a prepared loader.* polyrhythm run"):
+        run_in("simulated", main, strategy="async", workers=2)

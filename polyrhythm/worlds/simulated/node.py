@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,8 +70,8 @@ class SimulatedNode(Node):
     def current(self) -> Fiber:
         if self.crashed:
             raise GreenletExit
-        if self.fiber is None:
-            raise UsageError(f"{self.me}: only code that its world runs may wait")
+        if self.fiber is None or threading.get_ident() != self.world.thread:
+            raise self.world.refuse_thread(self.me)
         return self.fiber
 
     def learn_members(self) -> None:

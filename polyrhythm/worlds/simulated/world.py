@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +55,7 @@ class Simulated:
         self.program, self.plan, self.cluster = program, plan, cluster
         self.ring = plan.collective == "ring"
         self._comes_back = False
+        self.thread = threading.get_ident()  # in which all nodes run
         self.loop = Loop()
         compile_note.begin_run(says=True)
         self.nodes: dict[Peer, SimulatedNode] = {}
@@ -87,7 +90,11 @@ class Simulated:
                 # The run may be finished before the last failure of the cluster file.
                 return here.ending.over or (here.digest != "" and here.finished)
 
-            self.loop.run(is_over)
+            try:
+                self.loop.run(is_over)
+            except KeyboardInterrupt:
+                if here.failure is None:
+                    raise  # or it came from `refuse_thread`
             if here.failure is None and not here.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 here.fail(
@@ -194,6 +201,22 @@ class Simulated:
             if not node.crashed:  # a killed process reports no error
                 self.failed(node.me, error)
                 salvage(error)
+
+    def refuse_thread(self, peer: Peer) -> UsageError:
+        """A thread that the script has started waits for other nodes: ends the run, and returns the error.
+
+        The script may wait for what that thread would have done, and with it the whole simulation.
+        """
+        error = UsageError(
+            f"{peer}: a thread of the script reads a prepared loader, or calls the session, but a simulation "
+            "runs all workers in one thread: do so in the script's own thread, or use real processes, by "
+            "polyrhythm run"
+        )
+        first = self.coordinator.failure is None
+        self.coordinator.fail(str(error), error.exit_code)
+        if first and self.thread == threading.main_thread().ident:
+            signal.pthread_kill(self.thread, signal.SIGINT)  # wakes the script, which waits
+        return error
 
     def failed(self, peer: Peer, error: Exception) -> None:
         """Ends the run because of an error on a node."""
