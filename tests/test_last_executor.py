@@ -49,7 +49,7 @@ def test_a_round_of_all_takes_the_harmonic_number(workers: int) -> None:
     assert pace(workers, 1, rounds) == pytest.approx(harmonic(workers), abs=3 * error)
 
 
-@pytest.mark.parametrize(("workers", "period"), [(1, 8), (4, 8), (8, 2), (16, 4), (32, 8)])
+@few("workers, period", [(1, 8), (4, 8), (8, 2), (16, 4), (32, 8)], quick=3)
 def test_local_sgd_step_time_matches_the_law_of_maximum_sums(workers: int, period: int) -> None:
     """With `local:H` a step and its wait take the mean of the largest of N sums of H, divided by H."""
     rounds = 60
@@ -90,6 +90,7 @@ def test_a_round_is_as_long_as_its_longest_member(simulate: Any, strategy: str) 
     assert summary["compute_s"] + summary["wait_s"] == pytest.approx(workers * summary["wall_s"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_picture_is_the_same_every_time(tmp_path: Path) -> None:
     """It has no date and no random names in it, so that the file changes only if the figures do."""
     pytest.importorskip("matplotlib")

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.worker import Worker
+from tests.support.combine import few
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -547,7 +548,7 @@ def test_a_simulation_restores_the_random_state_of_the_caller(fails: bool, tmp_p
 # --- virtual time -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@few("workers", [1, 2, 8], quick=2)
 def test_sync_round_time_is_the_harmonic_number(simulate: Any, workers: int) -> None:
     """Synchronous rounds of exponential steps take the harmonic number H_N on average."""
     rounds = 1500

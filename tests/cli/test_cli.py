@@ -53,6 +53,7 @@ def polyrhythm(*arguments: object) -> Done:
     return python("-m", "polyrhythm", *map(str, arguments))
 
 
+@pytest.mark.slow
 def test_a_script_without_the_launcher_is_plain_pytorch() -> None:
     """Without polyrhythm's launcher a script is plain PyTorch."""
     done = python(str(DIGITS), "--epochs", "2")

@@ -74,6 +74,7 @@ def test_codecs_work_without_a_writable_numba_cache(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["int8 [0.0, 0.0, 127.0, -1.0]", "topk:0.5 [0.0, 0.0, 127.0, -1.0]"]
 
 
+@pytest.mark.slow
 def test_a_numba_that_cannot_be_imported_is_shown(tmp_path: Path) -> None:
     """Sparse codecs say why they cannot work, and dense ones once why they are slow."""
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 1.2 or less')")

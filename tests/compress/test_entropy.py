@@ -334,6 +334,7 @@ def test_a_digit_beyond_the_end_is_refused():
         entropy.add(sealed(b"Sp\x12\x08\x01" + ONE + b"\x00\x51"), np.zeros(8))
 
 
+@pytest.mark.slow
 def test_sparse_codec_without_numba_says_what_to_install():
     """And only when a codec is used: the command line can list them without."""
     program = """if True:

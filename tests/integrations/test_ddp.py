@@ -181,6 +181,7 @@ def test_ddp_hook_needs_an_initialized_process_group() -> None:
         pr.integrations.ddp.hook("fp16")
 
 
+@pytest.mark.slow
 def test_cli_starts_without_importing_torch_for_integrations() -> None:
     """Nothing of torch is imported for the sake of integrations."""
     text = (

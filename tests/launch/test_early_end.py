@@ -170,7 +170,7 @@ def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_pa
     assert summary["last_saved"] == {"path": f"{tmp_path}/own.pt", "step": AT}
 
 
-@pytest.mark.parametrize(("strategy", "source"), [("async", "the servers"), ("allreduce", "all workers")])
+@few("strategy, source", [("async", "the servers"), ("allreduce", "all workers")], quick=1)
 def test_a_run_whose_workers_all_evaluate_keeps_its_model(
     strategy: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import polyrhythm as pr
 from polyrhythm.launch.console import Console
 from tests.scripts.train import EXAMPLES, train
+from tests.support.combine import few
 
 SOON = 60.0  # seconds in which a run that cannot go on has to be over
 LOCKSTEP = ["allreduce", "sync", "local:4"]
@@ -83,7 +84,7 @@ def test_a_killed_server_ends_the_run_and_is_named(strategy: str, tmp_path: Path
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(("strategy", "who"), [("allreduce", "worker 1"), ("sync", "server 0")])
+@few("strategy, who", [("allreduce", "worker 1"), ("sync", "server 0")], quick=1)
 def test_timeout_error_says_who_waited_for_whom_and_how_long(strategy: str, who: str) -> None:
     """No wait is endless: the error says who waited for whom, for what and for how long."""
     error, _, _ = run_to_the_end(strategy, do="hang", timeout=2.0)

@@ -315,6 +315,7 @@ def test_wrong_values_of_an_own_strategy_are_refused(commands: Commands, world: 
     assert "uses no servers" in commands.refused(world, EXAMPLE, "-s", "bmuf", "--servers", 2)
 
 
+@pytest.mark.slow
 def test_a_missing_module_is_refused_before_anything_starts(commands: Commands) -> None:
     for world in ("run", "simulate"):
         error = commands.refused(world, TRAIN, "-s", "bmuf", "--import", "mine")

@@ -75,7 +75,7 @@ def test_pairwise_strategies_survive_a_kill_with_large_models_over_tcp(tmp_path:
     run_with_kills(tmp_path, strategy, {2: 5}, 1, large=True, listen="tcp:127.0.0.1:0")
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "push", "noloco:3"])
+@few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
 def test_pairwise_strategies_replace_two_workers_killed_at_once(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {0: 6, 1: 6}, 2)
 

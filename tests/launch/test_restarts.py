@@ -102,6 +102,7 @@ def test_a_killed_worker_is_replaced_over_tcp(tmp_path: Path) -> None:
     check_trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_replacement_of_the_only_worker_resumes_from_the_servers(tmp_path: Path) -> None:
     """The servers wait for the one that comes; its own parameters are theirs, not those it begins with."""
     summary = run_with_kills(tmp_path, {0: 1}, restarts=1, workers=1)
@@ -125,6 +126,7 @@ def test_a_worker_out_of_restarts_is_not_replaced(tmp_path: Path) -> None:
         )  # the third: one is replaced, one rescues
 
 
+@pytest.mark.slow
 def test_a_replacement_that_dies_at_startup_is_replaced_in_turn(tmp_path: Path) -> None:
     """A replacement that dies at once counts as a death, and is replaced in turn."""
     summary = run_with_kills(tmp_path, {1: 3}, restarts=3, at="start")
@@ -132,12 +134,14 @@ def test_a_replacement_that_dies_at_startup_is_replaced_in_turn(tmp_path: Path) 
     check_trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
     summary = run_with_kills(tmp_path, {0: 2, 1: 2, 2: 1}, restarts=5, workers=3)
     assert summary["joined"] == 5 and summary["batches_undone"] == 0
     check_trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_shared_memory_of_dead_workers_is_reused_by_replacements(tmp_path: Path) -> None:
     """The memory of the dead is used again, once no server refers to it."""
     summary = run_with_kills(tmp_path, {0: 3, 1: 3}, restarts=6, servers=2)

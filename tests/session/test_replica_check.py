@@ -187,7 +187,7 @@ def test_parts_and_steps_are_compared_with_their_like() -> None:
         assert not compare.compare(TWO, different, BOTH).other
 
 
-@pytest.mark.parametrize("ahead", [1, 17, 500])
+@few("ahead", [1, 17, 500], quick=2)
 def test_workers_are_compared_however_far_one_is_ahead(ahead: int) -> None:
     """And only reports are kept that a worker still has to be compared with; a dead one has none."""
     compare = ReplicaComparison()

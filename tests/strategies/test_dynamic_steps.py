@@ -234,6 +234,7 @@ def test_dynamic_steps_with_period_1_change_nothing(simulate: Any) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_a_slow_real_worker_takes_fewer_dynamic_steps(tmp_path: Any) -> None:
     """On real processes, one that sleeps in every step takes fewer of them between its pushes."""
 

@@ -601,6 +601,7 @@ def test_codes_inside_may_go_round_a_ring(simulate: Any, tmp_path: Path) -> None
         assert law[key] == real[key], key
 
 
+@pytest.mark.slow
 def test_diloco_between_sites_sends_under_a_tenth_of_the_allreduce_bytes(simulate: Any) -> None:
     """DiLoCo between two sites on links of 10 Mbit/s sends less than a tenth, and is sooner there."""
     links = 'bandwidth = "10 Mbit/s"\nlatency = "20 ms"'

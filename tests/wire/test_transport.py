@@ -18,6 +18,7 @@ from polyrhythm.wire.frame import Header, Part, encode
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.links import LINGER
 from polyrhythm.wire.sockets import dial, listen, shut_down
+from tests.support.combine import few
 
 KEY = bytes(range(32))
 WORKER, SERVER = Peer("worker", 1), Peer("server", 0)
@@ -594,7 +595,7 @@ def test_messages_of_a_restarted_peer_are_not_repetitions():
         again.close()
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
+@few("address", ADDRESSES, quick=1)
 def test_a_replacement_may_connect_before_the_death_is_reported(address):
     """The late report does not close its connection. Its sequence numbers begin above those before."""
     with nodes(address) as (server, worker):

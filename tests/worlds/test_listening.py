@@ -168,6 +168,7 @@ def test_peer_strategy_survivors_continue_in_simulation(tmp_path: Path, locked: 
         assert last["number"] == 1 and last["ranks"] == ([0, 1, 2] if back else [0, 2])
 
 
+@pytest.mark.slow
 def test_timeout_at_the_end_of_a_peer_run_names_the_late_worker(tmp_path: Path) -> None:
     """At the end all wait for the last: if that takes too long, the error names it."""
     waits = tmp_path / "worker 2 waits"
