@@ -256,14 +256,14 @@ FITS = "document.documentElement.scrollWidth <= document.documentElement.clientW
 def test_pages_fit_the_window_without_console_errors(site: Path, tmp_path: Path) -> None:
     """No page scrolls sideways, complains, asks another host, or ignores that the system is dark: narrow and
     wide, light and dark. A page is loaded once, and follows when the window and the system change."""
-    looks = [(width, scheme) for width in (400, 1400) for scheme in ("light", "dark")]
+    looks = [(400, "light"), (1400, "dark"), (400, "dark"), (1400, "light")]
     with served(site) as address, Browser(tmp_path) as browser:
         for number, page in enumerate(markdown()):
             name = f"{page.removesuffix('.md')}.html"
             first = number % len(looks)
             browser.show(*looks[first])
             assert browser.open(f"{address}/{name}") == [], name
-            for width, scheme in [*looks[first:], *looks[:first]]:
+            for width, scheme in [*looks[first:], *looks[:first]][:2]:
                 browser.show(width, scheme)
                 assert browser.after_a_frame() == [], (name, width, scheme)
                 assert browser.evaluate(FITS), f"{name} is too wide for {width} pixels"

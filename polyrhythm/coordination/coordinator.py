@@ -90,6 +90,11 @@ def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
     return show
 
 
+def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
+    """Handles a report on a replica."""
+    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
+
+
 class Coordinator:
     """One run, from the first node that joins to the summary."""
 
@@ -107,13 +112,14 @@ class Coordinator:
         self.membership = Membership()
         self.ending = Ending(launcher, self.membership)
         self._finish = Finish()
-        self.data = DataSharing(plan.workers, self.membership, self._finish.done, self._log, self._refuse)
+        self.data = DataSharing(
+            plan.workers, self.membership, self._finish.done, self._log, self._refuse, launcher.say
+        )
         self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
         self.digest = ""  # of the final parameters
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
-        self._replicas = ReplicaComparison()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
         self._calls = CallOrder(self.membership, launcher, self._refuse)
@@ -133,9 +139,7 @@ class Coordinator:
             ShowNote: _noted(_once(launcher.say)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: lambda peer, replica, respond: respond(
-                self._replicas.compare(peer, replica, self.membership.originals)
-            ),
+            CompareReplica: _compared(ReplicaComparison(), self.membership),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:

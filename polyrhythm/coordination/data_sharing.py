@@ -10,6 +10,7 @@ from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.core.events import Event, LeaseReturned, LeaseTaken
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import (
+    STREAM,
     DataPosition,
     LeaseReply,
     OrderDrawn,
@@ -32,7 +33,9 @@ class DataSharing:
         done: Collection[Peer],
         log: Callable[[Event], None],
         fail: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
+        self._say, self._said = say, False
         self.leases, self.cohorts = Leases(), Cohorts(workers)
         self._membership, self._log, self._fail = membership, log, fail
         self._done = done  # workers that have taken their last step
@@ -105,7 +108,17 @@ class DataSharing:
                 f"{peer} trains on {request.data}, but {first} on {drawn.data}: all workers must split the "
                 "data in the same way, as random_split(data, lengths, torch.Generator().manual_seed(0)) does"
             )
-        elif drawn.digest != request.digest:
+        elif drawn.digest == request.digest:
+            return
+        elif request.digest.startswith(STREAM):
+            if not self._said:
+                self._say(
+                    f"{peer} and {first} read different first batches of the training stream: each worker "
+                    "trains on a part of the batches that it reads, so a dataset that divides itself by rank "
+                    "loses the rest; let session.prepare() divide it, or leave its loader out of prepare()"
+                )
+            self._said = True
+        else:
             self._fail(
                 f"{peer} and {first} draw different orders of the data in epoch {request.epoch}: a sampler "
                 "must draw the same order on all workers, from the global generators of torch, NumPy or "

@@ -173,12 +173,15 @@ class ResumeData(Request[None], frozen=True, tag="resume data"):
     held: list[Lease] = []
 
 
+STREAM = "stream "
+
+
 class OrderDrawn(Request[None], frozen=True, tag="order"):
     """The worker has drawn the order of an epoch, and this is a hash of how it begins."""
 
     loader: int
     epoch: int
-    digest: str
+    digest: str  # begins with STREAM if it is of a batch that was read
     data: str = ""  # what it sees of the training set, see `session.dataset_identity`
 
 

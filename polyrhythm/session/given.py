@@ -38,7 +38,7 @@ class GivenBatch:
         self.scale = scale  # the weight of its gradient
         self.before = before  # the progress of the loader before it
         self.done = False  # the script has trained on it, or on a later one instead
-        self.storages = list(_storages(content))
+        self.storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(content)]  # type: ignore[no-untyped-call]
 
 
 class GivenBatches:
@@ -128,7 +128,7 @@ class GivenBatches:
         self._weigh(max(weights))
 
     def _found(self, value: Any) -> list[tuple[int, GivenBatch]]:
-        keys = [each.cdata for each in _storages(value)]
+        keys = [each.untyped_storage()._cdata for each in _tensors(value)]
         return [self._known[key] for key in keys if key in self._known and key not in self._shared]
 
     def _remember(self, loader: int, batch: GivenBatch) -> None:
@@ -143,8 +143,18 @@ class GivenBatches:
             self._limit = max(64, 2 * len(self._known))
 
 
-def _storages(value: Any) -> Iterator[StorageWeakRef]:
-    """The storages of all tensors in a value, but for tensors that have none, such as sparse ones."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            yield StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, but for those that have no storage, such as sparse ones."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif type(value) in (tuple, list):
+        for each in value:
+            yield from _tensors(each)
+    elif type(value) is dict:
+        for each in value.values():
+            yield from _tensors(each)
+    elif value is not None and type(value) not in (int, float, bool, str):
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            yield from _tensors(leaves)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,6 +26,7 @@ from torch.utils.data import (
 )
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.core.requests import STREAM
 from polyrhythm.session.dataset_identity import identity_of
 from polyrhythm.session.random_states import OwnNumbers
 from polyrhythm.session.seeds import mix
@@ -258,6 +260,13 @@ class StreamedOrder(Order):
             collate_fn=_Counted(loader.collate_fn) if batched else loader.collate_fn,
         )
 
+    def digest(self, number: int) -> str:
+        first = self.epoch(number).get(0)
+        seen = hashlib.sha256()
+        for each in pytree.tree_leaves(None if first is None else first.batch):
+            seen.update(_seen(each))
+        return STREAM + seen.hexdigest()[:16]
+
     def _draw(self, seed: int) -> Epoch[Loaded]:
         return Epoch(lambda: self._load(OwnNumbers(seed)), self._expected(), kept=1)
 
@@ -274,6 +283,13 @@ class StreamedOrder(Order):
                 yield [Loaded(batch, _examples(batch))]
             else:
                 yield [Loaded(batch[1], int(batch[0]))]
+
+
+def _seen(value: Any) -> bytes:
+    """What can be compared of a part of a batch."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return repr(value if isinstance(value, str | bytes | int | float | None) else type(value)).encode()
 
 
 class _Counted:

@@ -43,7 +43,7 @@ class ScriptCalls:
     def check(self) -> None:
         """Called when an exchange begins. Raises if another worker waits in a call that this one left out."""
         for notice in list(self._waiting.values()):
-            if wrong := self._left_out(notice):
+            if self._made <= notice.calls and (wrong := self._left_out(notice)):
                 raise UsageError(wrong)
 
     def _on_waits(self, notice: Notice) -> str:

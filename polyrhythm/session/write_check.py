@@ -8,9 +8,12 @@ and every so often.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from polyrhythm.model.replica import Replica
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
 _EVALUATE = "after evaluating other values, put the trained ones back"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 class WriteCheck:
@@ -59,9 +62,9 @@ class WriteCheck:
         """The name of the first parameter that the script has changed since `written`, if any."""
         pieces = self._replica.layout.pieces
         for part, (before, now) in enumerate(zip(self._elements, self._read(), strict=True)):
-            if not torch.equal(before, now):
-                different = int((before != now).any(1).nonzero()[0])
-                at = int(self._sampled[part][different])
+            if before != now:
+                size = self._replica.parameters[part].itemsize
+                at = int(self._sampled[part][_first_difference(before, now) // size])
                 return next(
                     each.name for each in pieces if each.part == part and each.start <= at < each.stop
                 )
@@ -85,27 +88,39 @@ class WriteCheck:
         if rebuilds:
             self.written()
 
-    def _read(self) -> list[Tensor]:
-        """The bytes of the sampled elements, a row for each."""
-        vectors = zip(self._replica.parameters, self._sampled, strict=True)
-        return [vector[at].view(torch.uint8).view(len(at), vector.itemsize) for vector, at in vectors]
+    def _read(self) -> list[bytes]:
+        """The sampled elements."""
+        return [
+            _bits(vector).take(at).tobytes() if vector.device.type == "cpu" else _bits(vector[at]).tobytes()
+            for vector, at in zip(self._replica.parameters, self._sampled, strict=True)
+        ]
 
     def _checksums(self) -> list[int]:
         layout, vectors = self._replica.layout, self._replica.parameters
-        flat = [vectors[piece.part][piece.start : piece.stop] for piece in layout.pieces]
-        return [int(each.view(_INTEGERS.get(each.itemsize, torch.int64)).sum()) for each in flat]
+        flat = (vectors[piece.part][piece.start : piece.stop] for piece in layout.pieces)
+        return [zlib.crc32(_bits(each).data) for each in flat]
 
 
-def _sample(replica: Replica, part: int) -> Tensor:
-    """The places of a few elements of each parameter in one of the flat vectors."""
-    found = [
-        torch.linspace(
-            piece.start, piece.stop - 1, min(SAMPLED, piece.stop - piece.start), dtype=torch.float64
-        )
-        for piece in replica.layout.pieces
-        if piece.part == part and piece.stop > piece.start
-    ]
-    return torch.cat([torch.empty(0, dtype=torch.float64), *found]).long().to(replica.parameters[part].device)
+def _bits(vector: Tensor) -> np.ndarray[Any, Any]:
+    """The elements of a vector as numbers that NumPy knows, in the vector's own memory on a CPU."""
+    known = vector.detach().cpu()
+    return known.view(_INTEGERS[known.itemsize]).numpy() if known.itemsize in _INTEGERS else known.numpy()
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    return next(index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+
+
+def _sample(replica: Replica, part: int) -> np.ndarray[Any, Any]:
+    """The places of a few elements of each parameter in one of the flat vectors: its first and last ones,
+    because neighbours cost as much as one of them. The others are not in the cache."""
+    found = [np.empty(0, dtype=np.int64)]
+    for piece in replica.layout.pieces:
+        if piece.part == part:
+            places = np.arange(piece.start, piece.stop)
+            few = SAMPLED // 2
+            found += [places[:few], places[few:][-few:]]
+    return np.concatenate(found)
 
 
 def write_check(worker: Worker, replica: Replica) -> WriteCheck | None:

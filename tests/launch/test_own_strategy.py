@@ -302,17 +302,21 @@ def test_a_name_that_the_script_does_not_define_is_refused_late(commands: Comman
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", ["run", "simulate"])
-def test_wrong_values_of_an_own_strategy_are_refused(commands: Commands, world: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy", "wrong"),
+    [
+        ("run", "bmuf:x", "bmuf:x: period takes a whole number, not 'x'"),
+        ("simulate", "bmuf+topk:9", r"bmuf\+topk:9: density must be more than 0"),
+        ("run", "bmuf+turn", r"bmuf\+turn: unknown codec 'turn'\. Known: bf16"),
+        ("simulate", "bmuf:0", "bmuf:0: period must be 1 or more"),
+        ("run", "bmuf --servers 2", "uses no servers"),
+    ],
+)
+def test_wrong_values_of_an_own_strategy_are_refused(
+    commands: Commands, world: str, strategy: str, wrong: str
+) -> None:
     """Those of known classes before anything starts; those of the script's where its classes are known."""
-    for strategy, wrong in {
-        "bmuf:x": "bmuf:x: period takes a whole number, not 'x'",
-        "bmuf+topk:9": r"bmuf\+topk:9: density must be more than 0",
-        "bmuf+turn": r"bmuf\+turn: unknown codec 'turn'\. Known: bf16",
-        "bmuf:0": "bmuf:0: period must be 1 or more",
-    }.items():
-        assert re.search(wrong, commands.refused(world, EXAMPLE, "-s", strategy)), strategy
-    assert "uses no servers" in commands.refused(world, EXAMPLE, "-s", "bmuf", "--servers", 2)
+    assert re.search(wrong, commands.refused(world, EXAMPLE, "-s", *strategy.split()))
 
 
 @pytest.mark.slow

@@ -611,3 +611,38 @@ def test_a_loader_that_a_thread_reads_in_simulation_is_told_at_once() -> None:
         run_in("real", main, strategy=strategy, workers=2)
     with pytest.raises(UsageError, match=r"a thread of the script reads a prepared loader.* polyrhythm run"):
         run_in("simulated", main, strategy="async", workers=2)
+
+
+class Divided(IterableDataset[Any]):
+    """Numbers of which each worker reads a part, or all read all."""
+
+    def __init__(self, start: int, step: int) -> None:
+        self.numbers = range(start, 40, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((2,), float(number)) for number in self.numbers)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_stream_that_divides_itself_is_told_once(
+    world: str, strategy: str, divides: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`prepare` would divide each part again, and most of the data would be lost."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+        data = Divided(session.rank, session.workers) if divides else Divided(0, 1)
+        loader: Any = DataLoader(data, batch_size=2)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for _ in range(2):
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+    run_in(world, main, strategy=strategy, workers=2)
+    assert capfd.readouterr().err.count("divides itself by rank") == divides

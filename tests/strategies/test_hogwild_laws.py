@@ -25,6 +25,7 @@ from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.seeds import mix
 from polyrhythm.strategies.hogwild.checks import check_devices
+from polyrhythm.strategies.hogwild.strategy import HogWildWorker
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
 from tests.support.runs import run_hogwild
@@ -674,3 +675,19 @@ def test_no_worker_left_is_a_clear_failure(tmp_path: Path) -> None:
     failures = '[[failures]]\nworkers = [0, 1]\nat = "15 ms"\n'
     with pytest.raises(PolyrhythmError, match="no worker is left to send the final parameters"):
         run_hogwild(Bags(), "simulated", 2, tmp_path, cluster=f"{SPEEDS['constant']}\n{failures}")
+
+
+def test_a_worker_that_is_slow_to_start_saves_the_first_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may be at it already when this worker begins to reply to them."""
+    share_loop = HogWildWorker.share_loop
+
+    def slow(self: HogWildWorker, lock: Any) -> bool:
+        if self.node.rank == 1:
+            time.sleep(0.5)
+        return share_loop(self, lock)
+
+    monkeypatch.setattr(HogWildWorker, "share_loop", slow)
+    run_hogwild(Stopping(tmp_path, 0, 5, 9), "real", 2, tmp_path)
+    assert all("parameters" in state for state in saved_states(tmp_path, 2))

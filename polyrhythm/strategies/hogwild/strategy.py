@@ -103,8 +103,12 @@ class HogWildWorker(Worker):
         self.tally = Tally(node, replica, int(started))
         self.checkpoints = node.memory.shared("checkpoints", int(started), torch.int64)
         self.share_loop(None)
+        if not node.incarnation:
+            # Before it replies to requests: another worker may already be at its first snapshot.
+            self.barrier.begin(later=False)
         node.subscribe(self.barrier.on_message, SnapshotBarrier.kind)
-        self.barrier.begin(later=bool(node.incarnation))
+        if node.incarnation:
+            self.barrier.begin(later=True)
 
     def share_loop(self, lock: Lock | None) -> bool:
         """Has a compiled loop count its updates, and take the lock for each row; False if there is none."""
