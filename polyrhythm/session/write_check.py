@@ -114,13 +114,12 @@ def _first_difference(one: bytes, other: bytes) -> int:
 def _sample(replica: Replica, part: int) -> np.ndarray[Any, Any]:
     """The places of a few elements of each parameter in one of the flat vectors: its first and last ones,
     because neighbours cost as much as one of them. The others are not in the cache."""
-    found = [np.empty(0, dtype=np.int64)]
+    found: list[int] = []
     for piece in replica.layout.pieces:
         if piece.part == part:
-            places = np.arange(piece.start, piece.stop)
-            few = SAMPLED // 2
-            found += [places[:few], places[few:][-few:]]
-    return np.concatenate(found)
+            middle = min(piece.start + SAMPLED // 2, piece.stop)
+            found += [*range(piece.start, middle), *range(max(middle, piece.stop - SAMPLED // 2), piece.stop)]
+    return np.array(found, dtype=np.int64)
 
 
 def write_check(worker: Worker, replica: Replica) -> WriteCheck | None:
