@@ -255,7 +255,7 @@ FITS = "document.documentElement.scrollWidth <= document.documentElement.clientW
 @needs_chromium
 def test_pages_fit_the_window_without_console_errors(site: Path, tmp_path: Path) -> None:
     """No page scrolls sideways, complains, asks another host, or ignores that the system is dark: narrow and
-    wide, light and dark. A page is loaded once, and follows when the window and the system change."""
+    wide, light or dark. A page is loaded once, and follows when the window and the system change."""
     looks = [(400, "light"), (1400, "dark"), (400, "dark"), (1400, "light")]
     with served(site) as address, Browser(tmp_path) as browser:
         for number, page in enumerate(markdown()):

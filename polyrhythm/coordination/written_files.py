@@ -20,9 +20,11 @@ class WrittenFiles:
     def add(self, peer: Peer, file: FileWritten, respond: Callable[[None], None]) -> None:
         """A worker has written a file; says once if another worker of the same host had written it, too."""
         respond(None)
+        if self._said:
+            return
         _, host, _ = self._membership.members.get(peer, NOWHERE)
         first = self._first.setdefault((host, file.path), peer)
-        if first != peer and not self._said:
+        if first != peer:
             self._said = True
             self._say(
                 f"{first} and {peer} both write {file.path} by torch.save(): the last one wins, or the file "

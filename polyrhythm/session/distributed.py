@@ -46,7 +46,7 @@ from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
-from polyrhythm.session.loading import check_saved, refuse_parameters, refuse_state
+from polyrhythm.session.loading import check_saved, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
@@ -123,9 +123,6 @@ class DistributedSession(Session):
                 data.watch(part)
                 part.driver.check_exchange = self._calls.check
             data.watch_models()
-            if not self.strategy.traits.settable:
-                for each in given.models:
-                    refuse_parameters(each, lambda: parts.steps > 0)
             replica, driver = parts.first.replica, parts.first.driver
             self._norms = choose(
                 self.batch_norm, node, replica, shared, lambda: replica.samples, self.seed,

@@ -1,15 +1,15 @@
 """What may be loaded in a run, and when: parameters, optimizer states, and states of sessions.
 
 `load_state_dict()` between `prepare` and the first step is refused where that step would overwrite what was
-loaded. Later a script may load averaged parameters, evaluate them and load the trained ones again: then
-`WriteCheck` compares before the next step.
+loaded; later, unless the old values are there again before the next step.
 
 Loading the values that are there already is fine: libraries such as Accelerate do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,23 +24,57 @@ _ADVICE = (
     "call load_state_dict() before session.prepare(): all workers start from it; to evaluate other values, "
     "load them into another model"
 )
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size
 NO_POSITION = (
     "the state that session.load_state_dict() got was saved by an earlier version, without the position in "
     "the data and the random numbers: the data begins with its first epoch"
 )
 
 
-def refuse_parameters(model: nn.Module, begun: Callable[[], bool]) -> None:
-    """Until the training has `begun`, loading other parameters into the model, or a part of it, is an
-    error."""
+class LoadedParameters:
+    """What a script has loaded since the last step, under strategies that would overwrite it.
 
-    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    Before the first step loading is an error. Later the script may load averaged parameters, evaluate them
+    and load the trained ones again. They are compared before the next step, also those that are not trained.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], begun: Callable[[], bool]) -> None:
+        self._begun = begun
+        self._before: dict[nn.Parameter, tuple[str, int]] = {}  # its name, and a checksum from before
+        for model in models:
+            for module in model.modules():
+                module.register_load_state_dict_pre_hook(Hook(self._loads))  # type: ignore[no-untyped-call]
+
+    def _loads(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if not begun() and not _same(state.get(prefix + name, parameter), parameter.detach()):
-                raise UsageError(f"{prefix}{name}: {_ADVICE}")
+            if not _same(state.get(prefix + name, parameter), parameter.detach()):
+                if not self._begun():
+                    raise UsageError(f"{prefix}{name}: {_ADVICE}")
+                if parameter not in self._before:
+                    self._before[parameter] = f"{prefix}{name}", checksum(parameter)
 
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(Hook(check))  # type: ignore[no-untyped-call]
+    def changed(self) -> str | None:
+        """The name of a parameter that has other values than before it was loaded."""
+        return next((name for each, (name, before) in self._before.items() if checksum(each) != before), None)
+
+    def check(self) -> None:
+        """Raises UsageError if a parameter was loaded and does not have its old values again."""
+        if not self._before:
+            return
+        if name := self.changed():
+            raise UsageError(
+                f"the script loaded other values into {name}, and the next step would overwrite them: after "
+                "evaluating other values, load the trained ones again, or load them into another model"
+            )
+        self._before.clear()
+
+
+def checksum(tensor: Tensor) -> int:
+    """A checksum of the bits of a tensor, computed where it is."""
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        return zlib.crc32(flat.view(torch.uint8).numpy().data)
+    return int(flat.view(_WORDS.get(flat.itemsize, torch.int64)).sum())
 
 
 def refuse_state(optimizer: torch.optim.Optimizer) -> None:

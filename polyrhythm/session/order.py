@@ -287,8 +287,9 @@ class StreamedOrder(Order):
 
 def _seen(value: Any) -> bytes:
     """What can be compared of a part of a batch."""
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
     return repr(value if isinstance(value, str | bytes | int | float | None) else type(value)).encode()
 
 

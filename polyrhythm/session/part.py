@@ -23,6 +23,7 @@ from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
 from polyrhythm.model.shard import Shard
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.step import StepDriver
 
@@ -57,6 +58,7 @@ class Parts:
     ) -> None:
         self._strategy = strategy
         self.models: Sequence[nn.Module] = ()
+        self._loads: LoadedParameters | None = None
         self._parts = [
             TrainingPart(strategy, each, model, optimizer, runner)
             for each, optimizer in zip(scoped(node, len(optimizers)), optimizers, strict=True)
@@ -72,10 +74,13 @@ class Parts:
         """Makes the workers of the strategy and has them called by the script's training loop."""
         self.models = models
         meter, group = Meter(context.node, self.replicas), context.node.everyone
+        if not self._strategy.traits.settable:
+            self._loads = LoadedParameters(models, lambda: self.steps > 0)
         for part in self:
             part.worker = self._strategy.worker(part.node, part.replica, group)
             part.driver = StepDriver(context, part.worker, part.replica, peers, meter, len(self) == 1)
             part.driver.attach(models, part.optimizer)
+            part.driver.loads = self._loads
 
     @property
     def first(self) -> TrainingPart:
@@ -148,14 +153,16 @@ class Parts:
 
     def check_writes(self) -> None:
         """Raises UsageError if the script has changed parameters that the next step would overwrite."""
+        if self._loads is not None:
+            self._loads.check()
         for part in self:
             if part.driver.writes is not None:
                 part.driver.writes.check()
 
     def last_change(self) -> str | None:
         """A note on parameters that the script has changed after the last step, if these changes are lost."""
-        for part in self:
-            name = None if part.driver.writes is None else part.driver.writes.changed()
+        checks = [self._loads, *(part.driver.writes for part in self)]
+        for name in (each.changed() for each in checks if each is not None):
             if name is not None:
                 return (
                     f"the script changed {name} after the last step: the result of the run has the values "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,7 +68,8 @@ def _save(original: Function, obj: object, f: Any, *args: Any, **kwargs: Any) ->
     here = world_context.get()
     if session.get() is None or here is None or here.me.role != "worker" or here.plan.workers == 1:
         return
-    if isinstance(f, str | os.PathLike):
+    # Processes and threads that the script has started cannot send requests.
+    if isinstance(f, str | os.PathLike) and (os.getpid(), threading.get_ident()) in _scripts.values():
         here.request(FileWritten(os.path.abspath(f)))
 
 
@@ -105,7 +107,8 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
 _stepping: ContextVar[bool] = ContextVar("stepping", default=False)  # a scheduler is stepping
 _originals: list[Function] = []
 _hooks: list[RemovableHandle] = []
-_scripts: set[object] = set()  # that are running: in simulation many at a time
+# The scripts that are running, in simulation many at a time: the process and the thread of each.
+_scripts: dict[object, tuple[int, int]] = {}
 
 
 @contextmanager
@@ -118,11 +121,11 @@ def installed() -> Iterator[None]:
             _originals.append(original)
             setattr(owner, name, _replaced(original, replacement))
         _hooks.append(register_optimizer_step_pre_hook(_before_optimizer_step))
-    _scripts.add(me)
+    _scripts[me] = os.getpid(), threading.get_ident()
     try:
         yield
     finally:
-        _scripts.remove(me)
+        del _scripts[me]
         if not _scripts:
             for owner, name, _ in _REPLACEMENTS:
                 setattr(owner, name, _originals.pop(0))

@@ -25,6 +25,7 @@ from polyrhythm.model.layout import needs_closure
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.replica_check import ReplicaCheck
 from polyrhythm.session.step_hooks import StepHooks
@@ -53,6 +54,7 @@ class StepDriver:
         self._observing = self._bucketed and several  # records the order in which gradients become ready
         self.check: ReplicaCheck | None = None
         self.writes: WriteCheck | None = None
+        self.loads: LoadedParameters | None = None
         own_step = context.processes and not worker.strategy.traits.uses_servers
         self._hooks = StepHooks(replica.optimizer, own_step, context.install_random_state)
         self._complete = False  # backward is complete, and its step not yet taken
@@ -291,6 +293,8 @@ class StepDriver:
             replica.steps += 1
             self.check_step()
             replica.check_finite(self._node.me)
+            if self.loads is not None:
+                self.loads.check()
             if self.writes is not None:
                 self.writes.check()
             self._count_exchange()

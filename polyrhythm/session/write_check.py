@@ -8,7 +8,6 @@ and every so often.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.replica import Replica
+from polyrhythm.session.loading import checksum
 
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
@@ -97,8 +97,7 @@ class WriteCheck:
 
     def _checksums(self) -> list[int]:
         layout, vectors = self._replica.layout, self._replica.parameters
-        flat = (vectors[piece.part][piece.start : piece.stop] for piece in layout.pieces)
-        return [zlib.crc32(_bits(each).data) for each in flat]
+        return [checksum(vectors[piece.part][piece.start : piece.stop]) for piece in layout.pieces]
 
 
 def _bits(vector: Tensor) -> np.ndarray[Any, Any]:
@@ -112,14 +111,13 @@ def _first_difference(one: bytes, other: bytes) -> int:
 
 
 def _sample(replica: Replica, part: int) -> np.ndarray[Any, Any]:
-    """The places of a few elements of each parameter in one of the flat vectors: its first and last ones,
-    because neighbours cost as much as one of them. The others are not in the cache."""
-    found: list[int] = []
-    for piece in replica.layout.pieces:
-        if piece.part == part:
-            middle = min(piece.start + SAMPLED // 2, piece.stop)
-            found += [*range(piece.start, middle), *range(max(middle, piece.stop - SAMPLED // 2), piece.stop)]
-    return np.array(found, dtype=np.int64)
+    """The places of a few elements of each parameter in one of the flat vectors."""
+    found = [
+        np.linspace(piece.start, piece.stop - 1, min(SAMPLED, piece.stop - piece.start)).astype(np.int64)
+        for piece in replica.layout.pieces
+        if piece.part == part and piece.stop > piece.start
+    ]
+    return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
 
 def write_check(worker: Worker, replica: Replica) -> WriteCheck | None:

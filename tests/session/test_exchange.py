@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError, UsageError
@@ -349,3 +350,36 @@ def test_a_file_that_several_workers_write_is_told_once(
 
     run_in(world, main, strategy=strategy, workers=3)
     assert capfd.readouterr().err.count("both write") == told
+
+
+class Caching(Dataset[torch.Tensor]):
+    """Writes what it has loaded, to the same file in every process that loads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        torch.save({}, self.path)
+        return torch.ones(2)
+
+
+def test_files_that_processes_and_threads_of_the_script_write_are_no_concern(tmp_path: Path) -> None:
+    """They cannot send requests."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader: Any = DataLoader(Caching(tmp_path / "cache.pt"), batch_size=2, num_workers=1)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        asyncio.run(asyncio.to_thread(torch.save, {}, tmp_path / "model.pt"))
+
+    run_in("simulated", main, workers=2)
+    run_in("real", main, workers=2, timeout=60.0)

@@ -7,6 +7,7 @@ import copy
 import itertools
 import queue
 import re
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.session.order import order_of
 from tests.support.programs import CLASSES, FEATURES, SPEEDS, Examples, mlp
 from tests.support.runs import WORLDS, run_in
 
@@ -609,8 +611,11 @@ def test_a_loader_that_a_thread_reads_in_simulation_is_told_at_once() -> None:
 
     for strategy in ("allreduce", "async"):
         run_in("real", main, strategy=strategy, workers=2)
-    with pytest.raises(UsageError, match=r"a thread of the script reads a prepared loader.* polyrhythm run"):
-        run_in("simulated", main, strategy="async", workers=2)
+    for handler in (signal.default_int_handler, lambda *_: None):  # the script's own does not matter
+        before = signal.signal(signal.SIGINT, handler)
+        with pytest.raises(UsageError, match=r"a thread of the script reads a prepared.* polyrhythm run"):
+            run_in("simulated", main, strategy="async", workers=2)
+        signal.signal(signal.SIGINT, before)
 
 
 class Divided(IterableDataset[Any]):
@@ -646,3 +651,26 @@ def test_a_stream_that_divides_itself_is_told_once(
 
     run_in(world, main, strategy=strategy, workers=2)
     assert capfd.readouterr().err.count("divides itself by rank") == divides
+
+
+def test_a_stream_of_any_tensors_is_compared() -> None:
+    """Views that are conjugated when they are read, nested and sparse ones, and other objects."""
+    z = torch.ones(2, dtype=torch.complex64)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    batch = [z.conj(), z.conj().imag, nested, torch.eye(2).to_sparse(), "text", 3, object(), None]
+
+    def digest(value: Any) -> str:
+        data: Any = [value]
+        loader: Any = DataLoader(Streamed(data), batch_size=None)
+        return order_of(loader, 0).digest(0)
+
+    assert digest(batch) == digest([*batch[:6], object(), None])
+    assert digest(batch) != digest([z, *batch[1:]][::-1]) and digest([1.0]) != digest([2.0])
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)

@@ -47,7 +47,7 @@ def init(model: nn.Module, step: int) -> None:
 def one(model: nn.Module, step: int) -> None:
     """One element that is not among those that are compared in each step."""
     if step == 100:
-        model[0].weight.data[2, 3].add_(1)  # type: ignore[index, union-attr]
+        model[0].weight.data[0, 1].add_(1)  # type: ignore[index, union-attr]
 
 
 def first(model: nn.Module, step: int) -> None:
@@ -70,11 +70,6 @@ def load(model: nn.Module, step: int) -> None:
     kept = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict({key: value + 1 for key, value in kept.items()})
     model.load_state_dict(kept)
-
-
-def load_late(model: nn.Module, step: int) -> None:
-    if step == 20:
-        model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
 
 
 class ClippedSGD(torch.optim.SGD):
@@ -125,7 +120,6 @@ class Writing:
         ("real", "async", late, torch.float32),
         ("simulated", "async", once, torch.float32),
         ("simulated", "async", one, torch.float32),
-        ("simulated", "async", load_late, torch.float32),
         ("simulated", "broadcast", clip, torch.float32),
         ("simulated", "broadcast", once, torch.bfloat16),
         ("simulated", "broadcast", init, torch.float64),
@@ -143,7 +137,38 @@ def test_a_change_that_the_next_step_would_overwrite_is_refused(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild", "broadcast"]
+    ("world", "strategy"),
+    [
+        ("simulated", "async"), ("real", "async"), ("simulated", "sync"), ("simulated", "broadcast"),
+        ("simulated", "delayed-nesterov:2"), ("simulated", "easgd:2"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["middle", "frozen"])
+def test_parameters_that_are_loaded_and_stay_are_refused(world: str, strategy: str, place: str) -> None:
+    """Wherever in a parameter they differ, under all strategies that would overwrite them."""
+
+    def main() -> None:
+        here = pr.init()
+        model: Any = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 1))
+        model[1].requires_grad_(False)
+        model, optimizer = here.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.01))
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(2, 30)).square().mean().backward()
+            optimizer.step()
+            if step == 5:
+                state = {key: value.clone() for key, value in model.state_dict().items()}
+                state["0.weight" if place == "middle" else "1.weight"].view(-1)[17] += 1
+                model.load_state_dict(state)
+
+    name = {"middle": r"0\.weight", "frozen": r"1\.weight"}[place]
+    with pytest.raises(pr.PolyrhythmError, match=rf"loaded other values into {name}.* load the trained ones"):
+        run_in(world, main, strategy=strategy, workers=2)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["async", "sync", "ssp:1,prefetch=yes", "easgd", "local:2", "hogwild", "broadcast", "delayed-nesterov:2"],
 )
 @pytest.mark.parametrize("write", [swap, load])
 def test_values_that_are_put_back_are_fine(strategy: str, write: Callable[..., None]) -> None:
@@ -172,7 +197,10 @@ def test_changes_after_the_last_step_are_shown_or_told(
         else:
             nn.init.constant_(model.weight, 0.5)
         if lost:
-            with pytest.raises(pr.PolyrhythmError, match=r"changed weight outside optimizer\.step\(\)"):
+            with pytest.raises(
+                pr.PolyrhythmError,
+                match=r"changed weight outside optimizer\.step\(\)|loaded other values into weight",
+            ):
                 here.consensus()
         else:
             assert bool((here.consensus().weight == 0.5).all())

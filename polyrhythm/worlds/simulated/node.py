@@ -70,8 +70,8 @@ class SimulatedNode(Node):
     def current(self) -> Fiber:
         if self.crashed:
             raise GreenletExit
-        if self.fiber is None or threading.get_ident() != self.world.thread:
-            raise self.world.refuse_thread(self.me)
+        if self.fiber is None or threading.get_ident() != self.world.foreign_threads.thread:
+            raise self.world.foreign_threads.refuse(self.me)
         return self.fiber
 
     def learn_members(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from polyrhythm.session.script import explained, run_script, salvage
 from polyrhythm.session.seeds import start_script
 from polyrhythm.worlds.simulated.context import SimulatedContext
 from polyrhythm.worlds.simulated.fibers import Fiber, Loop
+from polyrhythm.worlds.simulated.foreign_threads import ForeignThreads
 from polyrhythm.worlds.simulated.group import OpenCollectives
 from polyrhythm.worlds.simulated.modules import OwnModules
 from polyrhythm.worlds.simulated.network import Network
@@ -55,7 +54,7 @@ class Simulated:
         self.program, self.plan, self.cluster = program, plan, cluster
         self.ring = plan.collective == "ring"
         self._comes_back = False
-        self.thread = threading.get_ident()  # in which all nodes run
+        self.foreign_threads = ForeignThreads()
         self.loop = Loop()
         compile_note.begin_run(says=True)
         self.nodes: dict[Peer, SimulatedNode] = {}
@@ -90,11 +89,10 @@ class Simulated:
                 # The run may be finished before the last failure of the cluster file.
                 return here.ending.over or (here.digest != "" and here.finished)
 
-            try:
+            with self.foreign_threads.guarded():
                 self.loop.run(is_over)
-            except KeyboardInterrupt:
-                if here.failure is None:
-                    raise  # or it came from `refuse_thread`
+            if (refused := self.foreign_threads.error) is not None:
+                here.fail(str(refused), refused.exit_code)
             if here.failure is None and not here.finished:
                 waiting = "; ".join(str(fiber) for fiber in self._fibers if not fiber.dead)
                 here.fail(
@@ -201,22 +199,6 @@ class Simulated:
             if not node.crashed:  # a killed process reports no error
                 self.failed(node.me, error)
                 salvage(error)
-
-    def refuse_thread(self, peer: Peer) -> UsageError:
-        """A thread that the script has started waits for other nodes: ends the run, and returns the error.
-
-        The script may wait for what that thread would have done, and with it the whole simulation.
-        """
-        error = UsageError(
-            f"{peer}: a thread of the script reads a prepared loader, or calls the session, but a simulation "
-            "runs all workers in one thread: do so in the script's own thread, or use real processes, by "
-            "polyrhythm run"
-        )
-        first = self.coordinator.failure is None
-        self.coordinator.fail(str(error), error.exit_code)
-        if first and self.thread == threading.main_thread().ident:
-            signal.pthread_kill(self.thread, signal.SIGINT)  # wakes the script, which waits
-        return error
 
     def failed(self, peer: Peer, error: Exception) -> None:
         """Ends the run because of an error on a node."""
