@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from polyrhythm import __version__
 from polyrhythm.cli import bench, codecs, events, explain, join, run, simulate, strategies
@@ -44,6 +44,10 @@ TRAINING = ("run", "join", "simulate")  # the commands whose options resemble th
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # An argument of the script without -- before it must not pass for the beginning of an option.
+        super().__init__(**{"allow_abbrev": False, **options})
+
     def error(self, message: str) -> NoReturn:
         """Reports a usage error in one line, like all other errors."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

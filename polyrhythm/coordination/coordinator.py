@@ -195,7 +195,7 @@ class Coordinator:
             address = self.membership.members[peer][0]
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._gathers.prepared(peer)
-        self._preparing.add(peer, request.seed, respond)
+        self._preparing.add(peer, request, respond)
         if self.running or self.membership.prepared >= self.plan.nodes:
             if not self.running:
                 self.running, self.tally.began = True, self.clock()

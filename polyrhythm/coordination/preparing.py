@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import PreparedReply
+from polyrhythm.core.requests import Prepared, PreparedReply
+
+FIRST = Peer("worker", 0)
 
 
 class Preparing:
@@ -15,14 +17,30 @@ class Preparing:
     def __init__(self) -> None:
         self._waiting: ReplyBarrier[PreparedReply] = ReplyBarrier()
         self._seeds: dict[Peer, int | None] = {}
+        self._settings: dict[Peer, list[dict[str, str]]] = {}
 
-    def add(self, peer: Peer, seed: int | None, respond: Callable[[PreparedReply], None]) -> None:
-        """A node has built its model. The seed of a worker's replacement does not count."""
+    def add(self, peer: Peer, request: Prepared, respond: Callable[[PreparedReply], None]) -> None:
+        """A node has built its model. What a worker's replacement has does not count."""
         self._waiting.add(peer, respond)
         if peer.role == "worker":
-            self._seeds.setdefault(peer, seed)
+            self._seeds.setdefault(peer, request.seed)
+            self._settings.setdefault(peer, request.settings)
 
     def release(self) -> None:
         """Replies to all waiting nodes."""
-        reply = PreparedReply(self._seeds.get(Peer("worker", 0)), len({*self._seeds.values()}) > 1)
+        differ = len({*self._seeds.values()}) > 1
+        reply = PreparedReply(self._seeds.get(FIRST), differ, self._different_settings())
         self._waiting.release_all(lambda peer: reply)
+
+    def _different_settings(self) -> str:
+        """The first setting of a worker that is not that of worker 0, in words; "" if there is none."""
+        expected = self._settings.get(FIRST, [])
+        for peer, settings in sorted(self._settings.items()):
+            for group, (mine, first) in enumerate(zip(settings, expected, strict=False)):
+                for name in mine.keys() & first.keys():
+                    if mine[name] != first[name]:
+                        return (
+                            f"parameter group {group} has {name}={mine[name]} on {peer} and {first[name]} on "
+                            f"{FIRST}"
+                        )
+        return ""

@@ -47,6 +47,7 @@ class PreparedReply(msgspec.Struct, frozen=True):
 
     seed: int | None
     differ: bool = False
+    settings: str = ""  # in words, how the settings of a worker differ from those of worker 0
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
@@ -129,6 +130,7 @@ class Prepared(Request[PreparedReply], frozen=True, tag="prepared"):
     part: str = ""  # the name of the part of the model that this node holds; "" is all of it
     seed: int | None = None  # what the script has seeded
     outline: list[str] = []  # its first parameters in words, to name what differs
+    settings: list[dict[str, str]] = []  # of each parameter group of all optimizers
 
 
 class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polyrhythm.core.requests import Prepared, ShowNote
-from polyrhythm.model.layout import Layout
+from polyrhythm.model.layout import Layout, hyper_parameters
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.part import joined_hash
@@ -18,6 +18,9 @@ _SEEDED_DIFFERENTLY = (
 )
 
 
+_DIFFERENT_SETTINGS = "if that is not on purpose, give the script the same arguments after -- on all machines"
+
+
 def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, seed: int) -> int:
     """Waits until all nodes have the same model. Returns the seed for the order of the data.
 
@@ -25,7 +28,14 @@ def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, se
     """
     me = context.me
     layout, scripts = joined_hash([each.hash for each in layouts]), script_seed(seed, given.loaders)
-    agreed = context.request(Prepared(layout, seed=scripts, outline=_outline(layouts)))
+    settings = [
+        {name: repr(value) for name, value in hyper_parameters(group).items()}
+        for optimizer in given.optimizers
+        for group in optimizer.param_groups
+    ]
+    agreed = context.request(Prepared(layout, "", scripts, _outline(layouts), settings))
+    if agreed.settings and (me.role, me.rank) == ("worker", 0):
+        context.request(ShowNote(f"{agreed.settings}: {_DIFFERENT_SETTINGS}"))
     has_buffers = any(True for model in given.models for _ in model.buffers())
     if agreed.differ and has_buffers and (me.role, me.rank) == ("worker", 0):
         context.request(ShowNote(_SEEDED_DIFFERENTLY))

@@ -41,14 +41,14 @@ class ReplicaCheck:
         self._context, self._worker, self._replica = context, worker, replica
         self._every, self._part = every, part
         self._compares_parameters = worker.replicas_equal  # at the start no round has begun
-        self._next = every  # the first step to check
+        self._next = 1  # the step to check next: the first one shows different arguments of scripts
 
     def after_step(self) -> None:
         """Called after each step."""
         if self._replica.steps < self._next:
             return
         if self._worker.replicas_equal or not self._compares_parameters:
-            self._next = self._replica.steps + self._every
+            self._next = (self._replica.steps // self._every + 1) * self._every
             self.compare()
 
     def compare(self, over: bool = False) -> None:
@@ -78,9 +78,10 @@ class ReplicaCheck:
             mine = self._replica.settings()[found.group][found.setting]
             return (
                 f"after step {step} parameter group {found.group} has {found.setting}={mine!r} on {me} and "
-                f"{found.theirs} on {found.other}: a scheduler or the script decides by a value of one "
-                "worker, such as its loss; pass ReduceLROnPlateau to session.prepare(), which gives all "
-                "workers the mean, or decide by a value that is equal on all workers"
+                f"{found.theirs} on {found.other}: the scripts have different arguments, or a scheduler "
+                "decides by a value of one worker, such as its loss; pass ReduceLROnPlateau to "
+                "session.prepare(), which gives all workers the mean, or decide by a value that is equal on "
+                "all workers"
             )
         name = self._replica.layout.pieces[found.tensor].name
         more = f" and {found.count - 1} more" if found.count > 1 else ""

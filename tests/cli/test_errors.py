@@ -67,6 +67,11 @@ COMMANDS = {
     "a large seed": (["--seed", "99999999999999999999"], 2, r"seed is 9+; it must be between 0 and"),
     "no threads": (["--threads", "-3"], 2, "threads is -3; there must be 1 or more, or 0"),
     "a path": (["--name", "../../there"], 2, "cannot be the name of a run; it must be a plain folder name"),
+    "the beginning of an option": (
+        ["--n", "3"],
+        2,
+        "unknown arguments --n 3; arguments of the script follow --",
+    ),
     "unknown option": (
         ["--wrokers", "2"],
         2,

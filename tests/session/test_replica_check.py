@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,3 +239,27 @@ def test_a_permutation_is_no_rounding(count: int) -> None:
     one, permuted, near = summaries([values, values.roll(1), rounded])
     assert difference(one, permuted) > 100 * ROUNDING
     assert difference(one, near) < ROUNDING
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", ["async", "allreduce"])
+def test_different_settings_are_told_when_they_are_prepared(
+    world: str, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by different arguments of the script. In lockstep the first step is refused, too."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1 if session.rank else 0.02)
+        model, optimizer = session.prepare(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    refused = pytest.raises(UsageError, match=r"after step 1 parameter group 0 has lr=.*different arguments")
+    with refused if strategy == "allreduce" else contextlib.nullcontext():
+        run_in(world, main, strategy=strategy, workers=2)
+    told = "parameter group 0 has lr=0.1 on worker 1 and 0.02 on worker 0: if that is not on purpose"
+    assert capfd.readouterr().err.count(told) == 1
