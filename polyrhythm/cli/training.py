@@ -46,8 +46,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--check-replicas", type=int, metavar="N",
-        help="where workers step together, compare replicas and hyper-parameters every N steps and at the "
-        "end, and name the first difference; 0: never (100)",
+        help="where workers step together, compare replicas and hyper-parameters after the first step, "
+        "every N steps and at the end, and name the first difference; 0: never (100)",
     )  # fmt: skip
     command.add_argument(
         "--balance", action="store_true",

@@ -57,9 +57,9 @@ def run(
     by default); "colocated" puts one beside each worker. Up to `restarts` workers that die are replaced, if
     the strategy lets the others continue. `collective` forces one way to all-reduce. `batch_norm` is the
     policy for BatchNorm's statistics: rank0, mean, sync, recompute or local. Where workers step together,
-    replicas and hyper-parameters are compared every `check_replicas` steps (100) and at the end; 0 is never,
-    and with `balance` fast workers get larger batches and slow ones smaller, as many examples together.
-    `imports` names modules that define strategies or codecs.
+    replicas and hyper-parameters are compared after the first step, every `check_replicas` steps (100) and
+    at the end; 0 is never. With `balance` fast workers get larger batches and slow ones smaller, as many
+    examples together. `imports` names modules that define strategies or codecs.
 
     With `here`, only so many workers run on this host, and the run waits until other hosts have joined with
     the rest: `listen` is the address for them ("tcp:10.0.0.1:7000"), and `key` the key file that they need a
