@@ -25,6 +25,7 @@ WORKERS, SIMULATED = 2, 8
 SCRIPTS = {
     "gan": "distance", "language_model": "loss", "vae": "loss", "time_sequence": "loss",
     "fine_tuning": "accuracy", "two_loaders": "accuracy", "endless": "accuracy", "early_stopping": "accuracy",
+    "lightning_digits": "accuracy", "transformers_tokens": "eval_loss",
 }  # fmt: skip
 
 

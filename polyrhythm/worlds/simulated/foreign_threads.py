@@ -53,19 +53,18 @@ class ForeignThreads:
         before = signal.signal(WAKE, lambda *_: None) if in_main else None
         self._guarded = True
         try:
-            yield
+            try:
+                yield
+            finally:
+                with self._lock:  # what was raised before is raised here at the latest
+                    self._guarded = False
         except ForeignThread:
-            pass
+            self._guarded = False
         finally:
-            with self._lock:
-                self._guarded = False
-                _raise_in(self.thread, None)
             if in_main:
                 signal.signal(WAKE, before)
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raises an exception in a thread as soon as it runs Python code; None: not any more."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
-    )
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raises an exception in a thread as soon as it runs Python code."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
