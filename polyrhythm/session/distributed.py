@@ -194,6 +194,8 @@ class DistributedSession(Session):
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)
+        if self._context.me.role == "server":
+            return  # its script runs to prepare() only
         step, samples = (self._parts.steps, self._parts.samples) if self._parts else (0, 0)
         if self._late and self._parts is not None and not step:
             return  # this epoch was over before the replacement started

@@ -85,3 +85,21 @@ def test_what_is_no_number_is_that_of_the_first_worker(reduce: str) -> None:
     assert reduced((1, "b", 1), (0, "a", 1), reduce=reduce) == "a"
     assert reduced((1, False, 1), (0, True, 1), reduce=reduce) is True
     assert reduced((1, 1.0, 1), (0, None, 1), reduce=reduce) is None
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_servers_log_nothing(world: str, tmp_path: Path) -> None:
+    """They run the script to `prepare`, and what it logs before is that of workers."""
+
+    def main() -> None:
+        session = pr.init()
+        session.log(before=0.5)
+        model: Any = nn.Linear(1, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 1)).mean().backward()
+        optimizer.step()
+        session.log(before=float(session.rank))
+
+    summary = run_in(world, main, strategy="async", servers=2, workers=2, runs=tmp_path)
+    assert summary["metrics"] == {"before": 0.5}
+    assert {row["node"] for row in read_metrics(Path(summary["folder"]))} == {"worker 0", "worker 1"}
