@@ -37,8 +37,8 @@ class Preparing:
         expected = self._settings.get(FIRST, [])
         for peer, settings in sorted(self._settings.items()):
             for group, (mine, first) in enumerate(zip(settings, expected, strict=False)):
-                for name in mine.keys() & first.keys():
-                    if mine[name] != first[name]:
+                for name in mine:
+                    if mine[name] != first.get(name, mine[name]):
                         return (
                             f"parameter group {group} has {name}={mine[name]} on {peer} and {first[name]} on "
                             f"{FIRST}"

@@ -140,6 +140,7 @@ class GivenBatches:
             storages = [storage for each in batches for storage in each.storages]
             alive = {each.cdata for each in storages if not each.expired()}  # type: ignore[no-untyped-call]
             self._known = {key: value for key, value in self._known.items() if key in alive}
+            self._shared &= self._known.keys()  # a freed storage's number may be that of another one later
             self._limit = max(64, 2 * len(self._known))
 
 

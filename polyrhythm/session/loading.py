@@ -24,7 +24,7 @@ _ADVICE = (
     "call load_state_dict() before session.prepare(): all workers start from it; to evaluate other values, "
     "load them into another model"
 )
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 NO_POSITION = (
     "the state that session.load_state_dict() got was saved by an earlier version, without the position in "
     "the data and the random numbers: the data begins with its first epoch"
@@ -74,7 +74,7 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         return zlib.crc32(flat.view(torch.uint8).numpy().data)
-    return int(flat.view(_WORDS.get(flat.itemsize, torch.int64)).sum())
+    return int(flat.view(WORDS.get(flat.itemsize, torch.int64)).sum())
 
 
 def refuse_state(optimizer: torch.optim.Optimizer) -> None:

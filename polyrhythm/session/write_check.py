@@ -13,18 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.loading import checksum
+from polyrhythm.session.loading import WORDS, checksum
 
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
 _EVALUATE = "after evaluating other values, put the trained ones back"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 class WriteCheck:
@@ -103,7 +101,7 @@ class WriteCheck:
 def _bits(vector: Tensor) -> np.ndarray[Any, Any]:
     """The elements of a vector as numbers that NumPy knows, in the vector's own memory on a CPU."""
     known = vector.detach().cpu()
-    return known.view(_INTEGERS[known.itemsize]).numpy() if known.itemsize in _INTEGERS else known.numpy()
+    return known.view(WORDS[known.itemsize]).numpy() if known.itemsize in WORDS else known.numpy()
 
 
 def _first_difference(one: bytes, other: bytes) -> int:
