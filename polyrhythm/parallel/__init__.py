@@ -1,0 +1,1 @@
+"""Models cut into parts that run on several workers."""
