@@ -249,7 +249,7 @@ def _inputs(program: torch.export.ExportedProgram, leaves: list[Any]) -> tuple[I
 
 
 def _row_range(program: torch.export.ExportedProgram, size: Any) -> tuple[int, float] | None:
-    if not isinstance(size, torch.SymInt):
+    if not isinstance(size, torch.SymInt) or not size.node.expr.free_symbols:
         return None
     limits = program.range_constraints.get(size.node.expr)
     if limits is None:  # an expression of another input's size

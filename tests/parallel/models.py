@@ -1,7 +1,8 @@
-"""Models for the tests of capture and cutting, each with a function that makes inputs of any number of rows."""
+"""Models for the tests of capture and cutting, each with inputs of any number of rows."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Tied(nn.Module):
 
 
 class Several(nn.Module):
-    """Several inputs, one by keyword and one a constant, a tensor attribute, a constant in the code, a dataclass."""
+    """Several inputs, a tensor attribute, a constant in the code, and a dataclass as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ def encoder() -> nn.Module:
 
 
 def unequal(widths: tuple[int, ...] = (8, 64, 48, 16, 80, 32, 56, 24, 40)) -> nn.Sequential:
-    pairs = zip(widths, widths[1:], strict=False)
+    pairs = itertools.pairwise(widths)
     return nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairs])
 
 
