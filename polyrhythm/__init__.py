@@ -45,8 +45,8 @@ _HOME = {
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
-    "PeerLost", "Pipeline", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server", "Session",
-    "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker",
+    "PeerLost", "Pipeline", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server",
+    "Session", "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker",
     "init", "integrations", "join", "parse", "run", "simulate",
 ]  # fmt: skip
 

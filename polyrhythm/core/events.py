@@ -253,9 +253,9 @@ class Gap(Event, frozen=True, tag="gap"):
 
 
 AnyEvent = (
-    StepDone | MicroBatch | PeriodChosen | LocalStepsChosen | ResidualLeft | ReplicaDigest | UpdatesLost | Applied
-    | Dropped | Pulled | Refused | Delivered | DeliveredLate | PeerLeft | PeerJoined | NodeJoined | NodeLeft
-    | LeaseTaken | LeaseReturned | RunFailed | Totals | Metrics | Note | Gap
+    StepDone | MicroBatch | PeriodChosen | LocalStepsChosen | ResidualLeft | ReplicaDigest | UpdatesLost
+    | Applied | Dropped | Pulled | Refused | Delivered | DeliveredLate | PeerLeft | PeerJoined | NodeJoined
+    | NodeLeft | LeaseTaken | LeaseReturned | RunFailed | Totals | Metrics | Note | Gap
 )  # fmt: skip
 
 

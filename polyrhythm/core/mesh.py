@@ -2,8 +2,8 @@
 
 Every worker has a coordinate on each axis. The workers that differ on one axis only form a group on it. Under
 `allreduce / diloco:50` gradients are averaged in the groups on the axis `data`, one for each site, and DiLoCo
-runs in the groups on the axis `site`. Under `ssp:3@pipeline:2` the workers of a group on the axis `stage` hold
-one model together, and those of a group on the axis `data` hold the same stage of different copies.
+runs in the groups on the axis `site`. Under `ssp:3@pipeline:2` the workers of a group on the axis `stage`
+hold one model together, and those of a group on the axis `data` hold the same stage of different copies.
 """
 
 from __future__ import annotations

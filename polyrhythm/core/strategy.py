@@ -57,7 +57,9 @@ class Traits:
     closures: bool = False  # workers can evaluate loss and gradient several times per step, as LBFGS does
     rebuilds_parameters: bool = False  # each step computes parameters from the initial ones and a log
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
-    model_axes: tuple[tuple[Axis, int], ...] = ()  # the axes along which one model is divided, and their sizes
+    model_axes: tuple[
+        tuple[Axis, int], ...
+    ] = ()  # the axes along which one model is divided, and their sizes
 
     @property
     def survives(self) -> bool:

@@ -1,8 +1,9 @@
-"""Where a model is cut into stages: at the layers that the user names, or where the slowest stage is fastest."""
+"""Where a model is cut into stages: at layers that the user names, or where the slowest stage is fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph
 from polyrhythm.parallel.partition import cuts_at
+from polyrhythm.parallel.progress_bars import without_progress_bars
 from polyrhythm.parallel.splits import Pipeline
 
 # One core of a processor: only their ratio matters. Measured times would differ from run to run, and so would
@@ -22,18 +24,35 @@ from polyrhythm.parallel.splits import Pipeline
 _FLOPS, _BYTES = 4e10, 1e10  # a second
 
 
-def choose_cuts(graph: ModelGraph, pipeline: Pipeline, inputs: dict[str, Any]) -> list[int]:
-    """The positions at which the stages of a pipeline begin."""
+def choose_cuts(
+    graph: ModelGraph, pipeline: Pipeline, inputs: dict[str, Any], trained: Collection[str]
+) -> list[int]:
+    """The positions at which the stages of a pipeline begin. `trained`: the names of parameters to train."""
     if pipeline.layers:
         return cuts_at(graph, pipeline.layers)
     costs = estimated_costs(graph.train, inputs)
     legal = [place for place in range(1, len(costs)) if place not in graph.illegal]
-    if len(legal) < pipeline.size - 1:
-        raise UsageError(
-            f"{pipeline} needs {pipeline.size - 1} places to cut the model at, and it has {len(legal)}: use at most "
-            f"{len(legal) + 1} stages"
-        )
-    return balanced(costs, pipeline.size, legal)
+    own = _own_parameters(graph, trained)
+    for size in range(pipeline.size, 0, -1):
+        cuts = balanced(costs, size, legal, own)
+        if cuts is not None and size == pipeline.size:
+            return cuts
+        if cuts is not None:
+            break
+    raise UsageError(
+        f"{pipeline} has more stages than the model has layers to train that can be apart: use {size} at most"
+    )
+
+
+def _own_parameters(graph: ModelGraph, trained: Collection[str]) -> list[int]:
+    """How many parameters to train each operation is the first to use."""
+    seen: set[str] = set()
+    counts = []
+    for operation in graph.train.operations:
+        names = {graph.names.get(name, name) for name in graph.train.tensors_of(operation)} & set(trained)
+        counts.append(len(names - seen))
+        seen |= names
+    return counts
 
 
 def estimated_costs(mode: ModeGraph, inputs: dict[str, Any]) -> list[float]:
@@ -46,24 +65,34 @@ def estimated_costs(mode: ModeGraph, inputs: dict[str, Any]) -> list[float]:
     return costs
 
 
-def balanced(costs: Sequence[float], stages: int, legal: Sequence[int]) -> list[int]:
-    """The cuts, of the legal ones, that minimise the cost of the slowest stage, by dynamic programming."""
+def balanced(
+    costs: Sequence[float], stages: int, legal: Sequence[int], needed: Sequence[int] = ()
+) -> list[int] | None:
+    """The cuts, of the legal ones, that minimise the cost of the slowest stage, by dynamic programming.
+
+    `needed`: a count for each operation, of which every stage must have more than 0. None if it cannot.
+    """
     sums = [0.0, *accumulate(costs)]
+    counts = [0, *accumulate(needed or [1] * len(costs))]
     places = [0, *legal, len(costs)]
-    # best[j]: the slowest of k stages that cover everything before places[j], and where the last of them begins.
-    best = [(sums[place], 0) for place in places]
-    starts: list[list[int]] = []
+
+    def cost(low: int, high: int) -> float:
+        return sums[high] - sums[low] if counts[high] > counts[low] else math.inf
+
+    # best[j]: the slowest of k stages that cover everything before places[j].
+    best = [cost(0, place) for place in places]
+    begins: list[list[int]] = []  # for each k and j: where the last of these stages begins
     for k in range(2, stages + 1):
-        row = [(float("inf"), 0)] * len(places)
-        for j in range(k, len(places)):
-            row[j] = min(
-                (max(best[i][0], sums[places[j]] - sums[places[i]]), i) for i in range(k - 1, j)
-            )
-        starts.append([start for _, start in row])
-        best = row
+        rows = [
+            min(((max(best[i], cost(places[i], place)), i) for i in range(k - 1, j)), default=(math.inf, 0))
+            for j, place in enumerate(places)
+        ]
+        best, begins = [slowest for slowest, _ in rows], [*begins, [begin for _, begin in rows]]
+    if best[-1] == math.inf:
+        return None
     cuts, j = [], len(places) - 1
-    for row_starts in reversed(starts):
-        j = row_starts[j]
+    for row in reversed(begins):
+        j = row[j]
         cuts.append(places[j])
     return cuts[::-1]
 
@@ -79,7 +108,7 @@ class _Estimator(fx.Interpreter):
         self._counter = FlopCounterMode(display=False)
 
     def estimate(self, inputs: dict[str, Any]) -> dict[fx.Node, float]:
-        with self._fake, torch.no_grad():
+        with self._fake, torch.no_grad(), without_progress_bars():
             given = [self._faked(each) for each in inputs.values()]
             self.run(*given, enable_io_processing=False)
         return self._costs
@@ -90,7 +119,10 @@ class _Estimator(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._mode.attributes[str(target)]
         with torch.no_grad():
-            states = {name: self._faked(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+            states = {
+                name: self._faked(each)
+                for name, each in (*module.named_parameters(), *module.named_buffers())
+            }
             return torch.func.functional_call(module, states, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -99,7 +131,9 @@ class _Estimator(fx.Interpreter):
             found = super().run_node(n)
         work = self._counter.get_total_flops() - before
         moved = sum(each.nbytes for each in pytree.tree_leaves(found) if isinstance(each, Tensor))
-        self._costs[n] = 0.0 if n.op in ("placeholder", "get_attr", "output") else work / _FLOPS + moved / _BYTES
+        self._costs[n] = (
+            0.0 if n.op in ("placeholder", "get_attr", "output") else work / _FLOPS + moved / _BYTES
+        )
         return found
 
     def _faked(self, value: Any) -> Any:

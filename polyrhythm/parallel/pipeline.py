@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -58,17 +58,23 @@ class StagePlan:
 
 @dataclass
 class Tied:
-    """Parameters that several stages use. The first one owns them; the others have copies, renewed in each pass."""
+    """Parameters that several stages use. The first one owns them; the others have copies."""
 
-    lent: Mapping[int, dict[str, nn.Parameter]] = field(default_factory=dict)  # by later stage: what it borrows
-    borrowed: Mapping[int, dict[str, nn.Parameter]] = field(default_factory=dict)  # by earlier stage: the copies
+    lent: Mapping[int, dict[str, nn.Parameter]]  # by later stage: what it borrows
+    borrowed: Mapping[int, dict[str, nn.Parameter]]  # by earlier stage: the copies here
 
 
 class StageRunner:
     """Runs one stage of a divided model, as one of the workers that hold it."""
 
     def __init__(
-        self, stage: int, link: Link, micro_batches: int, recompute: bool, parameters: Sequence[nn.Parameter], tied: Tied
+        self,
+        stage: int,
+        link: Link,
+        micro_batches: int,
+        recompute: bool,
+        parameters: Sequence[nn.Parameter],
+        tied: Tied,
     ) -> None:
         """`parameters`: those that this stage owns, and its copies of those that it borrows."""
         self.stage, self.link, self._recompute = stage, link, recompute
@@ -117,7 +123,13 @@ class _Pass:
     """One forward pass of the model and its backward pass, as this stage sees them."""
 
     def __init__(
-        self, runner: StageRunner, plan: StagePlan, number: int, inputs: Values, leaves: list[str], trained: list[nn.Parameter]
+        self,
+        runner: StageRunner,
+        plan: StagePlan,
+        number: int,
+        inputs: Values,
+        leaves: list[str],
+        trained: list[nn.Parameter],
     ) -> None:
         self._runner, self._plan, self._number = runner, plan, number
         self._inputs, self._leaves, self._trained = inputs, leaves, trained
@@ -246,8 +258,9 @@ class _Pass:
         kind, tied = self._kind("tied gradient", 0), self._runner.tied
         place = {id(each): number for number, each in enumerate(self._trained)}
         for stage, copies in tied.borrowed.items():
-            found = {name: totals.sums[place[id(each)]] for name, each in copies.items() if id(each) in place}
-            self._runner.link.send(stage, kind, {name: each for name, each in found.items() if each is not None})
+            found = {name: totals.take(place[id(each)]) for name, each in copies.items() if id(each) in place}
+            known = {name: each for name, each in found.items() if each is not None}
+            self._runner.link.send(stage, kind, known)
         for stage, lent in tied.lent.items():
             for name, gradient in self._runner.link.receive(stage, kind).items():
                 if id(lent[name]) in place:
@@ -300,7 +313,10 @@ def _joined(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The output of the model from those of the micro-batches."""
     if len(pieces) == 1:
         return pieces[0]
-    if all(isinstance(each, Tensor) and each.dim() and len(each) == rows for each, rows in zip(pieces, sizes, strict=True)):
+    if all(
+        isinstance(each, Tensor) and each.dim() and len(each) == rows
+        for each, rows in zip(pieces, sizes, strict=True)
+    ):
         return torch.cat(list(pieces))
     raise UsageError(
         "the model returns something else than a row for each example, which micro-batches cannot be joined "
@@ -333,9 +349,14 @@ class _Totals:
         else:
             self.sums[place], self._own[place] = total + gradient, True
 
+    def take(self, place: int) -> Tensor | None:
+        """Returns a sum, which is gone then."""
+        total, self.sums[place] = self.sums[place], None
+        return total
+
 
 def _cut(gradient: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return gradient.split(list(sizes)) if len(sizes) > 1 else [gradient]
+    return torch.split(gradient, list(sizes)) if len(sizes) > 1 else [gradient]
 
 
 def _cat(pieces: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:

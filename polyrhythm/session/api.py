@@ -9,7 +9,7 @@ share of the batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,10 @@ class Session:
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """Called when a GradScaler is about to step an optimizer."""
+
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """Called when the norm of some gradients was computed: returns that of the whole model."""
+        return norm
 
     def epochs(self, start: int, stop: int | None = None) -> Iterator[int]:
         """Counts epochs like `range(stop)` or `range(start, stop)`, and shows them in the progress line."""

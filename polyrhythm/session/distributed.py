@@ -190,6 +190,12 @@ class DistributedSession(Session):
         if self._trains(optimizer):
             check_scaler(self.strategy)
 
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        if self._divided is None or not self._divided.has(gradients):
+            return norm
+        with self._blocking():
+            return self._divided.link.norm(norm, kind)
+
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
@@ -377,8 +383,8 @@ class DistributedSession(Session):
             cuts, theirs = self._exchange.gather(mine, "session.prepare()", 0)[0]
             if theirs != captured:
                 raise UsageError(
-                    f"{self._context.me} and worker 0 capture different operations of the model: all must build the "
-                    "same model, with the same version of torch"
+                    f"{self._context.me} and worker 0 capture different operations of the model: all must "
+                    "build the same model, with the same version of torch"
                 )
             return list(cuts)
 
@@ -387,8 +393,8 @@ class DistributedSession(Session):
     def _refuse_batch_norm(self, model: nn.Module) -> None:
         if tracking(model) and self.batch_norm in ("sync", "recompute"):
             raise UsageError(
-                f"batch_norm={self.batch_norm} runs the layers of a whole model, and {self.strategy} divides it: "
-                "use batch_norm=rank0, mean or local"
+                f"batch_norm={self.batch_norm} runs the layers of a whole model, and {self.strategy} divides "
+                "it: use batch_norm=rank0, mean or local"
             )
 
     def _refuse_divided(self, what: str) -> None:
@@ -405,7 +411,10 @@ class DistributedSession(Session):
         optimizers, nodes = given.optimizers, scoped(node, len(given.optimizers))
         if stages is not None and isinstance(self._context, ModelContext):
             places = range(self._context.size)
-            optimizers, nodes = [stages.optimizer_of(place) for place in places], [*map(self._context.node_at, places)]
+            optimizers, nodes = (
+                [stages.optimizer_of(place) for place in places],
+                [*map(self._context.node_at, places)],
+            )
         shards = [Shard(model, each, self.rank, count, node.memory.empty, runner) for each in optimizers]
         agree(self._context, [shard.layout for shard in shards], given, self.seed)
         with torch.no_grad():

@@ -8,6 +8,7 @@ tensors of other stages have no data here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -45,26 +46,24 @@ class Stages:
         self.pipeline = pipeline
         if len(given.models) > 1 or len(given.optimizers) > 1:
             raise UsageError(
-                f"{pipeline} divides one model with one optimizer, and session.prepare() got {len(given.models)} "
-                f"and {len(given.optimizers)}: use a strategy in which each worker holds whole models, such as "
-                "allreduce"
+                f"{pipeline} divides one model with one optimizer, and session.prepare() got "
+                f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
+                "whole models, such as allreduce"
             )
         self.model, self.optimizer = given.models[0], given.optimizers[0]
         self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
-        cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs), self.graph.hash)
+        owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
+        cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
         self.split: Split = split(self.graph, cuts)
         costs = estimated_costs(self.graph.train, inputs)
         bounds = [0, *cuts, len(costs)]
-        self.shares = [
-            sum(costs[low:high]) / sum(costs) for low, high in zip(bounds, bounds[1:], strict=False)
-        ]
-        trained = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
-        owners = {self.owner(name) for name, each in self.model.named_parameters() if id(each) in trained}
-        if idle := sorted(set(range(pipeline.size)) - owners):
+        self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
+        if idle := sorted(set(range(pipeline.size)) - {self.owner(name) for name in trained}):
             raise UsageError(
-                f"stage {idle[0]} of {pipeline} would have no parameter to train: use fewer stages, or name the "
-                "layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
+                f"stage {idle[0]} of {pipeline} would have no parameter to train: use fewer stages, or name "
+                "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
             )
 
     def users(self, name: str) -> tuple[int, ...]:
@@ -109,10 +108,10 @@ class DividedModel:
             stage, self.link, pipeline.micro_batches, pipeline.recompute, kept, _tied(stages, stage)
         )
         stages.optimizer.param_groups[:] = stages.groups(stage)
-        self._release(used | self._mine)
+        self._release(used)
         self._modules = list(self._model.modules())
-        self._model.forward = Forward(self)  # type: ignore[method-assign]
-        self._model.register_state_dict_pre_hook(Hook(_refuse_saving))
+        self._model.forward = Forward(self)
+        self._model.register_state_dict_pre_hook(Hook(_refuse_saving))  # type: ignore[no-untyped-call]
         stages.optimizer.register_state_dict_pre_hook(_refuse_saving)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,23 +120,34 @@ class DividedModel:
         self.link.fingerprint = fingerprint(inputs)
         return self._runner(self._plans[self._mode], inputs)
 
+    def has(self, gradients: Sequence[Tensor]) -> bool:
+        """True if these are gradients of this model."""
+        mine = {id(each.grad) for each in self._model.parameters() if each.grad is not None}
+        return not gradients or any(id(each) in mine for each in gradients)
+
     @property
     def _mode(self) -> str:
         modes = {module.training for module in self._modules}
         if len(modes) > 1:
             raise UsageError(
-                "some layers of a divided model are in training mode and others are not: call model.train() or "
-                "model.eval() on the whole model, and freeze layers by requires_grad_(False)"
+                "some layers of a divided model are in training mode and others are not: call model.train() "
+                "or model.eval() on the whole model, and freeze layers by requires_grad_(False)"
             )
         return "train" if modes == {True} else "eval"
 
-    def _release(self, kept: set[str]) -> None:
-        """Frees the tensors that other stages hold. What remains has a shape, and no data."""
+    def _release(self, used: set[str]) -> None:
+        """Frees the tensors that other stages hold. What remains has a shape, and no data.
+
+        Copies of parameters that another stage owns are in the operations of this stage only.
+        """
         for prefix, module in self._model.named_modules():
             for tensors, make in ((module._parameters, _without_data), (module._buffers, _empty)):
                 for name, tensor in list(tensors.items()):
                     full = f"{prefix}.{name}" if prefix else name
-                    if tensor is not None and self._first_names.get(full, full) not in kept:
+                    first = self._first_names.get(full, full)
+                    if tensor is not None and first not in (
+                        self._mine if make is _without_data else self._mine | used
+                    ):
                         tensors[name] = make(tensor)
 
     # --- the whole model ----------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
 
 
 def given_call(example: Any) -> Call:
-    """The call that a script has given as an example: a tuple of arguments, a dict of keywords, or one input."""
+    """The call that a script has given as an example: a tuple of inputs, a dict of keywords, or one input."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}

@@ -25,6 +25,7 @@ from polyrhythm.core.place_node import Place, PlaceNode
 from polyrhythm.core.requests import (
     CompareReplica,
     EnterCall,
+    Farewell,
     FileWritten,
     LastStep,
     LeaveRun,
@@ -110,8 +111,9 @@ class ModelContext(WorldContext):
     def request(self, request: Request[R]) -> R:
         if self.is_server:
             return self._inner.request(request)
+        own = self._of_place(request)
         if isinstance(request, _OWN):
-            return self._inner.request(self._of_place(request))
+            return self._inner.request(own)
         if self.leads:
             found = self._by_model(self._inner.request(request))
             if request.reply is not None:
@@ -120,7 +122,7 @@ class ModelContext(WorldContext):
         if request.reply is None:
             return None  # type: ignore[return-value]
         reply = self._passed_on(request)
-        if isinstance(request, LeaveRun) and not reply.last:  # type: ignore[attr-defined]
+        if isinstance(reply, Farewell) and not reply.last:
             self._inner.request(request)
         return reply
 
@@ -153,9 +155,9 @@ class ModelContext(WorldContext):
             message = receive_from(self.worker_node, self.model[0], _REPLY)
         if message["request"] != kind_of(request) or message["number"] != self._replies:
             raise PeerLost(
-                f"{self._inner.me} and {self.model[0]} hold one model, but do not run the script in the same "
-                f"way: one is at {message['request']!r} and the other at {kind_of(request)!r}; all workers of a "
-                "model must take the same branches"
+                f"{self._inner.me} and {self.model[0]} hold one model, but do not run the script in the "
+                f"same way: one is at {message['request']!r} and the other at {kind_of(request)!r}; all workers "
+                "of a model must take the same branches"
             )
         self._replies += 1
         fields: dict[str, Any] = msgspec.msgpack.decode(message.tensors[0].numpy().tobytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ class StageLink:
         self._stages: Sequence[Peer] = context.model
         self._stage, self._share = stage, share
         self._group = self._node.everyone.split(self._stages)
-        # All workers of a model draw the same numbers in the script. For its layers, as for dropout, each has its own.
+        # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed)
         self.meter: Meter | None = None
         self.fingerprint: list[Any] = []  # of the present batch
@@ -54,9 +55,9 @@ class StageLink:
         [message] = found
         if message["batch"] != self.fingerprint:
             raise UsageError(
-                f"{self._node.me} and {peer} hold one model, but call it with different batches: all workers of a "
-                "model must get the same, as from a loader that session.prepare() has returned; to divide data by "
-                "hand, use session.rank and session.workers, which count models"
+                f"{self._node.me} and {peer} hold one model, but call it with different batches: all workers "
+                "of a model must get the same, as from a loader of session.prepare(); to divide "
+                "data by hand, use session.rank and session.workers, which count models"
             )
         shapes: dict[str, list[int]] = message["shapes"]
         tensors = zip(shapes.items(), message.tensors, strict=True)
@@ -64,6 +65,13 @@ class StageLink:
 
     def sum(self, *tensors: Tensor) -> None:
         self._wait(lambda: self._group.all_reduce(*tensors))
+
+    def norm(self, part: Tensor, kind: float) -> Tensor:
+        """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
+        largest = math.isinf(kind)
+        total = (part.detach() if largest else part.detach() ** kind).reshape(1).cpu()
+        self._group.all_reduce(total, op="max" if largest else "sum")
+        return (total if largest else total ** (1 / kind)).reshape(()).to(part)
 
     @contextmanager
     def compute(self, backward: bool, micro_batches: int) -> Iterator[None]:
@@ -75,7 +83,9 @@ class StageLink:
         if seconds:
             self._wait(lambda: self._context.advance_time(seconds), computes=True)
         took = round(self._node.now() - began, DIGITS)
-        self._node.log(MicroBatch("backward" if backward else "forward", self._stage, round(began, DIGITS), took))
+        self._node.log(
+            MicroBatch("backward" if backward else "forward", self._stage, round(began, DIGITS), took)
+        )
 
     def _wait(self, function: Callable[[], object], computes: bool = False) -> None:
         """Blocks inside a pass. In simulation other nodes run meanwhile, on this thread."""

@@ -73,8 +73,8 @@ def _check_models(plan: Plan, strategy: Strategy) -> None:
         fewer = plan.workers // size * size
         either = f"{fewer} or {fewer + size}" if fewer else str(size)
         raise UsageError(
-            f"{strategy} divides each model over {size} workers, and {plan.workers} is no multiple of {size}: "
-            f"use {either} workers"
+            f"{strategy} divides each model over {size} workers, and {plan.workers} is no multiple of "
+            f"{size}: use {either} workers"
         )
     for name, ranks in plan.sites.items():
         if apart := {rank // size for rank in ranks} & {
@@ -82,8 +82,8 @@ def _check_models(plan: Plan, strategy: Strategy) -> None:
         }:
             first = min(apart) * size
             raise UsageError(
-                f"{strategy}: the workers {first} to {first + size - 1} hold one model, and are at two sites; "
-                f"give each site a multiple of {size} workers"
+                f"{strategy}: the workers {first} to {first + size - 1} hold one model, and are at two "
+                f"sites; give each site a multiple of {size} workers"
             )
 
 

@@ -66,7 +66,9 @@ class Training:
         session.log(first=losses[0] if losses else 0.0, last=losses[-1] if losses else 0.0)
 
 
-def final(world: str, program: Any, strategy: str, workers: int, runs: Path, **options: Any) -> dict[str, torch.Tensor]:
+def final(
+    world: str, program: Any, strategy: str, workers: int, runs: Path, **options: Any
+) -> dict[str, torch.Tensor]:
     return trained(run_in(world, program, strategy=strategy, workers=workers, runs=runs, **options))
 
 
@@ -77,7 +79,9 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 @pytest.mark.parametrize("make", [chain, Skipping])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_pipeline_trains_like_the_whole_model(make: Callable[[], nn.Module], stages: int, tmp_path: Path) -> None:
+def test_a_pipeline_trains_like_the_whole_model(
+    make: Callable[[], nn.Module], stages: int, tmp_path: Path
+) -> None:
     program = Training(make, momentum=0.9)
     whole = final("simulated", program, "allreduce", 1, tmp_path)
     for micro_batches in (1, 3, 8):
@@ -99,8 +103,12 @@ def test_clipping_uses_the_norm_of_the_whole_model(tmp_path: Path) -> None:
     assert distance(final("simulated", Training(Skipping), "allreduce", 1, tmp_path), whole) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["async", "ssp:1", "sync", "async+topk:0.5", "easgd:2", "adpsgd", "hogwild"])
+@pytest.mark.parametrize(
+    "strategy", ["async", "ssp:1", "sync", "async+topk:0.5", "easgd:2", "adpsgd", "hogwild"]
+)
 def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: str, tmp_path: Path) -> None:
-    summary = run_in("simulated", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path)
+    summary = run_in(
+        "simulated", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path
+    )
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())

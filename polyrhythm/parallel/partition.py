@@ -1,0 +1,188 @@
+"""Stages: a captured model cut into parts that run one after another, each with its own parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.parallel.assignment import assign_eval
+from polyrhythm.parallel.graph import ModeGraph, ModelGraph, Result
+from polyrhythm.parallel.tracing import value_name
+
+Mode = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of one mode's graph that one rank runs."""
+
+    module: Callable[..., tuple[Any, ...]]  # takes the values of `inputs`, returns those of `outputs`
+    inputs: tuple[str, ...]  # inputs of the model ("input 0", ...) and values of earlier stages
+    outputs: tuple[str, ...]  # the values that later stages or the caller need; sizes (int) may be among them
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model cut into stages."""
+
+    train: tuple[Stage, ...]
+    eval: tuple[Stage, ...]
+    results: Mapping[Mode, Result]
+    owners: Mapping[str, tuple[int, ...]]  # parameter or buffer: the stages that use it; (): none does
+
+    def stages(self, mode: Mode) -> tuple[Stage, ...]:
+        return self.train if mode == "train" else self.eval
+
+    def build_output(self, mode: Mode, values: Mapping[str, Any]) -> Any:
+        """The model's output, from the values that its stages have returned and the model's inputs."""
+        return self.results[mode].build(values)
+
+    def run(self, mode: Mode, values: Mapping[str, Any]) -> Any:
+        """Runs all stages in this process, on inputs as `ModelGraph.values` returns them."""
+        known = dict(values)
+        for stage in self.stages(mode):
+            made = stage.module(*[known[name] for name in stage.inputs])
+            known.update(zip(stage.outputs, made, strict=True))
+        return self.build_output(mode, known)
+
+
+def split(graph: ModelGraph, cuts: Sequence[int]) -> Split:
+    """Cuts a model before the operations at these positions of its train graph."""
+    check_cuts(graph, cuts)
+    count = len(cuts) + 1
+    train = {node: sum(cut <= position for cut in cuts) for node, position in graph.train.positions.items()}
+    evaluation = train if graph.eval is graph.train else assign_eval(graph, train)
+    owners: dict[str, set[int]] = {name: set() for name, first in graph.names.items() if name == first}
+    for mode, stages in ((graph.train, train), (graph.eval, evaluation)):
+        for node in mode.operations:
+            for name in mode.tensors_of(node):
+                first = graph.names.get(name)  # None: a constant in the code of forward
+                if first is not None:
+                    owners[first].add(stages[node])
+    return Split(
+        build_stages(graph.train, train, count),
+        build_stages(graph.eval, evaluation, count),
+        {"train": graph.train.result, "eval": graph.eval.result},
+        {name: tuple(sorted(stages)) for name, stages in owners.items()},
+    )
+
+
+def check_cuts(graph: ModelGraph, cuts: Sequence[int]) -> None:
+    last = len(graph.train.operations)
+    for cut in cuts:
+        if not 0 < cut < last:
+            raise UsageError(f"cannot cut at position {cut}: the model has positions 1 to {last - 1}")
+        if reason := graph.illegal.get(cut):
+            where = graph.train.module_of(cut) or "the model"
+            legal = [c for c in range(1, last) if c not in graph.illegal]
+            near = sorted(legal, key=lambda other: abs(other - cut))[:2]
+            hint = f"position {' or '.join(map(str, near))} works" if near else "no position works"
+            raise UsageError(f"cannot cut at position {cut}, in {where}: {reason}; {hint}")
+    if list(cuts) != sorted(set(cuts)):
+        raise UsageError(f"the cuts {list(cuts)} are not in increasing order")
+
+
+def build_stages(mode: ModeGraph, stage_of: Mapping[fx.Node, int], count: int) -> tuple[Stage, ...]:
+    """Makes a module of the operations of each stage."""
+    returned = set(mode.graph.output_node().all_input_nodes)
+    held_results = [node for node in mode.graph.nodes if node in returned and node.op == "get_attr"]
+    stages = []
+    for number in range(count):
+        mine = [node for node in mode.graph.nodes if stage_of.get(node) == number]
+        inside = set(mine)
+        wanted = {
+            argument
+            for node in mine
+            for argument in node.all_input_nodes
+            if argument not in inside and argument.op != "get_attr"
+        }
+        inputs = [node for node in mode.graph.nodes if node in wanted]
+        outputs = [
+            node
+            for node in mine
+            if node in returned or any(_later(user, number, stage_of) for user in node.users)
+        ]
+        # A parameter that is itself an output of the model comes from the first stage that uses it.
+        outputs += [node for node in held_results if _home(node, stage_of) == number]
+        module = _module(mode, inputs, mine, outputs)
+        stages.append(Stage(module, tuple(map(value_name, inputs)), tuple(map(value_name, outputs))))
+    return tuple(stages)
+
+
+def _later(user: fx.Node, number: int, stage_of: Mapping[fx.Node, int]) -> bool:
+    return stage_of.get(user, number) > number
+
+
+def _home(held: fx.Node, stage_of: Mapping[fx.Node, int]) -> int:
+    return min((stage_of[user] for user in held.users if user in stage_of), default=0)
+
+
+def _module(
+    mode: ModeGraph, inputs: list[fx.Node], nodes: list[fx.Node], outputs: list[fx.Node]
+) -> fx.GraphModule:
+    graph, copies, attributes = fx.Graph(), {}, {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+    for held in mode.graph.nodes:
+        if held.op == "get_attr" and (held in outputs or any(user in nodes for user in held.users)):
+            copies[held] = graph.get_attr(str(held.target))
+            attributes[str(held.target)] = mode.attributes[str(held.target)]
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "call_module":
+            attributes[str(node.target)] = mode.attributes[str(node.target)]
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(_holder(attributes), graph, "Stage")
+
+
+def _holder(attributes: Mapping[str, Any]) -> nn.Module:
+    """A module that has tensors and modules by dotted names, as they are."""
+    root = nn.Module()
+    for name, value in attributes.items():
+        *parents, last = name.split(".")
+        module = root
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = getattr(module, parent)
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(last, value)
+        elif isinstance(value, torch.Tensor):
+            module.register_buffer(last, value)
+        else:
+            module.add_module(last, value)
+    return root
+
+
+def cuts_at(graph: ModelGraph, names: Sequence[str]) -> list[int]:
+    """The cuts at which a stage begins with the first operation of each named submodule."""
+    cuts: list[int] = []
+    for name in names:
+        if name not in graph.modules:
+            near = difflib.get_close_matches(name, graph.modules, n=3, cutoff=0.3) or list(graph.modules[:3])
+            raise UsageError(f"the model has no submodule {name!r}; similar ones: {', '.join(near)}")
+        inside = (name, f"{name}.")
+        found = [
+            position
+            for position in range(len(graph.train.operations))
+            if graph.train.module_of(position) == name
+            or graph.train.module_of(position).startswith(inside[1])
+        ]
+        if not found:
+            raise UsageError(f"the submodule {name!r} computes nothing in forward; name one that does")
+        if found[0] == 0:
+            raise UsageError(f"{name!r} begins with the model; the first stage needs no name")
+        if cuts and found[0] <= cuts[-1]:
+            raise UsageError(
+                f"{name!r} does not come after {names[len(cuts) - 1]!r}; "
+                "name submodules in the order in which they run"
+            )
+        cuts.append(found[0])
+    check_cuts(graph, cuts)
+    return cuts
