@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.split import Split as SplitOf
+from polyrhythm.core.split import ModelSplit
 from polyrhythm.parallel.cut import choose_cuts, estimated_costs
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
 from polyrhythm.parallel.partition import Split, split
@@ -39,7 +39,7 @@ Decide = Callable[[Callable[[], list[int]], str], list[int]]
 class Stages:
     """A model cut into stages, as every node of the run knows it."""
 
-    def __init__(self, splits: Sequence[SplitOf], given: Arguments, call: Call, decide: Decide) -> None:
+    def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
         """`decide` lets worker 0 choose the cuts for all nodes."""
         [pipeline] = splits
         assert isinstance(pipeline, Pipeline)
@@ -151,11 +151,6 @@ class DividedModel:
                         tensors[name] = make(tensor)
 
     # --- the whole model ----------------------------------------------------------------------------
-
-    @property
-    def leads(self) -> bool:
-        """True on the worker that has the whole model at the end."""
-        return self._context.leads
 
     def complete(self, copy: nn.Module, on_all: bool) -> None:
         """Gives a copy of the model the tensors of all stages: on all workers of the model, or on the first.
