@@ -96,4 +96,4 @@ def test_a_skip_connection_is_no_branch() -> None:
 
 
 def test_one_worker_gains_nothing() -> None:
-    assert branches(graph := towers(), given_costs(graph, {"lstm": 1.0}), 1) is None
+    assert branches(towers(), given_costs(towers(), {"lstm": 1.0}), 1) is None
