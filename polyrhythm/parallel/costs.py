@@ -19,6 +19,8 @@ from polyrhythm.parallel.tracing import value_name
 from polyrhythm.parallel.trees import flatten
 from polyrhythm.parallel.untouched import attributes_kept, random_states_kept, tensors_kept
 
+FEWEST, MOST, LONG = 5, 200, 0.5  # how often a whole model is run, and for how many seconds
+
 
 @dataclass(frozen=True)
 class OperationCost:
@@ -132,6 +134,8 @@ class _Meter:
             elif node.op in ("call_function", "call_module"):
                 if node.target is operator.getitem:
                     self.needs[node] = self.needs[node.args[0]]
+                elif node in self.mode.sizes:
+                    self.needs[node] = False
                 else:
                     self._measure(node)
                 with torch.no_grad():
@@ -260,6 +264,8 @@ class _Meter:
         count = len(self.mode.operations)
         change = [0] * (count + 2)
         for node, (size, gradient) in self.sizes.items():
+            if node not in self.mode.positions:  # a size
+                continue
             users = [self.mode.positions[user] for user in node.users if user in self.mode.positions]
             made, last = self.mode.positions[node], max(users, default=-1)
             if any(user.target is not operator.getitem for user in node.users) and last > made:
@@ -270,3 +276,24 @@ class _Meter:
             now += change[position]
             found.append(now)
         return tuple(found)
+
+
+def whole_seconds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """The time of a forward and a backward pass of the whole model in training mode, best of several."""
+    finish, runs = time.monotonic() + LONG, 0
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    best = float("inf")
+    with attributes_kept(model), tensors_kept(model.buffers()), random_states_kept(), torch.enable_grad():
+        if not model.training:
+            model.train()
+        while runs < FEWEST or (time.monotonic() < finish and runs < MOST):
+            runs += 1
+            began = clock(flatten((args, dict(kwargs)))[0])
+            output = flatten(model(*args, **kwargs))[0]
+            roots = [leaf for leaf in output if isinstance(leaf, Tensor) and leaf.requires_grad]
+            found: tuple[Tensor, ...] = ()
+            if roots and parameters:
+                grads = [torch.ones_like(root) for root in roots]
+                found = torch.autograd.grad(roots, parameters, grads, allow_unused=True)
+            best = min(best, clock((*output, *found)) - began)
+    return best

@@ -127,6 +127,17 @@ def test_a_tied_parameter_is_on_both_stages(captured: dict[str, Made]) -> None:
     }
 
 
+def test_sizes_do_not_cross(captured: dict[str, Made]) -> None:
+    """A stage of a transformer takes one tensor, and computes the number of rows from it."""
+    _, graph, _, _ = captured["encoder"]
+    for stages in (
+        (parts := split(graph, cuts_at(graph, ["layers.0.norm1", "layers.0.norm2"]))).train,
+        parts.eval,
+    ):
+        assert [len(stage.inputs) for stage in stages] == [1, 1, 1]
+        assert [len(stage.outputs) for stage in stages] == [1, 1, 1]
+
+
 def test_an_unused_parameter_is_on_no_stage(captured: dict[str, Made]) -> None:
     _, graph, _, _ = captured["several"]
     assert split(graph, [3]).owners["unused.weight"] == ()
