@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +115,14 @@ def prepared(program: Program) -> Arguments:
     """Runs a script until it calls `session.prepare(...)`, and returns what it has passed."""
     from polyrhythm.session.context import Prepared, ends_in_prepare
 
-    token = ends_in_prepare.set(True)
-    try:
+    arguments, path = list(sys.argv), list(sys.path)
+
+    def script() -> None:
+        ends_in_prepare.set(True)
         program()
+
+    try:
+        copy_context().run(script)
     except Prepared as end:
         return end.given
     except (PolyrhythmError, KeyboardInterrupt):
@@ -123,7 +130,7 @@ def prepared(program: Program) -> Arguments:
     except Exception as error:
         raise PolyrhythmError(f"{program.name} failed: {type(error).__name__}: {error}") from error
     finally:
-        ends_in_prepare.reset(token)
+        sys.argv, sys.path[:] = arguments, path
     raise UsageError(
         f"{program.name} never called session.prepare(model, optimizer, loader); see polyrhythm --help"
     )
@@ -137,10 +144,20 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
         raise UsageError(f"the script prepares {len(given.models)} models; plan takes a script with one")
     if not given.loaders:
         raise UsageError("the script prepares no loader, so there is no example batch; pass it to prepare()")
+    from polyrhythm.parallel.costs import whole_seconds
     from polyrhythm.parallel.example import example_batch, model_inputs
 
     model = given.models[0]
-    return plan_model(model, model_inputs(model, example_batch(given.loaders[0])), wanted)
+    call = model_inputs(model, example_batch(given.loaders[0]))
+    try:
+        whole_seconds(model, *call, runs=1)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"{type(model).__name__} does not take what the loader yields: {reason}; plan calls it with x of "
+            "a batch (x, y), or with the keys of a dict that are arguments of forward"
+        ) from error
+    return plan_model(model, call, wanted)
 
 
 def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:

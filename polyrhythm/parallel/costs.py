@@ -278,16 +278,19 @@ class _Meter:
         return tuple(found)
 
 
-def whole_seconds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+def whole_seconds(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], runs: int | None = None
+) -> float:
     """The time of a forward and a backward pass of the whole model in training mode, best of several."""
-    finish, runs = time.monotonic() + LONG, 0
+    finish, done = time.monotonic() + LONG, 0
+    least, most = (FEWEST, MOST) if runs is None else (runs, runs)
     parameters = [each for each in model.parameters() if each.requires_grad]
     best = float("inf")
     with attributes_kept(model), tensors_kept(model.buffers()), random_states_kept(), torch.enable_grad():
         if not model.training:
             model.train()
-        while runs < FEWEST or (time.monotonic() < finish and runs < MOST):
-            runs += 1
+        while done < least or (done < most and time.monotonic() < finish):
+            done += 1
             began = clock(flatten((args, dict(kwargs)))[0])
             output = flatten(model(*args, **kwargs))[0]
             roots = [leaf for leaf in output if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -10,10 +10,10 @@ import torch
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.costs import Costs, OperationCost
-from polyrhythm.parallel.cuts import best_cuts, choose_cuts, slowest_stage
+from polyrhythm.parallel.cuts import best_cuts, choose_cuts, module_nesting, slowest_stage
 from polyrhythm.parallel.graph import capture
 from polyrhythm.parallel.partition import split
-from tests.parallel.models import CASES, Residual
+from tests.parallel.models import CASES, Residual, unequal
 
 
 def random_costs(seed: int) -> Costs:
@@ -73,6 +73,20 @@ def test_bytes_decide_where_computing_does_not() -> None:
     """Behind the bottleneck of an autoencoder rather than in its widest layer."""
     costs = layers((512, 512, 8, 512, 512))
     assert best_cuts(costs, 2, 1e-6) in ([3], [4])
+
+
+def test_whole_layers_stay_together_where_it_costs_little() -> None:
+    """Of cuts that are as good, those between modules; with a slack also those that are nearly as good."""
+    costs = Costs(tuple(OperationCost(1.0, 0.0) for _ in range(8)), (0,) * 9)
+    nesting = [0, 2, 1, 2, 2, 1, 2, 2, 0]
+    assert best_cuts(costs, 2, 0.0, 0.0, nesting) == [4]
+    assert best_cuts(costs, 2, 0.0, 0.25, nesting) == [5]
+    assert best_cuts(costs, 2, 0.0, 0.5, nesting) in ([2], [5])
+
+
+def test_nesting_counts_the_modules_that_are_cut() -> None:
+    graph = capture(unequal((4, 4, 4)), (torch.randn(3, 4),), {})
+    assert module_nesting(graph) == [0, 1, 0, 1, 0]
 
 
 def test_many_operations() -> None:
