@@ -113,7 +113,7 @@ class Wanted:
 
 def prepared(program: Program) -> Arguments:
     """Runs a script until it calls `session.prepare(...)`, and returns what it has passed."""
-    from polyrhythm.session.context import Prepared, ends_in_prepare
+    from polyrhythm.session.context import EndedInPrepare, ends_in_prepare
 
     arguments, path = list(sys.argv), list(sys.path)
 
@@ -123,7 +123,7 @@ def prepared(program: Program) -> Arguments:
 
     try:
         copy_context().run(script)
-    except Prepared as end:
+    except EndedInPrepare as end:
         return end.given
     except (PolyrhythmError, KeyboardInterrupt):
         raise
