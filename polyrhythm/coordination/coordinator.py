@@ -92,7 +92,7 @@ def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
 
 def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
     """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
+    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.copies(peer)))
 
 
 class Coordinator:
@@ -150,6 +150,8 @@ class Coordinator:
         self.strategy = self.ended.strategy = strategy
         self._gathers.keep, self._calls.lockstep = strategy.traits.survives, strategy.traits.lockstep
         servers = self.plan.servers or int(strategy.traits.uses_servers)
+        self.membership.model_size = size = strategy.traits.model_size
+        self.data.cohorts.keep(range(0, self.plan.workers, size))
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
             self._launcher.say(note)
@@ -227,13 +229,14 @@ class Coordinator:
         It is the last one, because the parameters are final only then. In lockstep it is worker 0: all
         workers have the same parameters, and the buffers are then always those of the same worker.
         """
-        if self._peers_hold_parameters and peer.role == "worker":
+        leads = self.membership.leads(peer)
+        if self._peers_hold_parameters and leads:
             self._finish.leave(peer, respond)
             self._advance()
             return
         others = bool(self.membership.expected) or bool(self.membership.others(peer))
         lockstep = self.strategy is not None and self.strategy.traits.lockstep
-        last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
+        last = leads and (peer.rank == 0 if lockstep else not others)
         respond(Farewell(last))
         if not last:
             self.leave(peer, "finished")
@@ -386,7 +389,7 @@ class Coordinator:
         self._gathers.advance()
         self.data.begin()
         if not self.membership.expected:
-            self._finish.advance(self.membership.workers)
+            self._finish.advance(self.membership.workers, self.membership.leaders)
 
     def _welcome(self, peer: Peer) -> Welcome:
         assert self.strategy is not None

@@ -1,1 +1,1 @@
-"""Models cut into parts that run on several workers."""
+"""Dividing one model over several workers: pipelines, tensors, branches, replicas in one process."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.hazards import bound_nodes
+from polyrhythm.parallel.progress_bars import without_progress_bars
 from polyrhythm.parallel.sizes import size_nodes
 from polyrhythm.parallel.trees import flatten_call, flatten_inputs, input_name, unflatten
 
@@ -142,6 +143,27 @@ def _tensor_names(module: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Signature:
+    """The arguments that a captured model is called with."""
+
+    inputs: tuple[Input, ...]
+    spec: pytree.TreeSpec  # of (args, kwargs)
+
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Flattens and checks the inputs of one call."""
+        leaves, spec = flatten_call(args, kwargs)
+        if spec != self.spec:
+            raise UsageError(
+                "the model was captured with other arguments than it is called with; "
+                "pass the same arguments in every call"
+            )
+        for number, (given, leaf) in enumerate(zip(self.inputs, leaves, strict=True)):
+            if reason := given.refusal(leaf):
+                raise UsageError(f"{input_name(number)} of the model {reason}")
+        return {input_name(number): leaf for number, leaf in enumerate(leaves)}
+
+
+@dataclass(frozen=True)
 class ModelGraph:
     """A captured model: one graph per mode, on the model's own parameters and buffers."""
 
@@ -178,18 +200,14 @@ class ModelGraph:
                 found.setdefault(position, reason)
         return found
 
+    @property
+    def signature(self) -> Signature:
+        """The arguments that the model is called with. It does not hold the graph."""
+        return Signature(self.inputs, self.spec)
+
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Flattens and checks the inputs of one call."""
-        leaves, spec = flatten_call(args, kwargs)
-        if spec != self.spec:
-            raise UsageError(
-                "the model was captured with other arguments than it is called with; "
-                "pass the same arguments in every call"
-            )
-        for number, (given, leaf) in enumerate(zip(self.inputs, leaves, strict=True)):
-            if reason := given.refusal(leaf):
-                raise UsageError(f"{input_name(number)} of the model {reason}")
-        return {input_name(number): leaf for number, leaf in enumerate(leaves)}
+        return self.signature.values(args, kwargs)
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelGraph:
@@ -202,7 +220,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     from polyrhythm.parallel.tracing import NotExportable, export_graph
 
     try:
-        return export_graph(model, args, kwargs)
+        with without_progress_bars():
+            return export_graph(model, args, kwargs)
     except NotExportable as error:
         found = chain_graph(model, args, kwargs, str(error))
         if found is None:

@@ -44,10 +44,13 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
+from polyrhythm.session.divided_model import DividedModel, Stages
+from polyrhythm.session.example_batch import example_call, given_call
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.model_context import ModelContext, model_context
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, scoped, serve
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
@@ -65,7 +68,6 @@ class DistributedSession(Session):
         self, here: WorldContext, strategy: Strategy | None = None, batch_norm: str | None = None
     ) -> None:
         super().__init__()
-        self._context, self._node = here, here.node
         self.strategy: Strategy
         self.strategy, proposed = _propose(here, strategy)
         self._batch_norm_chosen = (here.plan.batch_norm or batch_norm) is not None
@@ -75,11 +77,14 @@ class DistributedSession(Session):
         if welcome.strategy.text != proposed.text:  # another node joined first, and decided
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
-        self._node.mesh = here.plan.mesh
+        here.node.mesh = here.plan.mesh
+        here = model_context(here, self.strategy)
+        self._context, self._node = here, here.node
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
-        self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
-        self.rank, self.workers = here.me.rank, welcome.workers
+        self.rank, self.workers = here.me.rank, here.plan.workers
+        self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
+        self._divided: DividedModel | None = None
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
@@ -87,8 +92,8 @@ class DistributedSession(Session):
         self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
-        given = Arguments(objects, evaluate, again=self._data is not None)
+    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None, example=example)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
         replaced = dict(zip(given.loaders, shared, strict=True))
@@ -100,12 +105,15 @@ class DistributedSession(Session):
         node, optimizers, model = self._node, given.optimizers, joined(given.models)
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
+        stages = self._stages(given)
         if self._context.me.role == "server":
-            self._serve(given, runner)
+            self._serve(given, runner, stages)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
             if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
+        if stages is not None and isinstance(self._context, ModelContext):
+            self._divided = DividedModel(self._context, stages, self.seed)
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
         with self._calls.entered(script_call("session.prepare()", anywhere=True)):
@@ -133,6 +141,8 @@ class DistributedSession(Session):
                 part.driver.writes = write_check(part.worker, part.replica)
                 part.driver.check = replica_check(self._context, part.worker, part.replica, number)
         waits = self._norms is not None and self._norms.waits_in_pass
+        if self._divided is not None:
+            waits, self._divided.link.meter = True, driver.meter
         if waits:
             # Its collectives run inside backward. Exchanges of buckets in between would come in another order
             # on each worker.
@@ -165,7 +175,8 @@ class DistributedSession(Session):
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0 and self._context.me.role == "worker"
+        leads = not isinstance(self._context, ModelContext) or self._context.leads
+        return self.rank == 0 and self._context.me.role == "worker" and leads
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
@@ -178,6 +189,12 @@ class DistributedSession(Session):
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trains(optimizer):
             check_scaler(self.strategy)
+
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        if self._divided is None or not self._divided.has(gradients):
+            return norm
+        with self._blocking():
+            return self._divided.link.norm(norm, kind)
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
@@ -224,17 +241,21 @@ class DistributedSession(Session):
                     self._norms.agree()
             return one_or_all(self._consensus_models(parts.consensus()))
 
-    def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
+    def _consensus_models(self, vectors: Sequence[Sequence[Tensor]], on_all: bool = True) -> list[nn.Module]:
+        """Copies of the models with these parameters; whole ones on all workers, or on those that lead."""
         assert self._copies is not None
         models = self._copies.copy(*vectors)
         if self._norms is not None:
             self._norms.show(joined(models))
+        if self._divided is not None:
+            self._divided.complete(models[0], on_all)
         return models
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts
         if parts is None:
             return {}
+        self._refuse_divided("session.state_dict()")
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -257,6 +278,7 @@ class DistributedSession(Session):
             )
         if not state:
             return
+        self._refuse_divided("session.load_state_dict()")
         check_saved(state, self.strategy, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
@@ -299,9 +321,13 @@ class DistributedSession(Session):
                     self._norms.collect()
                 meter.report()
                 self._context.flush()
-                result = joined(self._consensus_models(final))
-                self._note_left_out(result)
+                result = joined(self._consensus_models(final, on_all=False))
                 vectors = [vector for each in final for vector in each]
+                if self._divided is not None:
+                    vectors = [each.detach().reshape(-1) for each in result.parameters()]
+                    if not self._divided.leads:
+                        return self._context.send_result("", ())
+                self._note_left_out(result)
                 self._context.send_result(digest(vectors), self._file(result))
 
     def salvage(self, untouched: bool) -> None:
@@ -310,8 +336,8 @@ class DistributedSession(Session):
         `untouched`: the exchange that failed has changed none of them.
         """
         parts, copies = self._parts, self._copies
-        if parts is None or copies is None or not parts.steps:
-            return
+        if parts is None or copies is None or not parts.steps or self._divided is not None:
+            return  # of a divided model, one worker has only a part
         with self._salvaging, self._blocking():
             intact = untouched or not self._node.stopping.stepping
             workers = [part.worker for part in parts]
@@ -325,7 +351,8 @@ class DistributedSession(Session):
     def _file(self, result: nn.Module) -> list[Tensor]:
         """A copy of the models as a file, with the names of the originals: some models rename copies."""
         assert self._given is not None
-        return safetensors(result, joined(self._given.models).state_dict())
+        names = () if self._divided is not None else joined(self._given.models).state_dict()
+        return safetensors(result, names)
 
     def _note_left_out(self, model: nn.Module) -> None:
         note = left_out(model)
@@ -341,16 +368,57 @@ class DistributedSession(Session):
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
 
+    # --- a divided model ----------------------------------------------------------------------------
+
+    def _stages(self, given: Arguments) -> Stages | None:
+        """The stages of the model, if the strategy divides it; all nodes agree on them."""
+        if not self.strategy.splits:
+            return None
+        self._refuse_batch_norm(joined(given.models))
+        call = given_call(given.example) if given.example is not None else example_call(given)
+
+        def decide(choose: Callable[[], list[int]], captured: str) -> list[int]:
+            decides = self.rank == 0 and self._context.me.role == "worker"
+            mine = [choose() if decides else [], captured]
+            cuts, theirs = self._exchange.gather(mine, "session.prepare()", 0)[0]
+            if theirs != captured:
+                raise UsageError(
+                    f"{self._context.me} and worker 0 capture different operations of the model: all must "
+                    "build the same model, with the same version of torch"
+                )
+            return list(cuts)
+
+        return Stages(self.strategy.splits, given, call, decide)
+
+    def _refuse_batch_norm(self, model: nn.Module) -> None:
+        if tracking(model) and self.batch_norm in ("sync", "recompute"):
+            raise UsageError(
+                f"batch_norm={self.batch_norm} runs the layers of a whole model, and {self.strategy} divides "
+                "it: use batch_norm=rank0, mean or local"
+            )
+
+    def _refuse_divided(self, what: str) -> None:
+        if self._divided is not None:
+            raise UsageError(
+                f"{what} of a divided model is not supported: save session.consensus().state_dict() by "
+                "session.save(), and load it into the model before session.prepare()"
+            )
+
     # --- a server -----------------------------------------------------------------------------------
 
-    def _serve(self, given: Arguments, runner: OptimizerRunner) -> None:
+    def _serve(self, given: Arguments, runner: OptimizerRunner, stages: Stages | None) -> None:
         node, count, model = self._node, len(self._node.members.servers), joined(given.models)
-        shards = [
-            Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
-        ]
+        optimizers, nodes = given.optimizers, scoped(node, len(given.optimizers))
+        if stages is not None and isinstance(self._context, ModelContext):
+            places = range(self._context.size)
+            optimizers, nodes = (
+                [stages.optimizer_of(place) for place in places],
+                [*map(self._context.node_at, places)],
+            )
+        shards = [Shard(model, each, self.rank, count, node.memory.empty, runner) for each in optimizers]
         agree(self._context, [shard.layout for shard in shards], given, self.seed)
         with torch.no_grad():
-            serve(self.strategy, node, shards)
+            serve(self.strategy, node, nodes, shards)
         steps = sum(shard.version for shard in shards)
         node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
         self._context.flush()

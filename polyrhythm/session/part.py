@@ -196,11 +196,12 @@ def joined_hash(hashes: Sequence[str]) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
 
 
-def serve(strategy: Strategy, node: Node, shards: Sequence[Shard]) -> None:
-    """Serves the parameters of all parts until the run is over, several ones side by side."""
-    servers = [
-        strategy.server(each, shard) for each, shard in zip(scoped(node, len(shards)), shards, strict=True)
-    ]
+def serve(strategy: Strategy, node: Node, nodes: Sequence[Node], shards: Sequence[Shard]) -> None:
+    """Serves the parameters of all parts until the run is over, several ones side by side.
+
+    `nodes`: the node as each part sees it.
+    """
+    servers = [strategy.server(each, shard) for each, shard in zip(nodes, shards, strict=True)]
     if len(servers) == 1:
         servers[0].serve()
         return
