@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.report import Row
+from polyrhythm.parallel.best_cuts import best_cuts
 from polyrhythm.parallel.costs import clock
 from polyrhythm.parallel.costs import measure as measure_costs
-from polyrhythm.parallel.cuts import best_cuts
 from polyrhythm.parallel.graph import ModelGraph, capture
 from polyrhythm.parallel.partition import split
 from polyrhythm.parallel.untouched import random_states_kept
@@ -46,7 +46,7 @@ def _measure(repeats: int) -> tuple[list[Row], list[str]]:
 
     rows = []
     for stages in (2, 3, 4):
-        ours = tuple(best_cuts(costs, stages, PER_BYTE))
+        ours = tuple(best_cuts(costs, stages, PER_BYTE) or ())
         every = list(itertools.combinations(range(1, count), stages - 1))
         best = min(every, key=slowest)
         layers = len(WIDTHS) - 1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from polyrhythm.session.arguments import Arguments
 
 REPEATS = 7
+MICRO_BATCHES = 8  # as a pipeline has by default
 PAYS = 1.05  # a smaller speed-up is within the error of the prediction
 MESSAGES = (
     4e-4  # seconds that a micro-batch costs a stage for its messages, measured on the processes of one host
@@ -58,6 +59,7 @@ class PipelinePlan:
     micro_batches: int
     stages: tuple[PlannedStage, ...]
     cuts: tuple[int, ...]
+    begins: tuple[str, ...]  # the submodules that begin at the cuts; "": none does
     serial: float  # seconds of a batch in one process
     serial_micro: float  # seconds of its micro-batches in one process, one after another
     step: float  # predicted seconds of a batch in the pipeline
@@ -73,9 +75,18 @@ class PipelinePlan:
     def speedup(self) -> float:
         return self.serial / self.step
 
+    @property
+    def strategy(self) -> str:
+        """What to give to --strategy for these stages, if each of them begins with a submodule."""
+        text = f"allreduce@pipeline:{len(self.stages)}"
+        if self.micro_batches != MICRO_BATCHES:
+            text += f",micro_batches={self.micro_batches}"
+        return f"{text},split_at={'/'.join(self.begins)}" if all(self.begins) else text
+
     def plain(self) -> dict[str, Any]:
         found = asdict(self)
-        return {**found, "bubble": self.bubble, "speedup": self.speedup, "verdict": verdict(self)}
+        more = {"bubble": self.bubble, "speedup": self.speedup, "strategy": self.strategy}
+        return {**found, **more, "verdict": verdict(self)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ class Wanted:
     """What the command line asks for."""
 
     stages: int
-    micro_batches: int = 8
+    micro_batches: int = MICRO_BATCHES
     at: tuple[str, ...] = ()  # submodules with which stages begin; (): where it is best
     megabits: float | None = None  # speed between stages; None: they are on this machine
     threads: int = 1  # of each stage
@@ -164,8 +175,8 @@ def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
     """Captures, measures and cuts a model."""
     import torch
 
+    from polyrhythm.parallel.best_cuts import measured_cuts
     from polyrhythm.parallel.costs import measure, whole_seconds
-    from polyrhythm.parallel.cuts import choose_cuts
     from polyrhythm.parallel.example import first_rows, rows_of
     from polyrhythm.parallel.graph import capture
     from polyrhythm.parallel.partition import cuts_at, split
@@ -189,7 +200,8 @@ def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
         cuts = cuts_at(graph, wanted.at)
         split(graph, cuts)
     else:
-        cuts = choose_cuts(graph, costs, wanted.stages, per_byte / scale)
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        cuts = measured_cuts(graph, costs, wanted.stages, per_byte / scale, trained)
     stages = planned_stages(graph, costs, cuts, scale)
     times = [
         stage.seconds + MESSAGES + per_byte * (costs.crossing[stage.first] + costs.crossing[stage.last])
@@ -201,8 +213,9 @@ def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         step = max(step, count * sum(times) * threads / cores)
     made = PipelinePlan(
-        type(model).__name__, graph.note, rows, count, stages, tuple(cuts), serial, count * part, step, cores
-    )
+        type(model).__name__, graph.note, rows, count, stages, tuple(cuts), begins_of(graph, cuts), serial,
+        count * part, step, cores,
+    )  # fmt: skip
     return Planned(made, graph, costs)
 
 
@@ -242,6 +255,17 @@ def layers_of(graph: ModelGraph, first: int, last: int) -> str:
     if not names:
         return graph.train.operations[first].name
     return names[0] if names[0] == names[-1] else f"{names[0]} – {names[-1]}"
+
+
+def begins_of(graph: ModelGraph, cuts: list[int]) -> tuple[str, ...]:
+    """The outermost submodule whose first operation is at each cut; "" if there is none."""
+    first: dict[str, int] = {}
+    for position in range(len(graph.train.operations)):
+        parts = graph.train.module_of(position).split(".")
+        for depth in range(1, len(parts) + 1):
+            first.setdefault(".".join(parts[:depth]), position)
+    names = {position: name for name, position in reversed(first.items()) if name in graph.modules}
+    return tuple(names.get(cut, "") for cut in cuts)
 
 
 def copy_seconds() -> float:
@@ -317,6 +341,7 @@ def show(plan: PipelinePlan) -> str:
         f"{f'{count} stages':17}{milliseconds(plan.step)} a step, {plan.speedup:.2f} times as fast",
         "",
         verdict(plan),
+        f"--workers {count} --strategy {plan.strategy}",
     ]
     return "\n".join(lines)
 

@@ -81,6 +81,7 @@ def test_plan_cuts_where_it_is_told(script: str, capsys: pytest.CaptureFixture[s
         "second",
         "out",
     ]
+    assert text.endswith("--workers 3 --strategy allreduce@pipeline:3,micro_batches=2,split_at=second/out\n")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_plan_cuts_where_it_is_told(script: str, capsys: pytest.CaptureFixture[s
         (["--stages", "1"], "--stages 1: a pipeline has at least 2"),
         (["--stages", "3", "--at", "out"], "--at names 1 submodules, but 3 stages have 2 cuts"),
         (["--at", "secnd"], "no submodule 'secnd'; similar ones: second"),
-        (["--stages", "40"], "take 1 to "),
+        (["--stages", "40"], "cannot be cut into 40 stages"),
         (["--network", "0"], "--network 0: give the speed"),
         (["--micro-batches", "0"], "--micro-batches 0"),
     ],
@@ -143,7 +144,7 @@ def stage(seconds: float, **more: Any) -> PlannedStage:
     return PlannedStage(0, 1, "layer", seconds / 3, seconds * 2 / 3, **given)
 
 
-PLAN = PipelinePlan("Net", "", 64, 8, (stage(0.01), stage(0.01)), (1,), 0.15, 0.16, 0.09, None)
+PLAN = PipelinePlan("Net", "", 64, 8, (stage(0.01), stage(0.01)), (1,), ("out",), 0.15, 0.16, 0.09, None)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,11 @@ PLAN = PipelinePlan("Net", "", 64, 8, (stage(0.01), stage(0.01)), (1,), 0.15, 0.
 def test_the_verdict_says_why(change: dict[str, Any], words: list[str]) -> None:
     text = verdict(replace(PLAN, **change))
     assert all(part in text for part in words), text
+
+
+def test_the_strategy_names_the_layers_if_they_have_names() -> None:
+    assert PLAN.strategy == "allreduce@pipeline:2,split_at=out"
+    assert replace(PLAN, begins=("",), micro_batches=4).strategy == "allreduce@pipeline:2,micro_batches=4"
 
 
 def test_the_table_has_every_stage() -> None:

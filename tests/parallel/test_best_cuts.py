@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.parallel.best_cuts import (
+    Preferences,
+    best_cuts,
+    measured_cuts,
+    module_nesting,
+    slowest_stage,
+)
 from polyrhythm.parallel.costs import Costs, OperationCost
-from polyrhythm.parallel.cuts import best_cuts, choose_cuts, module_nesting, slowest_stage
 from polyrhythm.parallel.graph import capture
-from polyrhythm.parallel.partition import split
+from polyrhythm.parallel.partition import cuts_at, split
 from tests.parallel.models import CASES, Residual, unequal
 
 
@@ -43,6 +49,7 @@ def test_dynamic_programming_equals_brute_force(stages: int) -> None:
             slow = {tuple(cuts): slowest_stage(costs, cuts, seconds_per_byte) for cuts in every}
             least = min(slow.values())
             found = best_cuts(costs, stages, seconds_per_byte)
+            assert found is not None
             assert slow[tuple(found)] == least
             bytes_of = {
                 cuts: sum(costs.crossing[cut] for cut in cuts) for cuts in slow if slow[cuts] == least
@@ -79,14 +86,16 @@ def test_whole_layers_stay_together_where_it_costs_little() -> None:
     """Of cuts that are as good, those between modules; with a slack also those that are nearly as good."""
     costs = Costs(tuple(OperationCost(1.0, 0.0) for _ in range(8)), (0,) * 9)
     nesting = [0, 2, 1, 2, 2, 1, 2, 2, 0]
-    assert best_cuts(costs, 2, 0.0, 0.0, nesting) == [4]
-    assert best_cuts(costs, 2, 0.0, 0.25, nesting) == [5]
-    assert best_cuts(costs, 2, 0.0, 0.5, nesting) in ([2], [5])
+    for slack, expected in ((0.0, [[4]]), (0.25, [[5]]), (0.5, [[2], [5]])):
+        assert best_cuts(costs, 2, 0.0, Preferences(slack, nesting)) in expected
 
 
 def test_nesting_counts_the_modules_that_are_cut() -> None:
     graph = capture(unequal((4, 4, 4)), (torch.randn(3, 4),), {})
     assert module_nesting(graph) == [0, 1, 0, 1, 0]
+    graph = capture(Residual(), *CASES["residual"].call(3))
+    begins = [number for number, count in enumerate(module_nesting(graph)) if count == 0]
+    assert begins[1:-1] == cuts_at(graph, ["second", "head"])
 
 
 def test_many_operations() -> None:
@@ -95,9 +104,31 @@ def test_many_operations() -> None:
     assert best_cuts(costs, 4, 0.0) == [250, 500, 750]
 
 
+def test_every_stage_has_what_it_needs() -> None:
+    """Brute force over the cuts whose stages all have a parameter."""
+    for seed in range(40):
+        costs = random_costs(seed)
+        numbers = random.Random(seed)
+        needed = [int(numbers.random() < 0.5) for _ in costs.operations]
+        found = best_cuts(costs, 3, 0.5, Preferences(needed=needed))
+        every = [
+            cuts
+            for cuts in every_cut(costs, 3)
+            if all(any(needed[a:b]) for a, b in itertools.pairwise((0, *cuts, len(needed))))
+        ]
+        if found is None:
+            assert not every
+        else:
+            least = min(slowest_stage(costs, cuts, 0.5) for cuts in every)
+            assert slowest_stage(costs, found, 0.5) == least
+
+
 def test_too_many_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match="into 4 stages: it can be cut at 2 positions; take 1 to 3 stages"):
-        best_cuts(Costs(tuple(OperationCost(1, 1) for _ in range(3)), (0,) * 4), 4, 0.0)
+    graph = capture(unequal((4, 4, 4)), (torch.randn(3, 4),), {})
+    costs = Costs(tuple(OperationCost(1, 1) for _ in range(4)), (0,) * 5)
+    assert measured_cuts(graph, costs, 2, 0.0, list(graph.names)) == [2]
+    with pytest.raises(UsageError, match="into 3 stages with a parameter to train in each: use fewer"):
+        measured_cuts(graph, costs, 3, 0.0, list(graph.names))
 
 
 class Swapped(Residual):
@@ -120,7 +151,7 @@ def test_cuts_work_in_both_modes() -> None:
     assert best_cuts(costs, 2, 0.0) == [middle]
     with pytest.raises(UsageError, match="another stage in evaluation than in training"):
         split(graph, [middle])
-    split(graph, choose_cuts(graph, costs, 2, 0.0))
+    split(graph, measured_cuts(graph, costs, 2, 0.0, list(graph.names)))
 
 
 def test_illegal_positions_are_not_chosen() -> None:
@@ -131,4 +162,4 @@ def test_illegal_positions_are_not_chosen() -> None:
         costs = Costs(
             tuple(OperationCost(each, 0.0) for each in seconds), (0,) * (count + 1), frozenset(graph.illegal)
         )
-        split(graph, choose_cuts(graph, costs, 2, 0.0))
+        split(graph, measured_cuts(graph, costs, 2, 0.0, list(graph.names)))
