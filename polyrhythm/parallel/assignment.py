@@ -28,7 +28,7 @@ def assign_eval(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[fx.Node
         if node.op not in ("call_function", "call_module"):
             continue
         earliest = max((stages[other] for other in node.all_input_nodes if other in stages), default=0)
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or node in graph.eval.sizes:
             stages[node] = earliest
             continue
         wanted: list[set[int]] = []
@@ -48,7 +48,7 @@ def assign_eval(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[fx.Node
     for nodes, reason in graph.eval.bound:
         if len({stages[node] for node in nodes}) > 1:
             raise UsageError(f"cannot cut here: in evaluation, {reason} across the cut; cut elsewhere")
-    return stages
+    return {node: stage for node, stage in stages.items() if node not in graph.eval.sizes}
 
 
 def _uses(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[str, list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ import torch
 from torch import fx, nn
 
 from polyrhythm.parallel.graph import Input, ModeGraph, ModelGraph, Result
-from polyrhythm.parallel.tracing import first_names, unmarked
+from polyrhythm.parallel.tracing import first_names
 from polyrhythm.parallel.trees import flatten, flatten_call
+from polyrhythm.parallel.untouched import attributes_kept, random_states_kept, tensors_kept
 
 
 def chain_graph(
@@ -25,7 +25,7 @@ def chain_graph(
     if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor) or leaves[0].dim() == 0 or kwargs:
         return None
     value = leaves[0]
-    with unmarked(model), _buffers_kept(model), torch.no_grad():
+    with attributes_kept(model), tensors_kept(model.buffers()), random_states_kept(), torch.no_grad():
         paths = _chain_of(model, value)
         if not paths:
             return None
@@ -76,21 +76,9 @@ def _links(module: nn.Module, path: str) -> Iterator[str]:
             yield inner
 
 
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the values of buffers, which BatchNorm changes."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
 def _repeatable(module: nn.Module, value: torch.Tensor) -> Any:
     """The output with fixed random numbers and unchanged buffers."""
-    with _buffers_kept(module), torch.random.fork_rng(()):
+    with tensors_kept(module.buffers()), random_states_kept():
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -126,11 +114,11 @@ class _Trace:
     def graph(self) -> ModeGraph:
         graph, attributes = fx.Graph(), {}
         node = graph.placeholder("input_0")
-        calls = []
+        calls: list[fx.Node] = []
         for path in self.paths:
             attributes[path] = self.model.get_submodule(path)
             node = graph.call_module(path, (node,))
-            node.meta = {"module": path}
+            node.meta = {"module": path, "changes": self.changed[len(calls)]}
             calls.append(node)
         if self.single[-1]:
             names: list[str | None] = [node.name]

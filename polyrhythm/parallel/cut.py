@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.parallel.best_cuts import Preferences, best_cuts, module_nesting, own_parameters
+from polyrhythm.parallel.costs import Costs, OperationCost
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph
 from polyrhythm.parallel.partition import cuts_at
 from polyrhythm.parallel.progress_bars import without_progress_bars
@@ -30,11 +30,15 @@ def choose_cuts(
     """The positions at which the stages of a pipeline begin. `trained`: the names of parameters to train."""
     if pipeline.layers:
         return cuts_at(graph, pipeline.layers)
-    costs = estimated_costs(graph.train, inputs)
-    legal = [place for place in range(1, len(costs)) if place not in graph.illegal]
-    own = _own_parameters(graph, trained)
+    estimates = estimated_costs(graph.train, inputs)
+    costs = Costs(
+        tuple(OperationCost(each, 0.0) for each in estimates),
+        (0,) * (len(estimates) + 1),
+        frozenset(graph.illegal),
+    )
+    preferences = Preferences(needed=own_parameters(graph, trained), nesting=module_nesting(graph))
     for size in range(pipeline.size, 0, -1):
-        cuts = balanced(costs, size, legal, own)
+        cuts = best_cuts(costs, size, 0.0, preferences)
         if cuts is not None and size == pipeline.size:
             return cuts
         if cuts is not None:
@@ -42,17 +46,6 @@ def choose_cuts(
     raise UsageError(
         f"{pipeline} has more stages than the model has layers to train that can be apart: use {size} at most"
     )
-
-
-def _own_parameters(graph: ModelGraph, trained: Collection[str]) -> list[int]:
-    """How many parameters to train each operation is the first to use."""
-    seen: set[str] = set()
-    counts = []
-    for operation in graph.train.operations:
-        names = {graph.names.get(name, name) for name in graph.train.tensors_of(operation)} & set(trained)
-        counts.append(len(names - seen))
-        seen |= names
-    return counts
 
 
 def estimated_costs(mode: ModeGraph, inputs: dict[str, Any]) -> list[float]:
@@ -63,38 +56,6 @@ def estimated_costs(mode: ModeGraph, inputs: dict[str, Any]) -> list[float]:
         if node in mode.positions:
             costs[mode.positions[node]] += cost
     return costs
-
-
-def balanced(
-    costs: Sequence[float], stages: int, legal: Sequence[int], needed: Sequence[int] = ()
-) -> list[int] | None:
-    """The cuts, of the legal ones, that minimise the cost of the slowest stage, by dynamic programming.
-
-    `needed`: a count for each operation, of which every stage must have more than 0. None if it cannot.
-    """
-    sums = [0.0, *accumulate(costs)]
-    counts = [0, *accumulate(needed or [1] * len(costs))]
-    places = [0, *legal, len(costs)]
-
-    def cost(low: int, high: int) -> float:
-        return sums[high] - sums[low] if counts[high] > counts[low] else math.inf
-
-    # best[j]: the slowest of k stages that cover everything before places[j].
-    best = [cost(0, place) for place in places]
-    begins: list[list[int]] = []  # for each k and j: where the last of these stages begins
-    for k in range(2, stages + 1):
-        rows = [
-            min(((max(best[i], cost(places[i], place)), i) for i in range(k - 1, j)), default=(math.inf, 0))
-            for j, place in enumerate(places)
-        ]
-        best, begins = [slowest for slowest, _ in rows], [*begins, [begin for _, begin in rows]]
-    if best[-1] == math.inf:
-        return None
-    cuts, j = [], len(places) - 1
-    for row in reversed(begins):
-        j = row[j]
-        cuts.append(places[j])
-    return cuts[::-1]
 
 
 class _Estimator(fx.Interpreter):

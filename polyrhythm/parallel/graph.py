@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.hazards import bound_nodes
 from polyrhythm.parallel.progress_bars import without_progress_bars
+from polyrhythm.parallel.sizes import size_nodes
 from polyrhythm.parallel.trees import flatten_call, flatten_inputs, input_name, unflatten
 
 __all__ = ["Input", "ModeGraph", "ModelGraph", "Result", "capture", "flatten_inputs"]
@@ -80,12 +81,19 @@ class ModeGraph:
 
     @cached_property
     def operations(self) -> tuple[fx.Node, ...]:
-        """What a cut counts: every call except `getitem`, which stays with the call whose result it takes."""
+        """What a cut counts: every call except sizes, and `getitem`, which stays with its call."""
         return tuple(
             node
             for node in self.graph.nodes
-            if node.op in ("call_function", "call_module") and node.target is not operator.getitem
+            if node.op in ("call_function", "call_module")
+            and node.target is not operator.getitem
+            and node not in self.sizes
         )
+
+    @cached_property
+    def sizes(self) -> frozenset[fx.Node]:
+        """The nodes that compute sizes of tensors. They belong to no stage, because each computes its own."""
+        return size_nodes(self.graph)
 
     @cached_property
     def positions(self) -> dict[fx.Node, int]:
@@ -110,7 +118,8 @@ class ModeGraph:
     @cached_property
     def bound(self) -> list[tuple[set[fx.Node], str]]:
         """Sets of operations that must run in one stage, each with the reason."""
-        return bound_nodes(self.graph, self.attributes)
+        found = bound_nodes(self.graph, self.attributes)
+        return [(nodes - self.sizes, reason) for nodes, reason in found if nodes - self.sizes]
 
     def module_of(self, position: int) -> str:
         """The path of the submodule that an operation belongs to; "" for the model itself."""
@@ -185,7 +194,6 @@ class ModelGraph:
                 reason,
             )
             for nodes, reason in graph.bound
-            if nodes
         ]
         for first, last, reason in spans:
             for position in range(first + 1, last + 1):

@@ -14,6 +14,8 @@ Span = tuple[int, int, str]  # no cut c with first < c <= last, and why
 
 def mutated_arguments(node: fx.Node, attributes: Mapping[str, Any]) -> set[fx.Node]:
     """The arguments that an operation changes in place."""
+    if node.meta.get("changes"):  # a module of a chain
+        return set(node.all_input_nodes)
     if node.op != "call_function":
         return set()
     if isinstance(node.target, torch._ops.HigherOrderOperator):

@@ -13,6 +13,7 @@ from torch import fx, nn
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.assignment import assign_eval
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph, Result
+from polyrhythm.parallel.sizes import copy_size, size_leaves, source
 from polyrhythm.parallel.tracing import value_name
 
 Mode = Literal["train", "eval"]
@@ -28,7 +29,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """A model cut into stages."""
 
     train: tuple[Stage, ...]
@@ -52,7 +53,7 @@ class Split:
         return self.build_output(mode, known)
 
 
-def split(graph: ModelGraph, cuts: Sequence[int]) -> Split:
+def split(graph: ModelGraph, cuts: Sequence[int]) -> Partition:
     """Cuts a model before the operations at these positions of its train graph."""
     check_cuts(graph, cuts)
     count = len(cuts) + 1
@@ -65,7 +66,7 @@ def split(graph: ModelGraph, cuts: Sequence[int]) -> Split:
                 first = graph.names.get(name)  # None: a constant in the code of forward
                 if first is not None:
                     owners[first].add(stages[node])
-    return Split(
+    return Partition(
         build_stages(graph.train, train, count),
         build_stages(graph.eval, evaluation, count),
         {"train": graph.train.result, "eval": graph.eval.result},
@@ -91,28 +92,95 @@ def check_cuts(graph: ModelGraph, cuts: Sequence[int]) -> None:
 def build_stages(mode: ModeGraph, stage_of: Mapping[fx.Node, int], count: int) -> tuple[Stage, ...]:
     """Makes a module of the operations of each stage."""
     returned = set(mode.graph.output_node().all_input_nodes)
-    held_results = [node for node in mode.graph.nodes if node in returned and node.op == "get_attr"]
-    stages = []
-    for number in range(count):
-        mine = [node for node in mode.graph.nodes if stage_of.get(node) == number]
-        inside = set(mine)
-        wanted = {
-            argument
-            for node in mine
-            for argument in node.all_input_nodes
-            if argument not in inside and argument.op != "get_attr"
-        }
-        inputs = [node for node in mode.graph.nodes if node in wanted]
+    parts = [_Part(mode, stage_of, number) for number in range(count)]
+    for part in parts:
+        for leaf in part.missing_sizes():
+            home = stage_of.get(leaf.args[0], 0)  # type: ignore[arg-type]
+            if home == part.number:
+                part.take(leaf)
+            else:
+                parts[home].sizes.add(leaf)
+                part.received.add(leaf)
+    for node in returned:
+        if node in mode.sizes:
+            home = max((stage_of.get(leaf.args[0], 0) for leaf in size_leaves(node)), default=0)  # type: ignore[arg-type]
+            parts[home].sizes.add(node)
+        elif node.op == "get_attr":
+            # A parameter that is itself an output of the model comes from the first stage that uses it.
+            parts[_home(node, stage_of)].held.add(node)
+    return tuple(part.stage(returned) for part in parts)
+
+
+class _Part:
+    """The nodes of one stage, and what crosses its borders."""
+
+    def __init__(self, mode: ModeGraph, stage_of: Mapping[fx.Node, int], number: int) -> None:
+        self.mode, self.stage_of, self.number = mode, stage_of, number
+        self.nodes = [node for node in mode.graph.nodes if stage_of.get(node) == number]
+        inside = set(self.nodes)
+        arguments = {argument for node in self.nodes for argument in node.all_input_nodes} - inside
+        self.wanted = {node for node in arguments if node.op != "get_attr" and node not in mode.sizes}
+        self.needed_sizes = arguments & mode.sizes
+        self.available = {*self.wanted, *self.nodes}
+        self.sizes: set[fx.Node] = set()  # that this stage returns
+        self.received: set[fx.Node] = set()  # sizes that it takes from another stage
+        self.held: set[fx.Node] = set()  # parameters that it returns
+
+    def missing_sizes(self) -> list[fx.Node]:
+        """The sizes that no tensor of this stage has."""
+        leaves = [leaf for node in self.needed_sizes for leaf in size_leaves(node)]
+        order = {node: number for number, node in enumerate(self.mode.graph.nodes)}
+        return sorted({leaf for leaf in leaves if self._find(leaf) is None}, key=order.__getitem__)
+
+    def _find(self, leaf: fx.Node) -> Any:
+        """A tensor of this stage with this size: the one that the graph asks, or one that the stage takes."""
+        if leaf.args[0] in self.available:
+            return leaf.args
+        return source(leaf, [node for node in self.mode.graph.nodes if node in self.wanted])
+
+    def take(self, leaf: fx.Node) -> None:
+        """Takes an input of the model to know its size."""
+        tensor = leaf.args[0]
+        assert isinstance(tensor, fx.Node)
+        self.wanted.add(tensor)
+        self.available.add(tensor)
+
+    def stage(self, returned: set[fx.Node]) -> Stage:
+        # To return a size the stage needs a tensor that has it.
+        for leaf in (leaf for node in self.sizes for leaf in size_leaves(node)):
+            if self._find(leaf) is None and leaf not in self.received:
+                self.take(leaf)
+        everything = list(self.mode.graph.nodes)
+        inputs = [node for node in everything if node in self.wanted or node in self.received]
         outputs = [
             node
-            for node in mine
-            if node in returned or any(_later(user, number, stage_of) for user in node.users)
+            for node in self.nodes
+            if node in returned or any(_later(user, self.number, self.stage_of) for user in node.users)
         ]
-        # A parameter that is itself an output of the model comes from the first stage that uses it.
-        outputs += [node for node in held_results if _home(node, stage_of) == number]
-        module = _module(mode, inputs, mine, outputs)
-        stages.append(Stage(module, tuple(map(value_name, inputs)), tuple(map(value_name, outputs))))
-    return tuple(stages)
+        outputs += [node for node in everything if node in self.sizes or node in self.held]
+        module = self._module(inputs, outputs)
+        return Stage(module, tuple(map(value_name, inputs)), tuple(map(value_name, outputs)))
+
+    def _module(self, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+        graph, attributes = fx.Graph(), {}
+        copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
+        inside = set(self.nodes)
+        for held in self.mode.graph.nodes:
+            if held.op == "get_attr" and (held in outputs or any(user in inside for user in held.users)):
+                copies[held] = graph.get_attr(str(held.target))
+                attributes[str(held.target)] = self.mode.attributes[str(held.target)]
+        for node in self.nodes:
+            for argument in node.all_input_nodes:
+                if argument in self.mode.sizes:
+                    copy_size(argument, graph, copies, self._find)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_module":
+                attributes[str(node.target)] = self.mode.attributes[str(node.target)]
+        for node in outputs:
+            if node in self.mode.sizes:
+                copy_size(node, graph, copies, self._find)
+        graph.output(tuple(copies[node] for node in outputs))
+        return fx.GraphModule(_holder(attributes), graph, "Stage")
 
 
 def _later(user: fx.Node, number: int, stage_of: Mapping[fx.Node, int]) -> bool:
@@ -121,24 +189,6 @@ def _later(user: fx.Node, number: int, stage_of: Mapping[fx.Node, int]) -> bool:
 
 def _home(held: fx.Node, stage_of: Mapping[fx.Node, int]) -> int:
     return min((stage_of[user] for user in held.users if user in stage_of), default=0)
-
-
-def _module(
-    mode: ModeGraph, inputs: list[fx.Node], nodes: list[fx.Node], outputs: list[fx.Node]
-) -> fx.GraphModule:
-    graph, copies, attributes = fx.Graph(), {}, {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-    for held in mode.graph.nodes:
-        if held.op == "get_attr" and (held in outputs or any(user in nodes for user in held.users)):
-            copies[held] = graph.get_attr(str(held.target))
-            attributes[str(held.target)] = mode.attributes[str(held.target)]
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op == "call_module":
-            attributes[str(node.target)] = mode.attributes[str(node.target)]
-    graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(_holder(attributes), graph, "Stage")
 
 
 def _holder(attributes: Mapping[str, Any]) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.parallel.graph import Input, ModeGraph, ModelGraph, Result
 from polyrhythm.parallel.trees import flatten, flatten_call, input_name, unflatten
+from polyrhythm.parallel.untouched import attributes_kept, random_states_kept
 
 MODEL = "model"  # the name of the model in the module that is exported
 # Checks that export inserts. They compare with the dtypes of the example, which autocast changes.
@@ -106,7 +108,13 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         # Export takes a size of one for a constant.
         leaves = [torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x for x in leaves]
     names = first_names(model)
-    with unmarked(model):
+    with (
+        attributes_kept(model),
+        random_states_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         if not model.training:
             model.train()
         train, inputs = _mode_graph(model, leaves, spec, names)
@@ -121,51 +129,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-@contextmanager
-def unmarked(model: nn.Module) -> Iterator[None]:
-    """Leaves the modules' attributes, the random states and the settings of torch as they were."""
-    attributes = [(module, _contents(module)) for module in model.modules()]
-    python, numbers = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with (
-        torch.random.fork_rng(devices),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
-            for module, contents in attributes:
-                _restore(module, contents)
-
-
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, with copies of dicts and lists."""
-    return {n: (v, type(v)(v) if type(v) in (dict, list) else None) for n, v in vars(module).items()}
-
-
-def _restore(module: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
-    held = vars(module)
-    for name in held.keys() - contents.keys():
-        del held[name]
-    for name, (value, copy) in contents.items():
-        held[name] = value
-        if type(value) is list:
-            value[:] = copy
-        elif type(value) is dict and not _same(value, copy):
-            value.clear()
-            value.update(copy)
-
-
-def _same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return list(one) == list(other) and all(one[key] is other[key] for key in one)
 
 
 @contextmanager
@@ -187,11 +150,13 @@ def _custom_functions() -> Iterator[list[str]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export reports to a logger what it then raises."""
+    """Export logs and prints what it then raises."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 

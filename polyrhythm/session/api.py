@@ -23,7 +23,7 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
-from polyrhythm.session.context import session, world_context
+from polyrhythm.session.context import EndedInPrepare, ends_in_prepare, session, world_context
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
 from polyrhythm.session.places import Call, script_call
@@ -88,6 +88,8 @@ class Session:
         given = Arguments(objects, evaluate, again=self._copies is not None)
         if self._copies is None:
             given.check()
+            if ends_in_prepare.get():
+                raise EndedInPrepare(given)
             self._given, self._copies = given, ConsensusModel(given.models)
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)

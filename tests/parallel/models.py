@@ -130,7 +130,7 @@ def chain() -> nn.Sequential:
 
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
 
 def unequal(widths: tuple[int, ...] = (8, 64, 48, 16, 80, 32, 56, 24, 40)) -> nn.Sequential:

@@ -15,22 +15,40 @@ from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.graph import ModelGraph, capture, flatten_inputs
-from polyrhythm.parallel.partition import Split, cuts_at, split
+from polyrhythm.parallel.partition import Partition, cuts_at, split
 from polyrhythm.parallel.trees import flatten
 from tests.parallel.models import CASES, Branch, Case, Tied, Wrapped, loss_of, unequal
 
-Made = tuple[nn.Module, ModelGraph, Case]
+Made = tuple[nn.Module, ModelGraph, Case, bool]
 
 
 @pytest.fixture(scope="module")
 def captured() -> dict[str, Made]:
-    """Every model, captured once with six rows."""
+    """Every model, captured once with six rows, and whether that left no trace."""
     made = {}
     for name, case in CASES.items():
         torch.manual_seed(0)
         model = case.build()
-        made[name] = (model, capture(model, *case.call(6)), case)
+        args, kwargs = case.call(6)
+        loss_of(model(*args, **kwargs)).backward()
+        model.train(name != "tied")
+        before = contents(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            graph = capture(model, args, kwargs)
+        made[name] = model, graph, case, contents(model) == before
     return made
+
+
+def contents(model: nn.Module) -> Any:
+    """All that capture could change."""
+    held = [{k: id(v) for k, v in vars(m).items() if k != "_modules"} for m in model.modules()]
+    inner = [{k: id(v) for k, v in (m._parameters | m._buffers).items()} for m in model.modules()]
+    flat = [[id(weight) for weight in getattr(m, "_flat_weights", ())] for m in model.modules()]
+    tensors = [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+    grads = [None if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
+    drawn = torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate()
+    return held, inner, flat, tensors, grads, drawn, [m.training for m in model.modules()]
 
 
 def legal(graph: ModelGraph) -> list[int]:
@@ -67,7 +85,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_stages_in_order_equal_the_model(name: str, mode: Any, captured: dict[str, Made]) -> None:
     """Outputs, gradients, statistics and random numbers have the same bits, with any number of rows."""
-    model, graph, case = captured[name]
+    model, graph, case, _ = captured[name]
     for count in (6, 9, 1 if mode == "eval" else 2):
         args, kwargs = case.call(count)
         for cuts in some_cuts(graph) if count == 9 else [legal(graph)]:
@@ -84,7 +102,7 @@ def test_stages_in_order_equal_the_model(name: str, mode: Any, captured: dict[st
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_stage_holds_its_own_parameters_only(name: str, captured: dict[str, Made]) -> None:
-    model, graph, _ = captured[name]
+    model, graph, _, _ = captured[name]
     parts = split(graph, legal(graph)[:: max(1, len(legal(graph)) // 3)])
     ids = {id(tensor): first for first, tensor in (*model.named_parameters(), *model.named_buffers())}
     assert set(parts.owners) == set(ids.values())
@@ -101,7 +119,7 @@ def test_a_stage_holds_its_own_parameters_only(name: str, captured: dict[str, Ma
 
 
 def test_a_tied_parameter_is_on_both_stages(captured: dict[str, Made]) -> None:
-    _, graph, _ = captured["tied"]
+    _, graph, _, _ = captured["tied"]
     assert split(graph, cuts_at(graph, ["middle", "out"])).owners == {
         "embed.weight": (0, 2),
         "middle.weight": (1,),
@@ -109,48 +127,40 @@ def test_a_tied_parameter_is_on_both_stages(captured: dict[str, Made]) -> None:
     }
 
 
+def test_sizes_do_not_cross(captured: dict[str, Made]) -> None:
+    """A stage of a transformer takes one tensor, and computes the number of rows from it."""
+    _, graph, _, _ = captured["encoder"]
+    for stages in (
+        (parts := split(graph, cuts_at(graph, ["layers.0.norm1", "layers.0.norm2"]))).train,
+        parts.eval,
+    ):
+        assert [len(stage.inputs) for stage in stages] == [1, 1, 1]
+        assert [len(stage.outputs) for stage in stages] == [1, 1, 1]
+
+
 def test_an_unused_parameter_is_on_no_stage(captured: dict[str, Made]) -> None:
-    _, graph, _ = captured["several"]
+    _, graph, _, _ = captured["several"]
     assert split(graph, [3]).owners["unused.weight"] == ()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_capture_leaves_no_trace(name: str) -> None:
-    case = CASES[name]
-    torch.manual_seed(0)
-    model = case.build()
-    args, kwargs = case.call(4)
-    loss_of(model(*args, **kwargs)).backward()
-    next(iter(model.children())).eval()  # the mode of each submodule stays
-
-    def contents() -> Any:
-        held = [{k: id(v) for k, v in vars(m).items() if k != "_modules"} for m in model.modules()]
-        inner = [{k: id(v) for k, v in (m._parameters | m._buffers).items()} for m in model.modules()]
-        flat = [[id(w) for w in getattr(m, "_flat_weights", ())] for m in model.modules()]
-        tensors = [t.tobytes() for t in (v.detach().numpy() for v in model.state_dict().values())]
-        grads = [None if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
-        drawn = torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate()
-        return held, inner, flat, tensors, grads, drawn, [m.training for m in model.modules()]
-
-    before = contents()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        capture(model, args, kwargs)
-    assert contents() == before
+def test_capture_leaves_no_trace(name: str, captured: dict[str, Made]) -> None:
+    """Modules, modes, buffers, gradients and random states are the same objects with the same values."""
+    assert captured[name][3]
 
 
 def test_the_hash_compares_models(captured: dict[str, Made]) -> None:
     """Another worker with other weights and rows has the same hash; another model has not."""
     torch.manual_seed(1)
     assert capture(Tied(), (torch.randint(11, (3, 5)),), {}).hash == captured["tied"][1].hash
-    hashes = {graph.hash for _, graph, _ in captured.values()}
+    hashes = {graph.hash for _, graph, _, _ in captured.values()}
     assert len(hashes) == len(CASES)
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "lstm", "attention", "encoder", "chain"])
 def test_autocast_at_run_time(name: str, captured: dict[str, Made]) -> None:
     """Under autocast, stages compute what the model computes under autocast."""
-    model, graph, case = captured[name]
+    model, graph, case, _ = captured[name]
     model.train()
     args, kwargs = case.call(5)
     eager = copy.deepcopy(model)
@@ -168,11 +178,22 @@ def test_a_graph_captured_with_one_row_takes_any() -> None:
     assert split(graph, [4]).run("eval", graph.values((torch.randn(7, 8),), {})).shape == (7, 40)
 
 
+def test_submodules_in_evaluation_mode_stay_so() -> None:
+    """A frozen BatchNorm of a model that trains uses its statistics, in the graph too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    model[1].eval()
+    graph = capture(model, (torch.randn(6, 4),), {})
+    assert [module.training for module in model.modules()] == [True, True, False]
+    x = torch.randn(3, 4)
+    assert torch.equal(split(graph, [1]).run("train", graph.values((x,), {})), model(x))
+    assert int(model[1].num_batches_tracked) == 0
+
+
 # --- where a model cannot be cut --------------------------------------------------------------------
 
 
 def test_an_in_place_operation_stays_with_its_value(captured: dict[str, Made]) -> None:
-    _, graph, _ = captured["residual"]
+    _, graph, _, _ = captured["residual"]
     inplace = [n for n, node in enumerate(graph.train.operations) if "relu_" in str(node.target)]
     assert inplace and all(position in graph.illegal for position in inplace)
     with pytest.raises(UsageError, match=r"cannot cut at position \d+, in first.2: .* in place; position"):
@@ -180,7 +201,7 @@ def test_an_in_place_operation_stays_with_its_value(captured: dict[str, Made]) -
 
 
 def test_a_chain_stays_with_an_in_place_module(captured: dict[str, Made]) -> None:
-    _, graph, _ = captured["chain"]
+    _, graph, _, _ = captured["chain"]
     assert legal(graph) == [1, 3, 4, 5]  # not before the in-place ReLU
 
 
@@ -366,6 +387,6 @@ def test_a_model_that_returns_a_parameter() -> None:
 
     model = Norm()
     graph = capture(model, (torch.randn(3, 4),), {})
-    parts: Split = split(graph, [1])
+    parts: Partition = split(graph, [1])
     assert parts.run("train", graph.values((torch.randn(3, 4),), {}))[1] is model.second.weight
     assert parts.train[1].outputs[-1] == parts.results["train"].leaves[1]
