@@ -24,7 +24,6 @@ from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.notice import Notice
@@ -36,7 +35,6 @@ from polyrhythm.core.requests import (
     EnterCall,
     ExamplesDue,
     Farewell,
-    FileSaved,
     FileWritten,
     Gather,
     JoinRun,
@@ -133,9 +131,8 @@ class Coordinator:
             BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
-            EnterCall: self._calls.enter, FileWritten: WrittenFiles(self.membership, launcher.say).add,
+            EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
-            FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
             ShowNote: _noted(_once(launcher.say)),
             NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),

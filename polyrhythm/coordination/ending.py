@@ -12,10 +12,11 @@ from typing import Any
 
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher
+from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import Interrupted
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import Farewell, FileSaved
+from polyrhythm.core.requests import Farewell
 
 INTERRUPTED = "interrupted"
 
@@ -37,7 +38,7 @@ class Ending:
         self.keeps = False  # workers have something that can be saved
         self.stopping = False  # interrupted: the workers stop after a step that they agree on
         self.source = ""  # in a failed run: who had the parameters that were saved
-        self.last_file: FileSaved | None = None  # that the script has saved itself
+        self.files = WrittenFiles(membership, launcher.say)  # that the script has saved itself
         self._saving = False  # the run has failed, and a worker may still send parameters
         self._saver: tuple[Peer, str] | None = None  # the worker that sends them, and whose they are
         self._steps: dict[Peer, int] = {}  # how many steps each worker has taken
@@ -103,12 +104,12 @@ class Ending:
 
     def summary(self) -> dict[str, Any]:
         """How the run ended: for its summary."""
-        outcome, file = self.outcome, self.last_file
+        outcome, file = self.outcome, self.files.last
         if outcome is None:
             return {"ended": "finished"}
         source: dict[str, Any] = {"source": self.source} if self.source else {}
         if file is not None:
-            source["last_saved"] = {"path": file.path, "step": file.step}
+            source["last_saved"] = {"path": file.path, "step": file.step, "inode": file.inode}
         if outcome.exit_code == Interrupted.exit_code:
             return {"ended": INTERRUPTED, **source}
         return {"ended": "failed", "error": outcome.message, **source}

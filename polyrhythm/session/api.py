@@ -93,6 +93,10 @@ class Session:
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         """Called when a scheduler takes a step; a single process needs no word about it."""
 
+    def past_end(self, scheduler: LRScheduler) -> str:
+        """What to do about a scheduler that cannot take one more step; "" if PyTorch's error says it."""
+        return ""
+
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Called when any optimizer is about to take a step."""
 
@@ -179,11 +183,11 @@ class Session:
         call = script_call(f'session.save("{Path(path).name}")')
         if self.rank == min(self._gather(self.rank, call)):
             save_atomically(value, path)
-            self._note_saved(path)
+            self.file_written(path, once=True)
         self._gather(None, call)
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        """Worker 0 has saved a file."""
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        """Called when the script has written a file; `once`: no other worker writes it."""
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         """The values of all workers that are alive, by rank."""

@@ -17,7 +17,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
-    FileSaved,
+    FileWritten,
     LastStep,
     LeaveRun,
     LogMetrics,
@@ -44,7 +44,7 @@ from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.exchange import Exchange
+from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_state
 from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
@@ -171,6 +171,9 @@ class DistributedSession(Session):
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
             self._data.schedules.on_step(scheduler)
 
+    def past_end(self, scheduler: LRScheduler) -> str:
+        return self._data.schedules.past_end(scheduler) if self._data is not None and self.workers > 1 else ""
+
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._data is not None and not self._trains(optimizer):
             self._data.check_other(optimizer)
@@ -182,8 +185,10 @@ class DistributedSession(Session):
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        if self._context.me.role == "worker":
+            steps = self._parts.steps if self._parts else 0
+            self._context.request(FileWritten(os.path.abspath(path), steps, inode_of(path), once))
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         parts = self._parts

@@ -36,6 +36,10 @@ OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
     "workers, so if the script counts its own steps, build it for session.workers times as many"
 )
+UNPREPARED = (
+    "{name} ends after {total} steps, but this worker takes more: build it for the steps of a single process "
+    "and pass it to session.prepare(model, optimizer, loader, scheduler), which lets it follow the whole run"
+)
 PLATEAU = (
     "each worker steps its own ReduceLROnPlateau: give all the same value, as in "
     "scheduler.step(session.mean(loss)), or their learning rates will differ"
@@ -206,6 +210,7 @@ class _Prepared:
     scheduler: LRScheduler
     step: Callable[..., None]  # the scheduler's own
     pace: Pace
+    ahead: int = 0  # its steps beyond the calls of the script, each of which is a step in a single process
     saved: Sequence[int | None] | None = None  # its steps in the saved state, until it is used
 
     @property
@@ -217,6 +222,7 @@ class _Prepared:
         """Called at each use: the script may load the state of the scheduler after that of the session."""
         if self.saved is not None and self.saved != self.steps:
             self.pace.begin()
+            self.ahead = 0
         self.saved = None
         return self.pace
 
@@ -244,7 +250,7 @@ class Schedules:
 
     def _catch_up(self, loader: Paced) -> None:
         for each in self._prepared:
-            self._take_steps(each, each.settle().catch_up(loader))
+            self._take_steps(each, each.settle().catch_up(loader), calls=0)
 
     def exempt(self, scheduler: LRScheduler) -> None:
         """The scheduler counts the steps of one worker, and was built for these."""
@@ -265,6 +271,14 @@ class Schedules:
             and own - last == 1
         ):
             self._note(PER_BATCH.format(name=type(scheduler).__name__))
+
+    def past_end(self, scheduler: LRScheduler) -> str:
+        """What to do about a scheduler that cannot take one more step; "" if it is an error alone, too."""
+        if any(scheduler is each.scheduler for each in self._prepared):
+            return ""
+        inside = any(scheduler is each for one in self._prepared for each in _nested(one.scheduler))
+        total = getattr(scheduler, "total_steps", None)
+        return (OVER if inside else UNPREPARED).format(name=type(scheduler).__name__, total=total)
 
     def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, Call], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""
@@ -287,19 +301,28 @@ class Schedules:
         def paced(scheduler: LRScheduler, *epoch: Any, **named: Any) -> None:
             if epoch or named:  # the script says where
                 return prepared.step(scheduler, *epoch, **named)
-            self._take_steps(prepared, prepared.settle().steps())
+            self._take_steps(prepared, prepared.settle().steps(), calls=1)
 
         return paced
 
-    def _take_steps(self, prepared: _Prepared, count: int) -> None:
-        """Takes so many steps, and none beyond the end of a schedule that has one."""
+    def _take_steps(self, prepared: _Prepared, count: int, calls: int) -> None:
+        """Takes so many steps for so many calls of the script.
+
+        A schedule that has an end stops there, because a script that counts its own steps would not go beyond
+        it in a single process. If it would, its next step is taken, which is an error under OneCycleLR.
+        """
         scheduler: Any = prepared.scheduler
-        end = getattr(scheduler, "total_steps", None)
+        end, before = getattr(scheduler, "total_steps", None), getattr(scheduler, "last_epoch", 0)
         usual = end or (scheduler.T_max if isinstance(scheduler, CosineAnnealingLR) else None)
-        if usual is not None and scheduler.last_epoch + count > usual and (end or count > 1):
+        alone = before - prepared.ahead + calls  # its steps in a single process, at least
+        beyond = end is not None and alone > end
+        if usual is not None and before + count > usual and (end or count > 1) and not beyond:
             self._note(OVER.format(name=type(scheduler).__name__, total=usual))
-        for _ in range(count if end is None else min(count, end - scheduler.last_epoch)):
+        if end is not None:
+            count = calls if beyond else max(0, min(count, end - before))
+        for _ in range(count):
             prepared.step(scheduler)
+        prepared.ahead = before + count - alone
 
     def _averaging(
         self, prepared: _Prepared, gather: Callable[[Any, Call], list[Any]]
@@ -316,7 +339,10 @@ class Schedules:
         return averaged
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [{**each.settle().state_dict(), "steps": each.steps} for each in self._prepared]
+        return [
+            {**each.settle().state_dict(), "steps": each.steps, "ahead": each.ahead}
+            for each in self._prepared
+        ]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Continues from a saved state; nothing is to be loaded where either run has no schedulers."""
@@ -327,7 +353,7 @@ class Schedules:
             )
         for each, state in zip(self._prepared, states, strict=False):
             each.pace.load_state_dict(state)
-            each.saved = state["steps"]
+            each.saved, each.ahead = state["steps"], state.get("ahead", 0)
 
 
 def mean_metric(found: Sequence[tuple[float, int, int]]) -> float:
