@@ -50,6 +50,7 @@ from polyrhythm.core.requests import (
     Request,
     ResumeData,
     ReturnLease,
+    ScriptAt,
     ShareEpoch,
     ShowNote,
     StepsDone,
@@ -134,7 +135,7 @@ class Coordinator:
             EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
             ShowNote: _noted(_once(launcher.say)),
-            NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
+            NodeFailed: self._node_failed, ScriptAt: self.ending.add_place,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: _compared(ReplicaComparison(), self.membership),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
@@ -239,6 +240,10 @@ class Coordinator:
         self.ended.end(peer, request, respond)
         self._calls.end(peer)
 
+    def _node_failed(self, peer: Peer, failed: NodeFailed, respond: Respond) -> None:
+        respond(None)
+        self.fail(failed.error, failed.exit_code, peer if failed.waited else None)
+
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(WorkerNames([str(each) for each in sorted(self.membership.members) if each not in waiting]))
@@ -276,7 +281,8 @@ class Coordinator:
             self._launcher.released(*dead)
         incarnation = membership.incarnations[peer]
         self._log(NodeLeft(str(peer), incarnation, reason, self.data.lose(peer, reason)))
-        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason))
+        again = peer in membership.expected
+        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason, replaced=again))
         if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
         self._gathers.lose(peer)
@@ -336,9 +342,9 @@ class Coordinator:
         self._advance()
         return stops
 
-    def fail(self, message: str, exit_code: int = 1) -> None:
-        """Ends the run with a failure; only the first one counts."""
-        if self.ending.fail(message, exit_code):
+    def fail(self, message: str, exit_code: int = 1, waiting: Peer | None = None) -> None:
+        """Ends the run with a failure; only the first one counts. `waiting`: who has waited too long."""
+        if self.ending.fail(message, exit_code, waiting):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
 

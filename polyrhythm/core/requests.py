@@ -316,6 +316,13 @@ class NodeFailed(Request[None], frozen=True, tag="failed"):
 
     error: str
     exit_code: int
+    waited: bool = False  # too long for a worker that is named in the error
+
+
+class ScriptAt(Request[None], frozen=True, tag="script at"):
+    """The run has failed, and this is the line in which the script of a worker was then."""
+
+    place: str
 
 
 class ReleaseMemory(Request[None], frozen=True, tag="release"):
@@ -341,7 +348,7 @@ REQUESTS: dict[str, type[Request[Any]]] = {
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
         ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileWritten, ShowNote,
         LastStep, StepsDone, LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult,
-        NodeFailed, ReleaseMemory, Report,
+        NodeFailed, ScriptAt, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

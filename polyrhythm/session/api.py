@@ -144,9 +144,14 @@ class Session:
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print` on worker 0 only."""
-        if self.is_main:
+        """`print` on worker 0 only, or if it has died on the first worker that is alive."""
+        if self._speaks:
             print(*values, **options)
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the worker that prints for all."""
+        return True
 
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean of a number or tensor over all workers, exact and the same on all of them.

@@ -41,7 +41,7 @@ from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
-from polyrhythm.session.batch_norm.policies import Policy, tracking
+from polyrhythm.session.batch_norm.policies import Policy
 from polyrhythm.session.context import ServerDone, WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange, inode_of
@@ -53,7 +53,9 @@ from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
+from polyrhythm.session.start_notes import start_notes
 from polyrhythm.session.strategy_check import check_strategy, planned
+from polyrhythm.session.survivors import Survivors
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
 
@@ -81,10 +83,13 @@ class DistributedSession(Session):
         self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
         self.rank, self.workers = here.me.rank, welcome.workers
         self._late = welcome.incarnation > 0  # replaces a worker that died
+        self._survivors = Survivors(here, welcome.workers)
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self.stopping, self._salvaging = self._node.stopping, threading.Lock()
-        self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
+        self.stopping.on_abandoned = salvage_beside(
+            self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
+        )
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
@@ -104,8 +109,9 @@ class DistributedSession(Session):
             self._serve(given, runner)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
-            if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
-                self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
+            notes = start_notes(self.strategy, model, optimizers, self._batch_norm_chosen)
+            for note in notes if self.workers > 1 else ():
+                self._context.request(ShowNote(note))
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
         with self._calls.entered(script_call("session.prepare()", anywhere=True)):
@@ -166,6 +172,10 @@ class DistributedSession(Session):
     @property
     def is_main(self) -> bool:
         return self.rank == 0 and self._context.me.role == "worker"
+
+    @property
+    def _speaks(self) -> bool:
+        return self._survivors.first
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):

@@ -91,6 +91,10 @@ class Parts:
         return [part.replica for part in self]
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        return [part.optimizer for part in self]
+
+    @property
     def layout(self) -> str:
         """The hash of all layouts."""
         return joined_hash([replica.layout.hash for replica in self.replicas])

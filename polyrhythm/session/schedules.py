@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.exchange import weighted_mean
+from polyrhythm.session.own_rates import OwnRates
 from polyrhythm.session.places import Call, script_call
 
 OVER = (
@@ -242,6 +243,7 @@ class Schedules:
         self._prepared: list[_Prepared] = []
         self._exempt: list[LRScheduler] = []
         self._others: dict[int, int] = {}  # the batches at the last step of other schedulers, by id
+        self.own_rates = OwnRates(lambda: sum(each.progress.epochs for each in loaders), note)
 
     def follow(self, loader: Paced) -> None:
         """A loader is new."""
@@ -258,6 +260,7 @@ class Schedules:
 
     def on_step(self, scheduler: LRScheduler) -> None:
         """Called at each step of any scheduler; notes those that a script should have prepared."""
+        self.own_rates.scheduled()
         known = [*self._exempt, *(each.scheduler for each in self._prepared)]
         if any(scheduler is each for one in known for each in _nested(one)):
             return
@@ -320,6 +323,7 @@ class Schedules:
             self._note(OVER.format(name=type(scheduler).__name__, total=usual))
         if end is not None:
             count = calls if beyond else max(0, min(count, end - before))
+        self.own_rates.scheduled()
         for _ in range(count):
             prepared.step(scheduler)
         prepared.ahead = before + count - alone

@@ -209,7 +209,7 @@ def test_cli_help_and_errors_do_not_import_torch(command: list[str], said: str) 
 def test_a_simulation_says_whose_seconds_it_prints_and_where_it_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Time is simulated, at costs that are named if nobody gave them; a name that is taken is said at once."""
+    """Time is simulated, at costs that are named if nobody gave any; a name that is taken is said at once."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text('[[hosts]]\nstep_time = "3 ms"\n')
     command = ["simulate", str(TRAIN), "--runs", str(tmp_path), "--name", "mine"]
