@@ -16,6 +16,7 @@ from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
+from polyrhythm.coordination.handlers import Respond, compared, failing, noted, once
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -64,35 +65,6 @@ from polyrhythm.core.requests import (
 )
 from polyrhythm.core.resolve import ResolvedStrategy
 
-Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
-
-
-def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a request that has an empty reply."""
-
-    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
-        respond(None)
-        note(request)
-
-    return handle
-
-
-def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
-    """Says each note once, also if several workers have it."""
-    said: set[str] = set()
-
-    def show(note: ShowNote) -> None:
-        if note.text not in said:
-            said.add(note.text)
-            say(note.text)
-
-    return show
-
-
-def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
-
 
 class Coordinator:
     """One run, from the first node that joins to the summary."""
@@ -129,15 +101,15 @@ class Coordinator:
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
             ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
-            BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
+            BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
             EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
-            ShowNote: _noted(_once(launcher.say)),
-            NodeFailed: self._node_failed, ScriptAt: self.ending.add_place,
+            ShowNote: noted(once(launcher.say)),
+            NodeFailed: failing(self.fail), ScriptAt: self.ending.add_place,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: _compared(ReplicaComparison(), self.membership),
+            CompareReplica: compared(ReplicaComparison(), self.membership),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -240,10 +212,6 @@ class Coordinator:
         self.ended.end(peer, request, respond)
         self._calls.end(peer)
 
-    def _node_failed(self, peer: Peer, failed: NodeFailed, respond: Respond) -> None:
-        respond(None)
-        self.fail(failed.error, failed.exit_code, peer if failed.waited else None)
-
     def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
         waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
         respond(WorkerNames([str(each) for each in sorted(self.membership.members) if each not in waiting]))
@@ -281,8 +249,8 @@ class Coordinator:
             self._launcher.released(*dead)
         incarnation = membership.incarnations[peer]
         self._log(NodeLeft(str(peer), incarnation, reason, self.data.lose(peer, reason)))
-        again = peer in membership.expected
-        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason, replaced=again))
+        replaced = peer in membership.expected
+        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason, replaced=replaced))
         if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
         self._gathers.lose(peer)

@@ -32,7 +32,6 @@ from polyrhythm.core.worker import FetchOptimizerState, Worker
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
@@ -42,17 +41,18 @@ from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
-from polyrhythm.session.context import ServerDone, WorldContext
+from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
+from polyrhythm.session.serving import serve_run
 from polyrhythm.session.start_notes import start_notes
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.survivors import Survivors
@@ -106,7 +106,7 @@ class DistributedSession(Session):
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(given, runner)
+            serve_run(self._context, self.strategy, given, runner, self.seed)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
             notes = start_notes(self.strategy, model, optimizers, self._batch_norm_chosen)
@@ -355,22 +355,6 @@ class DistributedSession(Session):
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
-
-    # --- a server -----------------------------------------------------------------------------------
-
-    def _serve(self, given: Arguments, runner: OptimizerRunner) -> None:
-        node, count, model = self._node, len(self._node.members.servers), joined(given.models)
-        shards = [
-            Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
-        ]
-        agree(self._context, [shard.layout for shard in shards], given, self.seed)
-        with torch.no_grad():
-            serve(self.strategy, node, shards)
-        steps = sum(shard.version for shard in shards)
-        node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
-        self._context.flush()
-        self._context.request(LeaveRun())
-        raise ServerDone
 
 
 def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:

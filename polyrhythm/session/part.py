@@ -21,7 +21,6 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import OnMeeting, OnMembership, State, Worker
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
@@ -198,18 +197,6 @@ def scoped(node: Node, count: int) -> list[Node]:
 def joined_hash(hashes: Sequence[str]) -> str:
     """One hash of the layouts of several parts."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
-
-
-def serve(strategy: Strategy, node: Node, shards: Sequence[Shard]) -> None:
-    """Serves the parameters of all parts until the run is over, several ones side by side."""
-    servers = [
-        strategy.server(each, shard) for each, shard in zip(scoped(node, len(shards)), shards, strict=True)
-    ]
-    if len(servers) == 1:
-        servers[0].serve()
-        return
-    for task in [node.serve(server.serve) for server in servers]:
-        task.join()
 
 
 def check_optimizers(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
