@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import describe
-from polyrhythm.session.schedules import Pace, Progress
+from polyrhythm.session.pace import Pace, Progress
 from tests.support.combine import each_value
 from tests.support.programs import Examples, mlp
 from tests.support.rows import Row
