@@ -41,6 +41,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     `strategy` decides how workers synchronize, such as "async", "local:8" or an instance of your own class.
     `batch_norm` is the policy for BatchNorm's statistics: "rank0" (the consensus has those of worker 0; the
     default), "mean", "sync", "recompute" or "local". The command line overrides both.
+
+    In a run a later call returns the same session, because a run trains once. In a single process it makes
+    another one.
     """
     if batch_norm is not None:
         norms.check_name(batch_norm)
@@ -49,9 +52,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import DistributedSession  # imports this module
+        from polyrhythm.session.distributed import join_run  # imports this module
 
-        mine = DistributedSession(here, chosen, batch_norm)
+        mine = join_run(here, chosen, batch_norm)
     session.set(mine)
     return mine
 

@@ -26,7 +26,7 @@ from polyrhythm.core.requests import (
     StepsDone,
     WhoIsLost,
 )
-from polyrhythm.core.resolve import ResolvedStrategy, load
+from polyrhythm.core.resolve import load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, Worker
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
@@ -41,7 +41,7 @@ from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy
-from polyrhythm.session.context import WorldContext
+from polyrhythm.session.context import WorldContext, session
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
@@ -54,10 +54,28 @@ from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
 from polyrhythm.session.serving import serve_run
 from polyrhythm.session.start_notes import start_notes
-from polyrhythm.session.strategy_check import check_strategy, planned
+from polyrhythm.session.strategy_check import proposed
 from polyrhythm.session.survivors import Survivors
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
+
+
+def join_run(here: WorldContext, *asked: Any) -> DistributedSession:
+    """Joins the run; returns the session of this node. `asked`: the script's strategy and BatchNorm policy.
+
+    A later call returns the session of the first one: a second one would have exchanges of its own, which
+    nobody answers.
+    """
+    before = session.get()
+    if not isinstance(before, DistributedSession) or before._context is not here:
+        return DistributedSession(here, *asked)
+    for first, later in zip(before.asked, asked, strict=True):
+        if later is not None and later != first:
+            raise UsageError(
+                f"pr.init() was called with {later}, and before with {first}: a run has one of them; start "
+                "another run for the other"
+            )
+    return before
 
 
 class DistributedSession(Session):
@@ -68,13 +86,14 @@ class DistributedSession(Session):
     ) -> None:
         super().__init__()
         self._context, self._node = here, here.node
+        self.asked = strategy, batch_norm  # for, by the script
         self.strategy: Strategy
-        self.strategy, proposed = _propose(here, strategy)
+        self.strategy, mine = proposed(here, strategy)
         self._batch_norm_chosen = (here.plan.batch_norm or batch_norm) is not None
         self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
         norms.check(self.batch_norm, self.strategy)
-        welcome = here.join(proposed, self.batch_norm)
-        if welcome.strategy.text != proposed.text:  # another node joined first, and decided
+        welcome = here.join(mine, self.batch_norm)
+        if welcome.strategy.text != mine.text:  # another node joined first, and decided
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
         self._node.mesh = here.plan.mesh
@@ -108,10 +127,10 @@ class DistributedSession(Session):
         if self._context.me.role == "server":
             serve_run(self._context, self.strategy, given, runner, self.seed)
         if self.rank == 0 and not self._late:
-            self._note_left_out(model)
+            self._note(left_out(model))
             notes = start_notes(self.strategy, model, optimizers, self._batch_norm_chosen)
             for note in notes if self.workers > 1 else ():
-                self._context.request(ShowNote(note))
+                self._note(note)
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
         with self._calls.entered(script_call("session.prepare()", anywhere=True)):
@@ -234,6 +253,7 @@ class DistributedSession(Session):
         with waits, self._blocking():
             parts.reattach()
             parts.check_writes()
+            self._note(parts.own.note if self.workers > 1 else "")
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
@@ -291,8 +311,8 @@ class DistributedSession(Session):
         for each in self.before_close:
             each()
         parts.reattach()
-        if self.rank == 0 and (note := parts.last_change()):
-            self._context.request(ShowNote(note))
+        self._note(parts.last_change() if self.rank == 0 else "")
+        self._note(parts.own.note if self.workers > 1 else "")
         self._context.request(LastStep(parts.steps))
         with torch.no_grad():
             self._node.stopping.stepping = True  # it may fail half-way
@@ -315,7 +335,7 @@ class DistributedSession(Session):
                 meter.report()
                 self._context.flush()
                 result = joined(self._consensus_models(final))
-                self._note_left_out(result)
+                self._note(left_out(result))
                 vectors = [vector for each in final for vector in each]
                 self._context.send_result(digest(vectors), self._file(result))
 
@@ -342,10 +362,10 @@ class DistributedSession(Session):
         assert self._given is not None
         return safetensors(result, joined(self._given.models).state_dict())
 
-    def _note_left_out(self, model: nn.Module) -> None:
-        note = left_out(model)
-        if note is not None:
-            self._context.request(ShowNote(note))
+    def _note(self, text: str | None) -> None:
+        """Tells the person something, if there is something to tell."""
+        if text:
+            self._context.request(ShowNote(text))
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -373,12 +393,3 @@ def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContex
         refuse_state(optimizer)
     if late:  # it skips past epochs without a step, and schedulers would warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
-    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
-    resolved = here.strategy
-    if resolved is not None:
-        return load(resolved.text, resolved.classes), resolved
-    strategy = planned(here.plan, script)
-    return strategy, check_strategy(here.plan, strategy)

@@ -24,6 +24,7 @@ from polyrhythm.model.replica import Replica
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
+from polyrhythm.session.own_parameters import OwnParameters
 from polyrhythm.session.step import StepDriver
 
 
@@ -46,6 +47,8 @@ class TrainingPart:
 
 class Parts:
     """The parts of a session, in the order of their optimizers."""
+
+    own: OwnParameters  # those that no part has
 
     def __init__(
         self,
@@ -80,6 +83,8 @@ class Parts:
             part.driver = StepDriver(context, part.worker, part.replica, peers, meter, len(self) == 1)
             part.driver.attach(models, part.optimizer)
             part.driver.loads = self._loads
+        owned = [each for replica in self.replicas for each in replica.layout.parameters]
+        self.own = OwnParameters(self._strategy, models, owned)
 
     @property
     def first(self) -> TrainingPart:
