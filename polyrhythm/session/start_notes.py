@@ -25,3 +25,13 @@ def start_notes(
             "workers: at a learning rate that suits one worker training may fail; use dana-slim, which has a "
             "momentum for each worker, or momentum=0, or a lower rate"
         )
+    traits = strategy.traits
+    averages = traits.lockstep and traits.sync_period == 1 and not traits.parameters_held_by_peers
+    for name, parameter in model.named_parameters() if averages else ():
+        if parameter._backward_hooks:
+            yield (
+                f"{name} has a hook (register_hook), which sees the gradient of one worker before it is "
+                "averaged: to scale or mask it is the same as alone; to clip it, use clip_grad_value_() "
+                "after backward()"
+            )
+            return

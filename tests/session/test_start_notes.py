@@ -1,4 +1,4 @@
-"""What a run says before training begins: momentum that stale gradients would spoil."""
+"""What a run says before training begins: momentum that stale gradients would spoil, hooks of parameters."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def test_momentum_that_is_safe_is_not_noted(
     strategy: str, how: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capfd, strategy, **how) == 0
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("allreduce", 1), ("sync", 1), ("async", 0), ("local:4", 0)])
+def test_a_hook_that_sees_the_gradient_of_one_worker_is_noted_where_it_is_averaged(
+    strategy: str, count: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        session, model = pr.init(), mlp()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    run_in("simulated", main, strategy=strategy, workers=2)
+    assert capfd.readouterr().err.count("0.weight has a hook (register_hook), which sees") == count
