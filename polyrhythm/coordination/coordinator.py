@@ -16,6 +16,8 @@ from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
+from polyrhythm.coordination.handlers import Respond, compared, noted, once
+from polyrhythm.coordination.key_values import KeyValues
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -27,6 +29,7 @@ from polyrhythm.coordination.welcome import welcome
 from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
+from polyrhythm.core.key_value import KeyValue
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
@@ -57,6 +60,7 @@ from polyrhythm.core.requests import (
     StepsDone,
     StepsTaken,
     TakeLease,
+    TrainedBy,
     Welcome,
     WhereIsData,
     WhoIsLate,
@@ -64,35 +68,6 @@ from polyrhythm.core.requests import (
     WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
-
-Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
-
-
-def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a request that has an empty reply."""
-
-    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
-        respond(None)
-        note(request)
-
-    return handle
-
-
-def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
-    """Says each note once, also if several workers have it."""
-    said: set[str] = set()
-
-    def show(note: ShowNote) -> None:
-        if note.text not in said:
-            said.add(note.text)
-            say(note.text)
-
-    return show
-
-
-def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
 
 
 class Coordinator:
@@ -117,7 +92,9 @@ class Coordinator:
         )
         self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
+        self._prepared = False  # all nodes have built their models
         self.digest = ""  # of the final parameters
+        self._no_result = False  # the workers have none to send
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
@@ -130,16 +107,17 @@ class Coordinator:
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
             ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
-            BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
+            BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
             EnterCall: self._calls.enter, FileWritten: WrittenFiles(self.membership, launcher.say).add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
-            FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
-            ShowNote: _noted(_once(launcher.say)),
-            NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
+            FileSaved: noted(lambda file: setattr(self.ending, "last_file", file)),
+            ShowNote: noted(once(launcher.say)),
+            NodeFailed: noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: _compared(ReplicaComparison(), self.membership),
+            CompareReplica: compared(ReplicaComparison(), self.membership),
+            TrainedBy: self._trained_by, KeyValue: KeyValues().handle,
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -187,7 +165,7 @@ class Coordinator:
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
-        if self.running:
+        if self._prepared:
             self.membership.replaced[str(peer)] += 1
             self.data.leases.enter(peer.rank)
             # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
@@ -196,11 +174,23 @@ class Coordinator:
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._gathers.prepared(peer)
         self._preparing.add(peer, request, respond)
-        if self.running or self.membership.prepared >= self.plan.nodes:
-            if not self.running:
-                self.running, self.tally.began = True, self.clock()
+        if self._prepared or self.membership.prepared >= self.plan.nodes:
+            if not self._prepared:
+                self._prepared, self.tally.trained_by = True, ""
+                self._begin()
                 self.ending.keeps = self._record.lasting
             self._preparing.release()
+
+    def _begin(self) -> None:
+        """Training begins."""
+        if not self.running:
+            self.running, self.tally.began = True, self.clock()
+
+    def _trained_by(self, peer: Peer, request: TrainedBy, respond: Respond) -> None:
+        if not self._prepared:
+            self.tally.trained_by = request.tool
+        self._begin()
+        respond(None)
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
@@ -227,6 +217,10 @@ class Coordinator:
         It is the last one, because the parameters are final only then. In lockstep it is worker 0: all
         workers have the same parameters, and the buffers are then always those of the same worker.
         """
+        if not request.result:
+            self._no_result, self.tally.ended = True, self.clock()
+            respond(Farewell(last=False))
+            return self.leave(peer, "finished")
         if self._peers_hold_parameters and peer.role == "worker":
             self._finish.leave(peer, respond)
             self._advance()
@@ -297,6 +291,8 @@ class Coordinator:
             self.fail(f"{peer} {reason} before training began")
         elif peer.role == "server":
             self.fail(f"{peer} {reason}; its part of the parameters is lost (is there enough memory?)")
+        elif self.tally.trained_by:
+            self.fail(f"{peer} {reason}; under {self.tally.trained_by} no worker can continue without it")
         elif strategy is None or not strategy.traits.survives:
             self.fail(
                 f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"
@@ -355,8 +351,8 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """True if the final parameters have arrived and all nodes have left."""
-        return bool(self.digest) and not self.membership.members
+        """True if the final parameters have arrived, where there are any, and all nodes have left."""
+        return bool(self.digest or self._no_result) and not self.membership.members
 
     def log(self, node: str, event: Event) -> None:
         """Counts and records an event of a node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,31 +28,33 @@ from polyrhythm.core.requests import (
 )
 from polyrhythm.core.resolve import ResolvedStrategy, load
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.core.worker import FetchOptimizerState, Worker
+from polyrhythm.core.worker import Worker
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
-from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
+from polyrhythm.session.arguments import Arguments, Evaluated
 from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
-from polyrhythm.session.context import ServerDone, WorldContext
+from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange
-from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
-from polyrhythm.session.loading import check_saved, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.external import ExternalTraining
+from polyrhythm.session.grad_scaler import check_scaler
+from polyrhythm.session.loading import check_saved
+from polyrhythm.session.optimizer_hooks import watch_optimizer
+from polyrhythm.session.part import Parts, check_optimizers
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
+from polyrhythm.session.serving import serve_script
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -86,6 +88,7 @@ class DistributedSession(Session):
         self.stopping, self._salvaging = self._node.stopping, threading.Lock()
         self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
+        self.external: ExternalTraining | None = None
 
     def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
         given = Arguments(objects, evaluate, again=self._data is not None)
@@ -94,6 +97,10 @@ class DistributedSession(Session):
         replaced = dict(zip(given.loaders, shared, strict=True))
         return given.returned(replaced | self._data.share_evaluation(given.evaluated))
 
+    def train_by(self, tool: str) -> None:
+        """The script trains by another tool than `prepare`, unless it calls that later."""
+        self.external = ExternalTraining(self._context, self.strategy, tool)
+
     def _begin(self, given: Arguments) -> list[SharedLoader]:
         """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""
         given.check()
@@ -101,7 +108,7 @@ class DistributedSession(Session):
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         if self._context.me.role == "server":
-            self._serve(given, runner)
+            serve_script(self._context, self.strategy, given, runner, self.seed)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
             if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
@@ -119,7 +126,7 @@ class DistributedSession(Session):
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
-                _watch(part, self._late, self._blocking)
+                watch_optimizer(part, self._late, self._blocking)
                 data.watch(part)
                 part.driver.check_exchange = self._calls.check
             data.watch_models()
@@ -157,6 +164,13 @@ class DistributedSession(Session):
         return None if self._parts is None else self._parts.first.replica
 
     @property
+    def _steps(self) -> int:
+        """The steps that this worker has taken."""
+        if self._parts is not None:
+            return self._parts.steps
+        return 0 if self.external is None else self.external.steps
+
+    @property
     def _worker(self) -> Worker | None:
         return None if self._parts is None else self._parts.first.worker
 
@@ -174,6 +188,8 @@ class DistributedSession(Session):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._data is not None and not self._trains(optimizer):
             self._data.check_other(optimizer)
+        elif self._data is None and self.external is not None:
+            self.external.on_step()
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trains(optimizer):
@@ -183,7 +199,7 @@ class DistributedSession(Session):
         return any(part.optimizer is optimizer for part in self._parts or ())
 
     def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
+        self._context.request(FileSaved(str(path), self._steps))
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         parts = self._parts
@@ -196,7 +212,7 @@ class DistributedSession(Session):
         check_reduce(reduce)
         if self._context.me.role == "server":
             return  # its script runs to prepare() only
-        step, samples = (self._parts.steps, self._parts.samples) if self._parts else (0, 0)
+        step, samples = self._steps, self._parts.samples if self._parts else 0
         if self._late and self._parts is not None and not step:
             return  # this epoch was over before the replacement started
         values = {name: plain(value) for name, value in metrics.items()}
@@ -270,11 +286,14 @@ class DistributedSession(Session):
     def close(self) -> None:
         """The script is done: the worker finishes, and one worker sends the result."""
         parts = self._parts
-        if parts is None:
+        if parts is None and self.external is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
-        meter = parts.first.driver.meter
         for each in self.before_close:
             each()
+        if parts is None:
+            assert self.external is not None
+            return self.external.close()
+        meter = parts.first.driver.meter
         parts.reattach()
         if self.rank == 0 and (note := parts.last_change()):
             self._context.request(ShowNote(note))
@@ -340,40 +359,6 @@ class DistributedSession(Session):
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
-
-    # --- a server -----------------------------------------------------------------------------------
-
-    def _serve(self, given: Arguments, runner: OptimizerRunner) -> None:
-        node, count, model = self._node, len(self._node.members.servers), joined(given.models)
-        shards = [
-            Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
-        ]
-        agree(self._context, [shard.layout for shard in shards], given, self.seed)
-        with torch.no_grad():
-            serve(self.strategy, node, shards)
-        steps = sum(shard.version for shard in shards)
-        node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
-        self._context.flush()
-        self._context.request(LeaveRun())
-        raise ServerDone
-
-
-def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:
-    """Registers hooks on the optimizer of a part."""
-    worker, optimizer = part.worker, part.optimizer
-    refuse_groups(optimizer)
-    keep_from_scaler(optimizer)
-    if isinstance(worker, FetchOptimizerState):
-
-        def fetch(_: object) -> None:
-            with blocking():
-                worker.fetch_optimizer_state()
-
-        optimizer.register_state_dict_pre_hook(fetch)
-    if worker.strategy.traits.uses_servers:
-        refuse_state(optimizer)
-    if late:  # it skips past epochs without a step, and schedulers would warn
-        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:

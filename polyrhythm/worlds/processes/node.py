@@ -64,6 +64,10 @@ class _ProcessReply(Reply):
     def __init__(self, pending: Pending, staged: list[tuple[Tensor, Tensor]]) -> None:
         self._pending, self._staged = pending, staged
 
+    @property
+    def arrived(self) -> bool:
+        return self._pending.done
+
     def wait(self) -> Message:
         message = _message(self._pending.wait())
         for target, host in self._staged:
@@ -76,6 +80,8 @@ class _FailedReply(Reply):
 
     def __init__(self, error: PeerLost) -> None:
         self._error = error
+
+    arrived = True
 
     def wait(self) -> Message:
         raise self._error
