@@ -13,10 +13,11 @@ from typing import Any
 
 from polyrhythm.coordination.call_order import CallOrder
 from polyrhythm.coordination.data_sharing import DataSharing
+from polyrhythm.coordination.deaths import fatal
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
-from polyrhythm.coordination.handlers import Respond, compared, noted, once
+from polyrhythm.coordination.handlers import Respond, compared, due, logged, noted, once
 from polyrhythm.coordination.key_values import KeyValues
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
@@ -28,7 +29,7 @@ from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
 from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
-from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
+from polyrhythm.core.events import Event, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.key_value import KeyValue
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
@@ -106,7 +107,8 @@ class Coordinator:
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
-            ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
+            ShareEpoch: self.data.share_epoch, ExamplesDue: due(self.tally, self.membership),
+            LogMetrics: logged(self.tally, self.membership, self._record),
             BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
@@ -117,7 +119,7 @@ class Coordinator:
             NodeFailed: noted(lambda failed: self.fail(failed.error, failed.exit_code)),
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
             CompareReplica: compared(ReplicaComparison(), self.membership),
-            TrainedBy: self._trained_by, KeyValue: KeyValues().handle,
+            TrainedBy: noted(lambda by: self._begin(by.tool)), KeyValue: KeyValues().handle,
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -176,35 +178,21 @@ class Coordinator:
         self._preparing.add(peer, request, respond)
         if self._prepared or self.membership.prepared >= self.plan.nodes:
             if not self._prepared:
-                self._prepared, self.tally.trained_by = True, ""
+                self._prepared = True
                 self._begin()
                 self.ending.keeps = self._record.lasting
             self._preparing.release()
 
-    def _begin(self) -> None:
-        """Training begins."""
+    def _begin(self, tool: str = "") -> None:
+        """Training begins: by the strategy, or by another tool."""
+        self.tally.trained_by = tool
         if not self.running:
             self.running, self.tally.began = True, self.clock()
-
-    def _trained_by(self, peer: Peer, request: TrainedBy, respond: Respond) -> None:
-        if not self._prepared:
-            self.tally.trained_by = request.tool
-        self._begin()
-        respond(None)
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
         assert self.strategy is not None
         self.data.take_lease(peer, request, self.strategy.traits.max_lease, respond)
-
-    def _note_due(self, peer: Peer, request: ExamplesDue, respond: Respond) -> None:
-        self.tally.due[self.membership.current(peer)] = request.samples
-        respond(None)
-
-    def _log_metrics(self, peer: Peer, request: LogMetrics, respond: Respond) -> None:
-        self.tally.metrics.add(self.membership.current(peer), request)
-        self._record.metrics(str(peer), request.t, Metrics(request.step, request.values))
-        respond(None)
 
     def _steps_done(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
         if peer in self.membership.members:  # otherwise it died while the request was in flight
@@ -287,16 +275,8 @@ class Coordinator:
             self.membership.count_death(peer, reason)
         if self.failure is not None:
             self.ending.lose(peer)
-        elif not self.running:
-            self.fail(f"{peer} {reason} before training began")
-        elif peer.role == "server":
-            self.fail(f"{peer} {reason}; its part of the parameters is lost (is there enough memory?)")
-        elif self.tally.trained_by:
-            self.fail(f"{peer} {reason}; under {self.tally.trained_by} no worker can continue without it")
-        elif strategy is None or not strategy.traits.survives:
-            self.fail(
-                f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"
-            )
+        elif why := fatal(peer, reason, self.running, strategy, self.tally.trained_by):
+            self.fail(why)
         else:
             self._lose(peer, reason)
             self.ending.advance()

@@ -98,8 +98,9 @@ class DistributedSession(Session):
         return given.returned(replaced | self._data.share_evaluation(given.evaluated))
 
     def train_by(self, tool: str) -> None:
-        """The script trains by another tool than `prepare`, unless it calls that later."""
-        self.external = ExternalTraining(self._context, self.strategy, tool)
+        """The script trains by another tool than `prepare`, unless it calls that, too."""
+        if self._parts is None:
+            self.external = ExternalTraining(self._context, self.strategy, tool)
 
     def _begin(self, given: Arguments) -> list[SharedLoader]:
         """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""

@@ -28,11 +28,10 @@ from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, StepsTaken, pack
 from polyrhythm.core.stopping import Stopping
 from polyrhythm.wire.buffers import Buffer
-from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.incoming import Incoming
-from polyrhythm.wire.requests import Pending
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.memory import ProcessMemory
+from polyrhythm.worlds.processes.messages import NAMES, FailedReply, ProcessReply, ReceivedMessage, message_of
 from polyrhythm.worlds.processes.process_group import NodeLocation, ProcessGroup
 from polyrhythm.worlds.processes.reporter import Reporter
 from polyrhythm.worlds.processes.thread_task import ThreadTask
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 
     from polyrhythm.wire.arena import Arenas
 
-_DTYPES = {name: getattr(torch, name) for name in DTYPES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 
 @dataclass
 class _PendingNotice:
@@ -52,39 +48,6 @@ class _PendingNotice:
 
     notice: Notice
     arrived: int
-
-
-class _ReceivedMessage(Message):
-    """A message with what is needed to reply to it."""
-
-    origin: Incoming
-
-
-class _ProcessReply(Reply):
-    def __init__(self, pending: Pending, staged: list[tuple[Tensor, Tensor]]) -> None:
-        self._pending, self._staged = pending, staged
-
-    @property
-    def arrived(self) -> bool:
-        return self._pending.done
-
-    def wait(self) -> Message:
-        message = _message(self._pending.wait())
-        for target, host in self._staged:
-            target.copy_(host)
-        return message
-
-
-class _FailedReply(Reply):
-    """The reply to a request that could not be sent because the peer is lost."""
-
-    def __init__(self, error: PeerLost) -> None:
-        self._error = error
-
-    arrived = True
-
-    def wait(self) -> Message:
-        raise self._error
 
 
 class ProcessNode(Node):
@@ -262,9 +225,9 @@ class ProcessNode(Node):
             targets.append(self.buffer(host))
         buffers = [self.buffer(tensor) for tensor in tensors]
         try:
-            return _ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
+            return ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
         except PeerLost as error:
-            return _FailedReply(error)
+            return FailedReply(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._note_handled()
@@ -278,7 +241,7 @@ class ProcessNode(Node):
             else:
                 incoming = self.transport.receive(kinds, timeout=0, wake_count=wakes, before=next_.arrived)
             if incoming is not None:
-                message = _message(incoming)
+                message = message_of(incoming)
                 late = self.members.outdated(message)
                 kind = DeliveredLate if late else Delivered
                 self.log(kind(str(message.sender), message.sequence, message.kind))
@@ -341,7 +304,7 @@ class ProcessNode(Node):
         return self.transport.expect(sender, kind, [self.buffer(tensor) for tensor in into])
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
-        assert isinstance(message, _ReceivedMessage)
+        assert isinstance(message, ReceivedMessage)
         same_count = message.tensors and len(tensors) == len(message.tensors)
         if same_count and all(a is b for a, b in zip(tensors, message.tensors, strict=True)):
             buffers = message.origin.buffers  # the reply was computed in place
@@ -354,9 +317,9 @@ class ProcessNode(Node):
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]
-            return Buffer(_NAMES[tensor.dtype], view, self.arena, offset)
+            return Buffer(NAMES[tensor.dtype], view, self.arena, offset)
         host = tensor.detach().cpu().contiguous()
-        return Buffer(_NAMES[host.dtype], host.view(torch.uint8).numpy().data)
+        return Buffer(NAMES[host.dtype], host.view(torch.uint8).numpy().data)
 
     # --- threads, events and shutdown ---------------------------------------------------------------
 
@@ -384,18 +347,3 @@ class ProcessNode(Node):
         self.transport.close()
         if self._group is not None:
             self._group.close()
-
-
-def _message(incoming: Incoming) -> _ReceivedMessage:
-    message = _ReceivedMessage(
-        incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
-        tuple(_tensor(buffer) for buffer in incoming.buffers),
-    )  # fmt: skip
-    message.origin = incoming
-    return message
-
-
-def _tensor(buffer: Buffer) -> Tensor:
-    if not len(buffer.view):
-        return torch.empty(0, dtype=_DTYPES[buffer.dtype])
-    return torch.frombuffer(buffer.view, dtype=_DTYPES[buffer.dtype])
