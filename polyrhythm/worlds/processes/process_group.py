@@ -161,6 +161,11 @@ class ProcessGroup(Group):
             )
         return self._subgroups[workers, name]
 
+    def shares_memory(self, peer: Peer) -> bool:
+        """True if a member is on the host of this one, and both see the same shared memory."""
+        host = self._locations[self._node.me].host
+        return bool(host) and self._locations[peer].host == host
+
     def close(self) -> None:
         self._executor.close()
         for subgroup in self._subgroups.values():
