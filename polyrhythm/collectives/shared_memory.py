@@ -7,8 +7,8 @@ reduces its slice in rank order, writes the result to all buffers, and sets `don
 it, every buffer is complete. Collectives are executed in the order in which they are begun, whenever a member
 calls `begin` or waits. `begin` does not block, unless all slots of the board are in use.
 
-In an exchange a member lends tensors to each other one, and one that lists them. When all have begun it, each
-calls a function with the tensors that it was lent.
+In an exchange a member lends tensors to each other one. Its slot has a list of them, or says where the list
+is if it is long. When all have begun the exchange, each calls a function with the tensors that it was lent.
 
 Nothing is copied, and the only system calls yield the processor. Processors may reorder memory accesses, so
 there is a `_fence` between writing data and announcing it, and between seeing the announcement and reading
@@ -40,13 +40,14 @@ MAX_SLEEP = 0.002  # seconds
 
 _BEGUN, _DONE, _SLOT = 0, 8, 16  # words of a board; those that change often have cache lines of their own
 _SLOTS, _WORDS, _TENSORS = 256, 64, 20  # slots of a board, words of a slot, tensors that fit in a slot
+_ELSEWHERE = -1  # in place of a list: it did not fit in the slot
 BOARD = 8 * (_SLOT + _SLOTS * _WORDS)
 
 _TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-_CODE = {dtype: code for code, dtype in enumerate(_TYPES)}
+CODE = {dtype: code for code, dtype in enumerate(_TYPES)}
 
 SAME = "all workers must call the same collectives in the same order"
 
@@ -110,12 +111,15 @@ class SharedMemory:
         A tensor that is lent to several members is one object.
         """
         rows, staged = self.stage_rows(outgoing, self._mine)
-        lists, staged_lists = self.stage([torch.tensor(self._listed(rows), dtype=torch.int64)])
-        before = self._begun
-        self._post(lists, TASKS.index(what))
+        words, before = self._listed(rows), self._begun
+        if len(words) > _WORDS - 2:
+            lists, more = self.stage([torch.tensor(words, dtype=torch.int64)])
+            staged += more
+            words = [_ELSEWHERE, lists[0].data_ptr() - self._base, len(words)]
+        self._write_slot(TASKS.index(what), words)
         self._uses[self._begun] = lambda place: use(self._lent_to_me(place, outgoing[self._mine]))
         self.finish(self._begun, before)
-        self.release([*staged, *staged_lists])
+        self.release(staged)
 
     def advance(self) -> None:
         """Does this member's part of all collectives that all members have begun."""
@@ -182,24 +186,33 @@ class SharedMemory:
             self._free[memory.numel()].append(memory)
 
     def _post(self, lent: Sequence[Tensor], task: int) -> None:
-        number = self._begun + 1
-        if number > _SLOTS:
-            self.finish(number - _SLOTS)  # until then others may be reading the slot
         key = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in lent)
         words = self._words.get(key)
         if words is None:
             words = [len(lent)]
-            for address, count, dtype in key:
-                if dtype not in _CODE:
-                    raise PolyrhythmError(f"a collective cannot reduce {dtype}")
-                words += [address - self._base if count else 0, count, _CODE[dtype]]
+            for tensor in lent:
+                words += self._described(tensor)
             _cache(self._words, key, words)
+        self._write_slot(task, words)
+
+    def _write_slot(self, task: int, words: Sequence[int]) -> None:
+        """Begins the next collective."""
+        number = self._begun + 1
+        if number > _SLOTS:
+            self.finish(number - _SLOTS)  # until then others may be reading the slot
         board, place = self._boards[self._mine], _SLOT + number % _SLOTS * _WORDS
         board[place] = task
         for at, word in enumerate(words, place + 1):
             board[at] = word
         self._publish(_BEGUN, number)
         self._begun = number
+
+    def _described(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Where a lent tensor is, its length and the code of its dtype."""
+        if tensor.dtype not in CODE:
+            raise PolyrhythmError(f"a collective cannot reduce {tensor.dtype}")
+        count = tensor.numel()
+        return tensor.data_ptr() - self._base if count else 0, count, CODE[tensor.dtype]
 
     def _fence(self) -> None:
         """A full memory barrier: no access moves across it."""
@@ -251,19 +264,14 @@ class SharedMemory:
 
     def _listed(self, rows: Sequence[Sequence[Tensor]]) -> list[int]:
         """Where the row of each member begins in this list, and the tensors of each other member's row."""
+        starts: list[int] = []
         words: list[int] = []
-        rows = [() if index == self._mine else row for index, row in enumerate(rows)]
-        for row in rows:
-            words.append(len(row))
-            for tensor in row:
-                count = tensor.numel()
-                if tensor.dtype not in _CODE:
-                    raise PolyrhythmError(f"a collective cannot move {tensor.dtype}; view it as torch.uint8")
-                words += [tensor.data_ptr() - self._base if count else 0, count, _CODE[tensor.dtype]]
-        starts, at = [], len(rows)
-        for row in rows:
-            starts.append(at)
-            at += 1 + 3 * len(row)
+        for index, row in enumerate(rows):
+            starts.append(len(rows) + len(words))
+            lent = () if index == self._mine else row
+            words.append(len(lent))
+            for tensor in lent:
+                words += self._described(tensor)
         return [*starts, *words]
 
     def _lent_to_me(self, place: int, own: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -273,12 +281,13 @@ class SharedMemory:
             if index == self._mine:
                 found.append(own)
                 continue
-            start, nbytes = board[place + 2], 8 * board[place + 3]
-            words = self._arenas.view(self._members[index])[start : start + nbytes].cast("q")
+            words = board[place + 1 : place + _WORDS]
+            if words[0] == _ELSEWHERE:
+                _, start, count = words[:3]
+                words = self._arenas.view(self._members[index])[start : start + 8 * count].cast("q")
             row = words[self._mine]
-            found.append([
-                _view(memory, *words[at : at + 3]) for at in range(row + 1, row + 1 + 3 * words[row], 3)
-            ])  # fmt: skip
+            ends = range(row + 1, row + 1 + 3 * words[row], 3)
+            found.append([view(memory, *words[at : at + 3]) for at in ends])
         return found
 
     def _check_tasks(self, place: int) -> None:
@@ -293,18 +302,19 @@ class SharedMemory:
 
     def _plan(self, place: int) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The inputs and outputs of this member in the collective of these slots."""
+        self._check_tasks(place)
         counts, boards = len(self._boards), self._boards
         task = boards[self._mine][place]
         tensors: list[list[Tensor]] = []
         for board, memory in zip(boards, self._memory, strict=True):
             ends = range(place + 2, place + 2 + 3 * board[place + 1], 3)
-            tensors.append([_view(memory, *board[at : at + 3]) for at in ends])
+            tensors.append([view(memory, *board[at : at + 3]) for at in ends])
         mine = [(view.numel(), view.dtype) for view in tensors[self._mine]]
-        for other, (board, views) in enumerate(zip(boards, tensors, strict=True)):
+        for other, views in enumerate(tensors):
             theirs = [(view.numel(), view.dtype) for view in views]
-            if board[place] != task or theirs != mine:
+            if theirs != mine:
                 raise PolyrhythmError(
-                    f"{self._names[other]} is in {TASKS[board[place]]} of {theirs} but "
+                    f"{self._names[other]} is in {TASKS[task]} of {theirs} but "
                     f"{self._names[self._mine]} is in {TASKS[task]} of {mine}: {SAME}"
                 )
         plan = []
@@ -319,7 +329,7 @@ class SharedMemory:
         return plan
 
 
-def _view(memory: Tensor, offset: int, count: int, code: int) -> Tensor:
+def view(memory: Tensor, offset: int, count: int, code: int) -> Tensor:
     """A tensor in the memory of a member, as a list or a slot describes it."""
     dtype = _TYPES[code]
     return memory[offset : offset + count * dtype.itemsize].view(dtype)

@@ -62,7 +62,7 @@ def install(session: Session) -> None:
 def _initialize(groups: _Groups, store: Store, rank: int, size: int, timeout: timedelta | None) -> None:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    _Groups.current = groups
+    _Groups.current, groups.store = groups, store
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -84,6 +84,7 @@ class _Groups:
     def __init__(self, node: ProcessNode | None, me: Peer) -> None:
         self._node = node
         self._messages = PointToPoint(node, me)
+        self.store: Store | None = None  # torch does not keep the part of it that is in Python
 
     def create(self, options: Any) -> PolyrhythmGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -97,5 +98,5 @@ class _Groups:
         """The script is done: waits for what is in flight, and ends all groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._messages.drain()
+        self._messages.close()
         _Groups.current = None

@@ -24,7 +24,7 @@ def flat(tensor: Tensor) -> Tensor:
         found = found.cpu()  # in the thread and on the stream of the caller
     if not found.is_contiguous() or found.is_conj() or found.is_neg():
         found = found.contiguous().resolve_conj().resolve_neg()
-    found = found.view(-1)
+    found = found.as_strided((found.numel(),), (1,))  # a view of one element may keep another stride
     return found if found.dtype in DTYPES else found.view(torch.uint8)
 
 

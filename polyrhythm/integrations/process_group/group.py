@@ -26,7 +26,7 @@ from polyrhythm.core.group import Group
 from polyrhythm.core.peer import Peer
 from polyrhythm.integrations.process_group.flat import check, fill, flat, reducible
 from polyrhythm.integrations.process_group.lane import Lane
-from polyrhythm.integrations.process_group.point_to_point import PointToPoint
+from polyrhythm.integrations.process_group.point_to_point import PointToPoint, channel_of
 from polyrhythm.integrations.process_group.works import AllWork, GroupWork
 
 BACKEND = "polyrhythm"
@@ -50,7 +50,7 @@ class PolyrhythmGroup(dist.ProcessGroup):
         self._group, self._messages = group, messages
         self._places = [group.members.index(peer) for peer in self._peers]  # members are sorted
         self._mine, self._me = self._peers.index(messages.me), messages.me
-        self._name, self._description = name, ""
+        self._name, self._description, self._channel = name, "", channel_of(name)
         self._lane = Lane(f"process group {name}")
         self._coalesced: list[GroupWork] | None = None
 
@@ -220,14 +220,14 @@ class PolyrhythmGroup(dist.ProcessGroup):
     # --- one to one ---------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> GroupWork:
-        return self._noted(self._messages.send(self._name, self._peers[dst], _only(tensors), tag))
+        return self._noted(self._messages.send(self._channel, self._peers[dst], _only(tensors), tag))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> GroupWork:
         source = self._peers[src]
-        return self._noted(self._messages.receive(self._name, source, self._peers, _only(tensors), tag))
+        return self._noted(self._messages.receive(self._channel, source, self._peers, _only(tensors), tag))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
-        return self._noted(self._messages.receive(self._name, None, self._peers, _only(tensors), tag))
+        return self._noted(self._messages.receive(self._channel, None, self._peers, _only(tensors), tag))
 
     # --- names, ends, coalescing --------------------------------------------------------------------
 
@@ -343,9 +343,8 @@ def _operation(opts: Any) -> str:
     for known, name in _OPERATIONS:
         if op == known:
             return name
-    raise UsageError(
-        f"a process group of polyrhythm cannot reduce by {op}; use SUM, AVG, MIN, MAX or PRODUCT"
-    )
+    unknown = str(getattr(op, "op", op)).rpartition(".")[2]
+    raise UsageError(f"a process group cannot reduce by {unknown}; use SUM, AVG, MIN, MAX or PRODUCT")
 
 
 def _only(tensors: Sequence[Tensor]) -> Tensor:

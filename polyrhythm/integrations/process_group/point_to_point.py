@@ -1,17 +1,21 @@
 """PointToPoint: send and receive, between the workers of a run.
 
-A send is a request that lends its tensor; the reply says that the receiver has taken it. So a send is
-complete when it is received, as in Gloo, and at most the tensors that a script has in flight take memory. On
-one host the tensor is copied to shared memory, from where the receiver copies it. A thread takes messages as
-they arrive: into the tensor of a receive that the script has begun, whatever the script does meanwhile, or
-into a list until it begins one.
+A send is complete when the tensor has been received, as in Gloo, so only the tensors that a script has in
+flight take memory. Workers of one host send through shared memory (`collectives.shared_messages`). To another
+host a send is a request that lends its tensor, and the reply says that the receiver has it.
+
+A receive that has begun is completed whatever the script does meanwhile: by the thread that waits for any
+send or receive, or by a thread in the background. Tensors that arrive before their receive begins wait in a
+list.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,83 +23,129 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from polyrhythm.collectives.shared_memory import MAX_SLEEP, SPIN
+from polyrhythm.collectives.shared_messages import Sent, SharedMessages
 from polyrhythm.core.errors import PeerLost, WaitError
 from polyrhythm.core.message import Message, Reply
 from polyrhythm.core.peer import Peer
 from polyrhythm.integrations.process_group.flat import check, fill, flat
-from polyrhythm.integrations.process_group.works import DoneWork, GroupWork, poll
+from polyrhythm.integrations.process_group.works import DoneWork, GroupWork
 from polyrhythm.worlds.processes.node import ProcessNode
 
 _KIND = "torch send"
-_INLINE = 1 << 12  # bytes up to which a tensor is sent in the message
-_CHECK = 0.1  # seconds between two looks at the run while a receive waits
+_PAUSE = 0.002  # seconds between two looks at shared memory while the script computes
+_CHECK = 0.05  # seconds between two looks at the run while a worker waits
 
-Line = tuple[str, int]  # the name of a group and a tag
+Line = tuple[int, int]  # a channel, which is a group, and a tag
 
 
-@dataclass
+def channel_of(group: str) -> int:
+    """The channel of a group of this name."""
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True, eq=False)
 class Letter:
-    """A tensor that was sent. `message` is None if this worker has sent it to itself."""
+    """A tensor that has arrived. `take` is called when it has been copied."""
 
     sender: Peer
     values: Tensor
-    message: Message | None
+    take: Callable[[], object]
 
 
-class SendWork(GroupWork):
-    """A send that has begun."""
+class _PeerWork(GroupWork):
+    """A send or receive that has begun, and the workers that it waits for."""
 
-    def __init__(self, node: ProcessNode, reply: Reply, tensor: Tensor, pool: _Pool, staged: Tensor | None):
+    what = "a receive"
+
+    def __init__(self, owner: PointToPoint, tensor: Tensor, awaited: Sequence[Peer]) -> None:
         super().__init__([tensor])
-        self._node, self._reply, self._pool, self._staged = node, reply, pool, staged
+        self.owner, self.awaited = owner, awaited
+        self.arrived = threading.Event()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        self.arrived.set()
+
+    def progress(self) -> None:
+        self.owner.progress()
 
     def block(self, timeout: float | None) -> None:
-        if timeout is not None:
-            poll(lambda: self._reply.arrived, timeout, "a send")
+        self.owner.wait(self, timeout)
+
+
+class ReceiveWork(_PeerWork):
+    """A receive from one of the members of a group; `source` is None for any."""
+
+    def __init__(self, owner: PointToPoint, tensor: Tensor, source: Peer | None, members: Sequence[Peer]):
+        super().__init__(
+            owner, tensor, [source] if source else [each for each in members if each != owner.me]
+        )
+        self.tensor, self.source, self._members = tensor, source, members
+        self.sender: Peer | None = None
+
+    def source_rank(self) -> int:
+        """The rank in the group of the worker that has sent."""
+        assert self.sender is not None
+        return self._members.index(self.sender)
+
+    _source_rank = source_rank
+
+
+class _SendWork(_PeerWork):
+    """A send. Nothing tells when it is complete: who wants to know looks."""
+
+    what = "a send"
+
+    def get_future(self) -> Future[Any]:
+        if not self.done:
+            threading.Thread(target=self._finish_beside, name="polyrhythm send", daemon=True).start()
+        return super().get_future()
+
+    def _finish_beside(self) -> None:
+        try:
+            self.owner.wait(self, None)
+        except Exception as error:
+            self.finish(error)
+
+
+class SharedSendWork(_SendWork):
+    """A send to a worker of this host."""
+
+    def __init__(self, owner: PointToPoint, tensor: Tensor, to: Peer, sent: Sent) -> None:
+        super().__init__(owner, tensor, [to])
+        self._sent = sent
+
+    def progress(self) -> None:
+        super().progress()
+        if self._sent.taken and not self.done:
+            self.finish()
+
+
+class RequestWork(_SendWork):
+    """A send to a worker of another host."""
+
+    def __init__(self, owner: PointToPoint, tensor: Tensor, to: Peer, reply: Reply) -> None:
+        super().__init__(owner, tensor, [to])
+        self._reply = reply
+
+    def progress(self) -> None:
+        if self._reply.arrived and not self.done:
+            self._wait()
+
+    def block(self, timeout: float | None) -> None:
+        if timeout is None:
+            self._wait()
+        else:
+            super().block(timeout)
+
+    def _wait(self) -> None:
         error: BaseException | None = None
         try:
             self._reply.wait()
         except Exception as failed:
             error = failed
-        with self._lock:
-            staged, self._staged = self._staged, None
-        if staged is not None:
-            self._pool.give(staged)
-        if not self.done:
-            self.finish(error)
-
-    def progress(self) -> None:
-        if self._reply.arrived:
-            self.block(None)
-
-    def get_future(self) -> Future[Any]:
-        if not self.done:
-            self._node.spawn(self.block, None)
-        return super().get_future()
-
-
-class ReceiveWork(GroupWork):
-    """A receive that has begun. `source` is None for any."""
-
-    def __init__(self, owner: PointToPoint, tensor: Tensor, source: Peer | None, members: Sequence[Peer]):
-        super().__init__([tensor])
-        self.tensor, self.source, self.members = tensor, source, members
-        self.sender: Peer | None = None
-        self._owner, self._arrived = owner, threading.Event()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        super().finish(error)
-        self._arrived.set()
-
-    def block(self, timeout: float | None) -> None:
-        self._owner.wait(self._arrived, self.source, timeout)
-
-    def source_rank(self) -> int:
-        """The rank in the group of the worker that has sent."""
-        assert self.sender is not None
-        return self.members.index(self.sender)
-
-    _source_rank = source_rank
+        self.finish(error)
 
 
 class PointToPoint:
@@ -107,33 +157,45 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._receives: dict[Line, list[ReceiveWork]] = {}  # that wait for a letter, in order
         self._letters: dict[Line, list[Letter]] = {}  # that wait for a receive, in order
-        self._sends: set[SendWork] = set()
-        self._pool = _Pool(node)
+        self._sends: set[_SendWork] = set()
+        self._here: Sequence[Peer] = ()
+        self._shared: SharedMessages | None = None
+        self._wanted = threading.Event()  # there is something to do in the background
+        self._closed = False
+        self._thread: threading.Thread | None = None
         if node is not None:
-            node.subscribe(self._on_message, _KIND)
+            self._here, self._shared = node.everyone.shared_messages()
+            if not {*node.members.workers} <= {me, *self._here}:
+                node.subscribe(self._on_message, _KIND)
 
-    def send(self, group: str, to: Peer, tensor: Tensor, tag: int) -> GroupWork:
+    # --- the script ---------------------------------------------------------------------------------
+
+    def send(self, channel: int, to: Peer, tensor: Tensor, tag: int) -> GroupWork:
         """Begins to send a tensor."""
         values = flat(tensor)
         if to == self.me:
-            self._arrive((group, tag), Letter(self.me, values.clone(), None))
+            copy = values.clone()
+            self._deliver(self._matched([((channel, tag), Letter(self.me, copy, lambda: None))]))
             return DoneWork([tensor])
-        node = self._node
-        assert node is not None
-        staged = None
-        if values.nbytes > _INLINE and node.everyone.shares_memory(to):
-            staged = self._pool.take(values.nbytes)
-            values = staged[: values.nbytes].view(values.dtype).copy_(values)
-        reply = node.request(to, _KIND, values, group=group, tag=tag)
-        work = SendWork(node, reply, tensor, self._pool, staged)
+        assert self._node is not None
+        work: _SendWork
+        if self._shared is not None and to in self._here:
+            with self._lock:
+                sent = self._shared.send(self._here.index(to), channel, tag, values)
+            work = SharedSendWork(self, tensor, to, sent)
+            self._node.transport.traffic.count(values.nbytes)
+        else:
+            work = RequestWork(
+                self, tensor, to, self._node.request(to, _KIND, values, channel=channel, tag=tag)
+            )
         self._sends = {each for each in self._sends if not each.is_completed()} | {work}
         return work
 
     def receive(
-        self, group: str, source: Peer | None, members: Sequence[Peer], tensor: Tensor, tag: int
+        self, channel: int, source: Peer | None, members: Sequence[Peer], tensor: Tensor, tag: int
     ) -> ReceiveWork:
         """Begins to receive a tensor, from one of the members or from any."""
-        work, line = ReceiveWork(self, tensor, source, members), (group, tag)
+        work, line = ReceiveWork(self, tensor, source, members), (channel, tag)
         with self._lock:
             letters = self._letters.get(line, [])
             letter = next((each for each in letters if source in (None, each.sender)), None)
@@ -142,100 +204,127 @@ class PointToPoint:
             else:
                 self._receives.setdefault(line, []).append(work)
         if letter is not None:
-            self._deliver(letter, work)
+            self._deliver([(letter, work)])
         else:
-            self._check_gone()
+            self.progress()
+            if not work.done:
+                self._run_beside()
         return work
 
-    def wait(self, arrived: threading.Event, source: Peer | None, timeout: float | None) -> None:
-        """Waits until a receive is complete or has failed."""
-        who, began = "any worker" if source is None else str(source), time.monotonic()
-        limit = timeout
-        if limit is None:
-            limit = self._node.transport.wait if self._node is not None else 0.0
-        while not arrived.wait(_CHECK):
-            waited = time.monotonic() - began
-            if self._node is not None and (self._node.stopping.alone or self._node.transport.closed):
-                raise PeerLost(f"{self.me} waited {waited:.1f} s for {who} to send; the run has failed")
-            if waited > limit:
-                raise WaitError(f"{self.me} waited {waited:.1f} s for {who} to send")
+    def wait(self, work: _PeerWork, timeout: float | None) -> None:
+        """Waits until a send or a receive is complete or has failed."""
+        began, checked = time.perf_counter(), 0.0
+        spin = SPIN if any(peer in self._here for peer in work.awaited) else 0.0
+        while not work.is_completed():
+            waited = time.perf_counter() - began
+            if waited < spin:
+                os.sched_yield()
+                continue
+            work.arrived.wait(min(waited / 8, MAX_SLEEP) if self._shared is not None else MAX_SLEEP)
+            if waited > checked:
+                self._check(work, waited, timeout)
+                checked = waited + _CHECK
 
-    def drain(self) -> None:
+    def close(self) -> None:
         """Waits until all that was sent has been received. An error has been raised, or does not matter."""
         for work in self._sends:
             if not work.done:
                 work.block(None)
         self._sends.clear()
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Completes receives whose tensors have arrived in shared memory, and makes room for sends."""
+        if self._shared is None:
+            return
+        with self._lock:
+            self._shared.advance()
+            arrivals = self._shared.arrivals()
+            if not arrivals:
+                return
+            pairs = self._match([
+                ((each.channel, each.tag), Letter(self._here[each.sender], each.values, self._locked(each.take)))
+                for each in arrivals
+            ])  # fmt: skip
+        self._deliver(pairs)
 
     def _on_message(self, message: Message | None) -> None:
-        """Called in a thread with each message; None means that a worker has left."""
-        if message is None:
-            self._check_gone()
-        else:
-            self._arrive(
-                (message["group"], message["tag"]), Letter(message.sender, message.tensors[0], message)
-            )
+        """Called in a thread with each message from another host; None means that a worker has left."""
+        if message is None or self._node is None:
+            return
+        node, request = self._node, message
+        letter = Letter(message.sender, message.tensors[0], lambda: node.reply(request))
+        self._deliver(self._matched([((message["channel"], message["tag"]), letter)]))
 
-    def _arrive(self, line: Line, letter: Letter) -> None:
+    def _locked(self, take: Callable[[], None]) -> Callable[[], None]:
+        def locked() -> None:
+            with self._lock:
+                take()
+
+        return locked
+
+    def _matched(self, letters: Sequence[tuple[Line, Letter]]) -> list[tuple[Letter, ReceiveWork]]:
         with self._lock:
+            return self._match(letters)
+
+    def _match(self, letters: Sequence[tuple[Line, Letter]]) -> list[tuple[Letter, ReceiveWork]]:
+        """Finds the first receive for each letter; keeps the letters that have none."""
+        pairs = []
+        for line, letter in letters:
             receives = self._receives.get(line, [])
             work = next((each for each in receives if each.source in (None, letter.sender)), None)
-            if work is not None:
-                receives.remove(work)
-            else:
+            if work is None:
                 self._letters.setdefault(line, []).append(letter)
-        if work is not None:
-            self._deliver(letter, work)
+            else:
+                receives.remove(work)
+                pairs.append((letter, work))
+        return pairs
 
-    def _deliver(self, letter: Letter, work: ReceiveWork) -> None:
-        error: Exception | None = None
-        try:
-            check(letter.values, work.tensor, "a send", letter.sender, self.me)
-            with torch.no_grad():
-                fill(work.tensor, letter.values)
-        except Exception as failed:
-            error = failed
-        if letter.message is not None and self._node is not None:
-            self._node.reply(letter.message)
-        work.sender = letter.sender
-        work.finish(error)
+    def _deliver(self, pairs: Sequence[tuple[Letter, ReceiveWork]]) -> None:
+        for letter, work in pairs:
+            error: Exception | None = None
+            try:
+                check(letter.values, work.tensor, "a send", letter.sender, self.me)
+                with torch.no_grad():
+                    fill(work.tensor, letter.values)
+            except Exception as failed:
+                error = failed
+            letter.take()
+            work.sender = letter.sender
+            work.finish(error)
 
-    def _check_gone(self) -> None:
-        """Fails the receives whose sender has left the run."""
-        if self._node is None:
-            return
-        here = self._node.members.workers
-        gone = []
-        with self._lock:
-            for receives in self._receives.values():
-                for work in list(receives):
-                    awaited = [work.source] if work.source is not None else list(work.members)
-                    if not any(peer in here for peer in awaited if peer != self.me or work.source):
-                        receives.remove(work)
-                        gone.append(work)
-        for work in gone:
-            who = "all other workers of the group" if work.source is None else str(work.source)
-            work.finish(PeerLost(f"{self.me} waited for {who} to send, but it is gone"))
+    def _check(self, work: _PeerWork, waited: float, timeout: float | None) -> None:
+        """Raises if a work need not be waited for any longer."""
+        node = self._node
+        if node is None:
+            raise PeerLost(f"{self.me} waits in {work.what}, but there is no other worker")
+        # Any of several may still send, if it is there.
+        there = [peer for peer in work.awaited if peer in node.members.workers and peer not in node.left]
+        node.check_wait(there or work.awaited, waited, work.what)
+        if timeout is not None and waited > timeout:
+            who = " or ".join(map(str, work.awaited))
+            raise WaitError(f"{self.me} waited {waited:.1f} s for {who} in {work.what}")
 
+    # --- the background -----------------------------------------------------------------------------
 
-class _Pool:
-    """Shared memory for tensors in flight. Sizes are powers of two, so that memory is reused."""
+    def _run_beside(self) -> None:
+        """Lets a thread complete the receives that have begun, unless the script waits for them before."""
+        if self._shared is None:
+            return  # the thread of the node does
+        self._wanted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="polyrhythm receives", daemon=True)
+            self._thread.start()
 
-    def __init__(self, node: ProcessNode | None) -> None:
-        self._node = node
-        self._free: dict[int, list[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> Tensor:
-        """At least so many bytes."""
-        size = 1 << (nbytes - 1).bit_length()
-        with self._lock:
-            free = self._free.setdefault(size, [])
-            if free:
-                return free.pop()
-        assert self._node is not None
-        return self._node.memory.empty(size, torch.uint8)
-
-    def give(self, memory: Tensor) -> None:
-        with self._lock:
-            self._free[memory.numel()].append(memory)
+    def _work(self) -> None:
+        while self._wanted.wait() and not self._closed:
+            self.progress()
+            with self._lock:
+                if not any(self._receives.values()):
+                    self._wanted.clear()
+            time.sleep(_PAUSE)

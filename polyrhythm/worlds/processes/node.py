@@ -114,13 +114,17 @@ class ProcessNode(Node):
         assert self._group is not None
         return self._group
 
-    def check_wait(self, missing: Sequence[Peer], waited: float) -> None:
-        """Raises if a collective need not wait any longer for the missing workers."""
+    @property
+    def left(self) -> dict[Peer, str]:
+        """The nodes that have left the run since `members` was updated, and why."""
         notices = [each.notice for each in list(self._notices)]
-        left = {notice.peer: notice.reason for notice in notices if notice.kind == "left"}
-        workers = self.members.workers
+        return {each.peer: each.reason for each in notices if each.kind == "left" and each.peer is not None}
+
+    def check_wait(self, missing: Sequence[Peer], waited: float, what: str = "a collective") -> None:
+        """Raises if a collective need not wait any longer for the missing workers."""
+        left, workers = self.left, self.members.workers
         died = [peer for peer in self.members.lost if peer not in workers]
-        died += [peer for peer, reason in left.items() if peer and reason != "finished"]
+        died += [peer for peer, reason in left.items() if reason != "finished"]
         # If any worker has died the collective fails: the missing workers wait for the dead one too.
         gone = next(iter(died), None) or next(
             (peer for peer in missing if peer in left or peer not in workers), None
@@ -130,11 +134,11 @@ class ProcessNode(Node):
                 "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
             )
             # If it has not come, no worker has begun to write results.
-            what = f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}"
-            raise PeerLost(what, untouched=gone in missing)
+            message = f"{self.me} waited {waited:.1f} s for {gone} in {what}; {why}"
+            raise PeerLost(message, untouched=gone in missing)
         if missing and (waited > self.transport.wait or self.transport.closed or self.stopping.alone):
             names = ", ".join(map(str, missing))
-            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
+            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in {what}")
 
     def _on_notice(self, incoming: Incoming) -> None:
         """Handles a notice: ends waits for a node that left, learns the address of one that joined.

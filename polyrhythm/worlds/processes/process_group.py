@@ -12,6 +12,7 @@ from polyrhythm.collectives import direct, hierarchical, ring
 from polyrhythm.collectives.arithmetic import elements_sent, elements_sent_to, flat_views, reduce
 from polyrhythm.collectives.choose import choose
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
+from polyrhythm.collectives.shared_messages import SharedMessages, board_bytes
 from polyrhythm.core.group import Coding, Group, Task, Use, first_number
 from polyrhythm.core.peer import Peer
 
@@ -65,7 +66,7 @@ class ProcessGroup(Group):
                 node.arenas,
                 {str(worker): locations[worker].arena for worker in here},
                 here.index(node.me),
-                _boards(node, here, first) if first else [node.board] * len(here),
+                _boards(node, here, str(first), BOARD) if first else [node.board] * len(here),
                 lambda missing, waited: node.check_wait([here[index] for index in missing], waited),
             )
         # A worker that shares no memory counts as a host of its own.
@@ -161,10 +162,15 @@ class ProcessGroup(Group):
             )
         return self._subgroups[workers, name]
 
-    def shares_memory(self, peer: Peer) -> bool:
-        """True if a member is on the host of this one, and both see the same shared memory."""
-        host = self._locations[self._node.me].host
-        return bool(host) and self._locations[peer].host == host
+    def shared_messages(self) -> tuple[list[Peer], SharedMessages | None]:
+        """The members on this host, and messages to them in shared memory. Each of them calls this, once."""
+        here = sorted([self._node.me, *self._others])
+        arenas = self._node.arenas
+        if len(here) < 2 or arenas is None:
+            return [], None
+        boards = _boards(self._node, here, "messages", board_bytes(len(here)))
+        members = {str(worker): self._locations[worker].arena for worker in here}
+        return here, SharedMessages(arenas, members, here.index(self._node.me), boards)
 
     def close(self) -> None:
         self._executor.close()
@@ -202,16 +208,16 @@ class ProcessGroup(Group):
             )
 
 
-def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
-    """Allocates a board of this group in each member's arena. Returns their offsets, which members exchange.
+def _boards(node: ProcessNode, here: Sequence[Peer], name: str, nbytes: int) -> list[int]:
+    """Allocates a board in each member's arena. Returns their offsets, which members exchange.
 
     Only the board of the group of all workers has the same offset in every arena.
     """
     arenas = node.arenas
     assert arenas is not None
-    mine = arenas.allocate(node.arena, BOARD)
-    arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # the memory may have been used before
-    kind, boards = f"board {number}", {node.me: mine}
+    mine = arenas.allocate(node.arena, nbytes)
+    arenas.view(node.arena)[mine : mine + nbytes] = bytes(nbytes)  # the memory may have been used before
+    kind, boards = f"board {name}", {node.me: mine}
     replies = [node.request(other, kind, board=mine) for other in here if other != node.me]
     for request in direct.gather(node, kind, here):
         boards[request.sender] = request["board"]
