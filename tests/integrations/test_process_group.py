@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.integrations.process_group import install
+from polyrhythm.launch.console import Console
 from polyrhythm.record.result import RunResult
 
 pytestmark = [
@@ -344,6 +348,47 @@ def test_each_collective_is_its_definition() -> None:
     )
     with pytest.raises(UsageError, match="left no model"):
         result.model_state()
+
+
+class Inviting(Console):
+    """Writes the address at which other hosts join to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.StringIO(), quiet=True)
+        self._path = path
+
+    def line(self, text: str) -> None:
+        if found := re.search(r"join\('(\S+)'", text):
+            self._path.write_text(found[1])
+
+
+def join_soon(address: Path, key: Path, program: Callable[[], Any]) -> None:
+    while not (address.exists() and address.read_text()):
+        time.sleep(0.02)
+    pr.join(address.read_text(), program, workers=2, key=key)
+
+
+@pytest.mark.slow
+def test_each_collective_is_its_definition_on_two_hosts(tmp_path: Path) -> None:
+    """Two workers on each: they share memory inside a host, and use TCP between hosts."""
+
+    def program() -> None:
+        install(pr.init())
+        every_collective(2)
+        ddp()
+
+    address, key = tmp_path / "address", tmp_path / "key"
+    other = multiprocessing.get_context("fork").Process(target=join_soon, args=(address, key, program))
+    other.start()
+    try:
+        options = {"here": 2, "listen": "tcp:127.0.0.1:0", "key": key, "console": Inviting(address)}
+        pr.run(program, workers=4, threads=1, runs=None, timeout=60, **options)
+        other.join(30)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
+        other.join()
+        other.close()
 
 
 @pytest.mark.slow

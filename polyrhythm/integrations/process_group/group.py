@@ -274,6 +274,7 @@ class PolyrhythmGroup(dist.ProcessGroup):
         self._lane.close()
 
     def abort(self) -> None:
+        self._lane.abort()
         self._lane.close()
 
     # --- inside -------------------------------------------------------------------------------------
@@ -282,8 +283,12 @@ class PolyrhythmGroup(dist.ProcessGroup):
         self, what: str, execute: Callable[[], None], results: Sequence[Tensor], opts: Any
     ) -> GroupWork:
         """Begins a collective; if the caller waits for it anyway, it is executed here."""
-        begin = self._lane.begin if getattr(opts, "asyncOp", True) else self._lane.run
-        return self._noted(begin(what, execute, results))
+        waits = not getattr(opts, "asyncOp", True)
+        limited = waits and opts.timeout.total_seconds() > 0  # then it cannot be executed here
+        work = (self._lane.run if waits and not limited else self._lane.begin)(what, execute, results)
+        if limited:
+            work.wait(opts.timeout)
+        return self._noted(work)
 
     def _noted(self, work: GroupWork) -> GroupWork:
         if self._coalesced is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.integrations.process_group.works import GroupWork, poll
 
 
@@ -72,6 +73,10 @@ class Lane:
             with self._executing:  # waits for the one that another thread executes
                 if not work.done:
                     self._execute_next()
+
+    def abort(self) -> None:
+        """Lets all collectives that have not begun fail."""
+        self._failure = self._failure or PolyrhythmError(f"{self._name} was aborted")
 
     def close(self) -> None:
         """Executes what is left, and ends the thread."""

@@ -15,9 +15,11 @@ import hashlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ from polyrhythm.integrations.process_group.works import DoneWork, GroupWork
 from polyrhythm.worlds.processes.node import ProcessNode
 
 _KIND = "torch send"
-_PAUSE = 0.002  # seconds between two looks at shared memory while the script computes
+_PAUSE, _LONG_PAUSE = 0.002, 0.016  # seconds between two looks at shared memory while the script computes
 _CHECK = 0.05  # seconds between two looks at the run while a worker waits
 
 Line = tuple[int, int]  # a channel, which is a group, and a tag
@@ -157,7 +159,7 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._receives: dict[Line, list[ReceiveWork]] = {}  # that wait for a letter, in order
         self._letters: dict[Line, list[Letter]] = {}  # that wait for a receive, in order
-        self._sends: set[_SendWork] = set()
+        self._sends: deque[_SendWork] = deque()
         self._here: Sequence[Peer] = ()
         self._shared: SharedMessages | None = None
         self._wanted = threading.Event()  # there is something to do in the background
@@ -188,7 +190,9 @@ class PointToPoint:
             work = RequestWork(
                 self, tensor, to, self._node.request(to, _KIND, values, channel=channel, tag=tag)
             )
-        self._sends = {each for each in self._sends if not each.is_completed()} | {work}
+        while self._sends and self._sends[0].is_completed():
+            self._sends.popleft()
+        self._sends.append(work)
         return work
 
     def receive(
@@ -197,11 +201,8 @@ class PointToPoint:
         """Begins to receive a tensor, from one of the members or from any."""
         work, line = ReceiveWork(self, tensor, source, members), (channel, tag)
         with self._lock:
-            letters = self._letters.get(line, [])
-            letter = next((each for each in letters if source in (None, each.sender)), None)
-            if letter is not None:
-                letters.remove(letter)
-            else:
+            letter = _taken(self._letters, line, lambda each: source in (None, each.sender))
+            if letter is None:
                 self._receives.setdefault(line, []).append(work)
         if letter is not None:
             self._deliver([(letter, work)])
@@ -220,7 +221,7 @@ class PointToPoint:
             if waited < spin:
                 os.sched_yield()
                 continue
-            work.arrived.wait(min(waited / 8, MAX_SLEEP) if self._shared is not None else MAX_SLEEP)
+            work.arrived.wait(min(waited / 8, MAX_SLEEP) if spin else _CHECK)
             if waited > checked:
                 self._check(work, waited, timeout)
                 checked = waited + _CHECK
@@ -247,10 +248,11 @@ class PointToPoint:
             arrivals = self._shared.arrivals()
             if not arrivals:
                 return
-            pairs = self._match([
-                ((each.channel, each.tag), Letter(self._here[each.sender], each.values, self._locked(each.take)))
-                for each in arrivals
-            ])  # fmt: skip
+            letters = [
+                Letter(self._here[each.sender], each.values, self._locked(each.take)) for each in arrivals
+            ]
+            lines = [(each.channel, each.tag) for each in arrivals]
+            pairs = self._match(list(zip(lines, letters, strict=True)))
         self._deliver(pairs)
 
     def _on_message(self, message: Message | None) -> None:
@@ -276,12 +278,10 @@ class PointToPoint:
         """Finds the first receive for each letter; keeps the letters that have none."""
         pairs = []
         for line, letter in letters:
-            receives = self._receives.get(line, [])
-            work = next((each for each in receives if each.source in (None, letter.sender)), None)
+            work = _taken(self._receives, line, partial(_accepts, letter.sender))
             if work is None:
                 self._letters.setdefault(line, []).append(letter)
             else:
-                receives.remove(work)
                 pairs.append((letter, work))
         return pairs
 
@@ -322,9 +322,30 @@ class PointToPoint:
             self._thread.start()
 
     def _work(self) -> None:
+        pause = _PAUSE
         while self._wanted.wait() and not self._closed:
+            before = len(self._receives)
             self.progress()
             with self._lock:
-                if not any(self._receives.values()):
+                if not self._receives:
                     self._wanted.clear()
-            time.sleep(_PAUSE)
+            pause = min(2 * pause, _LONG_PAUSE) if before == len(self._receives) else _PAUSE
+            time.sleep(pause)
+
+
+def _accepts(sender: Peer, work: ReceiveWork) -> bool:
+    return work.source in (None, sender)
+
+
+T = TypeVar("T")
+
+
+def _taken(lines: dict[Line, list[T]], line: Line, fits: Callable[[T], bool]) -> T | None:
+    """Removes and returns the first that fits, of those on a line."""
+    waiting = lines.get(line, [])
+    found = next((each for each in waiting if fits(each)), None)
+    if found is not None:
+        waiting.remove(found)
+        if not waiting:
+            del lines[line]
+    return found
