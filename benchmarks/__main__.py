@@ -26,8 +26,9 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
-    "conversions", "cut", "events", "growth", "hogwild", "last_executor", "memory", "server", "simulator",
-    "sites", "slow_link", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
+    "conversions", "cut", "events", "growth", "hogwild", "last_executor", "memory", "process_group",
+    "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
+    "wire_bytes",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.events import Event
-from polyrhythm.core.group import Coding, Group, Task
+from polyrhythm.core.group import Coding, Group, Task, Use
 from polyrhythm.core.mesh import Axis, Mesh
 from polyrhythm.core.message import Field, Message, Reply
 from polyrhythm.core.node import Members, Node
@@ -170,5 +170,9 @@ class _PlaceGroup(Group):
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._group.broadcast(*tensors, root=root)
 
-    def split(self, members: Sequence[Peer]) -> Group:
-        return _PlaceGroup(self._group.split([self._place.worker(each) for each in members]), self._place)
+    def exchange(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use) -> None:
+        self._group.exchange(what, outgoing, use)
+
+    def split(self, members: Sequence[Peer], name: str = "") -> Group:
+        workers = [self._place.worker(each) for each in members]
+        return _PlaceGroup(self._group.split(workers, name), self._place)

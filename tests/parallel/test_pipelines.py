@@ -114,6 +114,37 @@ def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: 
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
 
 
+class Dropping:
+    """Trains a model with dropout in two stages, and draws numbers in the script."""
+
+    def __call__(self) -> None:
+        torch.manual_seed(1)
+        session = pr.init()
+        layers = [nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)]
+        for layer in layers[::2]:
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader = DataLoader(TensorDataset(torch.ones(8, 64), torch.ones(8, 64)), 8)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for x, y in loader:
+            noise = torch.rand(3)
+            output = model(x)
+            F.mse_loss(output + noise.sum(), y).backward()
+            optimizer.step()
+            kept = (output > 0).float().mean().item()  # by both layers
+            assert 0.15 < kept < 0.35, kept  # one half, if both drew the same
+            with torch.no_grad():
+                assert torch.equal(model.eval()(x), x)  # evaluation drops nothing
+                assert not torch.equal(model.train()(x), model(x))
+        session.log(number=torch.rand(1).item())
+
+
+def test_stages_draw_their_own_numbers_and_the_script_draws_the_same(tmp_path: Path) -> None:
+    run_in("simulated", Dropping(), strategy="pipeline:2,split_at=2", workers=2, runs=tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["allreduce@pipeline:2", "local:2@pipeline:2", "allreduce+bf16@pipeline:2"]
