@@ -49,6 +49,8 @@ _TYPES = (
 )  # fmt: skip
 CODE = {dtype: code for code, dtype in enumerate(_TYPES)}
 
+_thread = threading.local()
+
 SAME = "all workers must call the same collectives in the same order"
 
 Staged = tuple[
@@ -229,10 +231,11 @@ class SharedMemory:
 
     def _wait_until(self, word: int, number: int) -> None:
         began, checked = time.perf_counter(), 0.0
+        spin = 0.0 if getattr(_thread, "patient", False) else SPIN
         for board in self._boards:
             while board[word] < number:
                 waited = time.perf_counter() - began
-                if waited < SPIN:
+                if waited < spin:
                     os.sched_yield()
                     continue
                 time.sleep(min(waited / 8, MAX_SLEEP))
@@ -327,6 +330,11 @@ class SharedMemory:
                 slices = [tensor[low:high] for tensor in same]
                 plan.append((slices, slices[:1] if TASKS[task].endswith(" to first") else slices))
         return plan
+
+
+def be_patient() -> None:
+    """Lets waits of this thread sleep from the start, because polling would hold up the script's thread."""
+    _thread.patient = True
 
 
 def view(memory: Tensor, offset: int, count: int, code: int) -> Tensor:

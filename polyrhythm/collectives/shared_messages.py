@@ -16,8 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -37,8 +36,7 @@ def board_bytes(members: int) -> int:
     return 8 * members * _RING
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message that has arrived. Its values are lent until `take` is called."""
 
     sender: int
@@ -121,9 +119,14 @@ class SharedMessages:
         return found
 
     @property
+    def waiting(self) -> list[int]:
+        """The members whose rings are full while more messages to them wait."""
+        return [to for to, messages in enumerate(self._waiting) if messages]
+
+    @property
     def idle(self) -> bool:
         """True if all that was sent has been taken."""
-        return not any(self._in_flight) and not any(self._waiting)
+        return not any(self._in_flight) and not self.waiting
 
     def _taking(self, sender: int, number: int) -> Callable[[], None]:
         def take() -> None:

@@ -273,8 +273,19 @@ def messages(sizes: int) -> None:
     dist.isend(torch.tensor([rank + 40]), rank).wait()
     receive.wait()
     assert tensor.item() == rank + 40
-    assert dist.isend(torch.ones(2), right).get_future is not None
-    dist.recv(torch.empty(2), left)
+    # Large and small ones, more than there are slots, that are received only when the senders are elsewhere.
+    sends = [dist.isend(torch.full((4000 * (each % 9),), each), right, tag=8) for each in range(150)]
+    if rank % 2:
+        dist.barrier()
+    for each in range(150):
+        values = torch.empty(4000 * (each % 9), dtype=torch.int64)
+        dist.recv(values, left, tag=8)
+        assert (values == each).all()
+    if not rank % 2:
+        dist.barrier()
+    assert sends[0].get_future().wait()[0].numel() == 0
+    for work in sends:
+        work.wait()
 
 
 def posted_receives() -> None:
@@ -600,6 +611,18 @@ LOST = "worker 1 was killed.*no worker can continue without it under torch.distr
 def test_a_killed_worker_ends_the_run_with_its_name(how: Callable[[], Any], transport: str) -> None:
     with pytest.raises(PolyrhythmError, match=LOST):
         run(partial(killed, how), 3, **TRANSPORTS[transport])
+
+
+def never_received() -> None:
+    """More than there are slots, in both directions: nobody waits for that at the end."""
+    for _ in range(100):
+        dist.isend(torch.ones(3), 1 - dist.get_rank())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared memory", "TCP"])
+def test_what_is_never_received_does_not_keep_a_run_from_ending(transport: str) -> None:
+    assert run(never_received, **TRANSPORTS[transport])["ended"] == "finished"
 
 
 def ends_early() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from polyrhythm.collectives.shared_memory import be_patient
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.integrations.process_group.works import GroupWork, poll
 
@@ -89,6 +90,7 @@ class Lane:
         self._thread = None
 
     def _work(self) -> None:
+        be_patient()
         while self._wake.get():
             with self._executing:
                 self._execute_next()

@@ -1,8 +1,9 @@
 """PointToPoint: send and receive, between the workers of a run.
 
-A send is complete when the tensor has been received, as in Gloo, so only the tensors that a script has in
-flight take memory. Workers of one host send through shared memory (`collectives.shared_messages`). To another
-host a send is a request that lends its tensor, and the reply says that the receiver has it.
+Workers of one host send through shared memory (`collectives.shared_messages`). To another host a send is a
+request that lends its tensor, and the reply says that the receiver has it. A send is complete when its tensor
+has been received, as in Gloo, so only the tensors that a script has in flight take memory. A small one inside
+a host is complete when it has a slot, of which there are few.
 
 A receive that has begun is completed whatever the script does meanwhile: by the thread that waits for any
 send or receive, or by a thread in the background. Tensors that arrive before their receive begins wait in a
@@ -17,9 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from polyrhythm.integrations.process_group.flat import check, fill, flat
 from polyrhythm.integrations.process_group.works import DoneWork, GroupWork
 from polyrhythm.worlds.processes.node import ProcessNode
 
+SMALL = 1 << 16  # bytes up to which a send inside a host is complete when it has a slot
 _KIND = "torch send"
 _PAUSE, _LONG_PAUSE = 0.002, 0.016  # seconds between two looks at shared memory while the script computes
 _CHECK = 0.05  # seconds between two looks at the run while a worker waits
@@ -46,8 +47,7 @@ def channel_of(group: str) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest(), "big")
 
 
-@dataclass(frozen=True, eq=False)
-class Letter:
+class Letter(NamedTuple):
     """A tensor that has arrived. `take` is called when it has been copied."""
 
     sender: Peer
@@ -63,11 +63,19 @@ class _PeerWork(GroupWork):
     def __init__(self, owner: PointToPoint, tensor: Tensor, awaited: Sequence[Peer]) -> None:
         super().__init__([tensor])
         self.owner, self.awaited = owner, awaited
-        self.arrived = threading.Event()
+        self._arrived: threading.Event | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         super().finish(error)
-        self.arrived.set()
+        if self._arrived is not None:
+            self._arrived.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits so long, or until the work is done."""
+        if self._arrived is None:
+            self._arrived = threading.Event()
+        if not self.done:
+            self._arrived.wait(seconds)
 
     def progress(self) -> None:
         self.owner.progress()
@@ -159,11 +167,10 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._receives: dict[Line, list[ReceiveWork]] = {}  # that wait for a letter, in order
         self._letters: dict[Line, list[Letter]] = {}  # that wait for a receive, in order
-        self._sends: deque[_SendWork] = deque()
+        self._requests: deque[RequestWork] = deque()
         self._here: Sequence[Peer] = ()
         self._shared: SharedMessages | None = None
-        self._wanted = threading.Event()  # there is something to do in the background
-        self._closed = False
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if node is not None:
             self._here, self._shared = node.everyone.shared_messages()
@@ -180,19 +187,20 @@ class PointToPoint:
             self._deliver(self._matched([((channel, tag), Letter(self.me, copy, lambda: None))]))
             return DoneWork([tensor])
         assert self._node is not None
-        work: _SendWork
         if self._shared is not None and to in self._here:
             with self._lock:
                 sent = self._shared.send(self._here.index(to), channel, tag, values)
-            work = SharedSendWork(self, tensor, to, sent)
             self._node.transport.traffic.count(values.nbytes)
-        else:
-            work = RequestWork(
-                self, tensor, to, self._node.request(to, _KIND, values, channel=channel, tag=tag)
-            )
-        while self._sends and self._sends[0].is_completed():
-            self._sends.popleft()
-        self._sends.append(work)
+            if not sent.number:
+                self._run_beside()
+            elif values.nbytes <= SMALL:
+                return DoneWork([tensor])
+            return SharedSendWork(self, tensor, to, sent)
+        reply = self._node.request(to, _KIND, values, channel=channel, tag=tag)
+        work = RequestWork(self, tensor, to, reply)
+        while self._requests and self._requests[0].is_completed():
+            self._requests.popleft()
+        self._requests.append(work)
         return work
 
     def receive(
@@ -221,21 +229,38 @@ class PointToPoint:
             if waited < spin:
                 os.sched_yield()
                 continue
-            work.arrived.wait(min(waited / 8, MAX_SLEEP) if spin else _CHECK)
+            work.sleep(min(waited / 8, MAX_SLEEP) if spin else _CHECK)
             if waited > checked:
                 self._check(work, waited, timeout)
                 checked = waited + _CHECK
 
     def close(self) -> None:
-        """Waits until all that was sent has been received. An error has been raised, or does not matter."""
-        for work in self._sends:
-            if not work.done:
-                work.block(None)
-        self._sends.clear()
-        self._closed = True
-        self._wanted.set()
+        """The script is over, and receives nothing more. What it has sent must be in shared memory, where it
+        stays, or have reached the other host."""
+        self._closing.set()
         if self._thread is not None:
             self._thread.join()
+        self._take_all()
+        for work in self._requests:
+            if not work.done:
+                work.block(None)  # an error does not matter now
+        self._requests.clear()
+        began = time.perf_counter()
+        while self._shared is not None and (full := self._shared.waiting):
+            assert self._node is not None
+            peers = [self._here[index] for index in full]
+            self._node.check_wait(peers, time.perf_counter() - began, "a send")
+            self.progress()
+            self._take_all()
+            time.sleep(_PAUSE)
+
+    def _take_all(self) -> None:
+        """Drops what has arrived, so that nobody waits until it is received."""
+        with self._lock:
+            letters = [letter for line in self._letters.values() for letter in line]
+            self._letters.clear()
+        for letter in letters:
+            letter.take()
 
     # --- messages -----------------------------------------------------------------------------------
 
@@ -261,6 +286,9 @@ class PointToPoint:
             return
         node, request = self._node, message
         letter = Letter(message.sender, message.tensors[0], lambda: node.reply(request))
+        if self._closing.is_set():
+            letter.take()
+            return
         self._deliver(self._matched([((message["channel"], message["tag"]), letter)]))
 
     def _locked(self, take: Callable[[], None]) -> Callable[[], None]:
@@ -313,24 +341,20 @@ class PointToPoint:
     # --- the background -----------------------------------------------------------------------------
 
     def _run_beside(self) -> None:
-        """Lets a thread complete the receives that have begun, unless the script waits for them before."""
-        if self._shared is None:
-            return  # the thread of the node does
-        self._wanted.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="polyrhythm receives", daemon=True)
+        """Lets a thread complete receives and find slots for sends, unless the script waits for them."""
+        if self._thread is None and self._shared is not None:  # for other hosts the thread of the node does
+            self._thread = threading.Thread(target=self._work, name="polyrhythm messages", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
+        assert self._shared is not None
         pause = _PAUSE
-        while self._wanted.wait() and not self._closed:
-            before = len(self._receives)
-            self.progress()
-            with self._lock:
-                if not self._receives:
-                    self._wanted.clear()
-            pause = min(2 * pause, _LONG_PAUSE) if before == len(self._receives) else _PAUSE
-            time.sleep(pause)
+        while not self._closing.wait(pause):
+            receives, sends = len(self._receives), self._shared.waiting
+            if receives or sends:
+                self.progress()
+            idle = len(self._receives) == receives and not sends
+            pause = min(2 * pause, _LONG_PAUSE) if idle else _PAUSE
 
 
 def _accepts(sender: Peer, work: ReceiveWork) -> bool:
@@ -345,7 +369,7 @@ def _taken(lines: dict[Line, list[T]], line: Line, fits: Callable[[T], bool]) ->
     waiting = lines.get(line, [])
     found = next((each for each in waiting if fits(each)), None)
     if found is not None:
-        waiting.remove(found)
-        if not waiting:
+        lines[line] = [each for each in waiting if each is not found]
+        if not lines[line]:
             del lines[line]
     return found

@@ -78,8 +78,7 @@ class ProcessNode(Node):
         self.one_host = True  # all workers are on this host
         self._notices: deque[_PendingNotice] = deque()  # not yet seen by the strategy, in order
         self._changes = 0  # of membership
-        # Changes by number, not yet handled by all threads that serve.
-        self._changed: list[tuple[int, Notice]] = []
+        self._changed: list[tuple[int, Notice]] = []  # by number; some serving threads have yet to see them
         self._seen = threading.local()  # how many of these changes each thread has seen
         self._handled: dict[int, int] = {}  # how many of them each thread that serves has handled
         self._handler_lock = threading.RLock()
