@@ -31,7 +31,6 @@ from polyrhythm.session.replica_check import ReplicaCheck
 from polyrhythm.session.step_hooks import StepHooks
 from polyrhythm.session.write_check import WriteCheck
 
-
 IN_BACKWARD = (
     "optimizer.step() was called inside backward(), as by a hook of a parameter: workers exchange gradients "
     "when the pass is complete; call step() after it"
