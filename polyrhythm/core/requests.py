@@ -97,6 +97,7 @@ class ReplicaDifference(msgspec.Struct, frozen=True):
     tensor: int = 0
     count: int = 0  # how many tensors differ
     rounding: bool = False  # they differ by no more than rounding
+    batches: int | None = None  # the replicas are equal, but the other worker has got so many batches
 
 
 class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
@@ -302,6 +303,7 @@ class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
     tensors: list[TensorSummary]
     settings: list[dict[str, str]]  # of each parameter group
     over: bool = False  # the script has ended
+    batches: int = 0  # that the script has got so far
 
 
 class StepsTaken(Request[None], frozen=True, tag="steps"):

@@ -167,7 +167,9 @@ class DistributedSession(Session):
             for number, part in enumerate(parts):
                 part.worker.start()
                 part.driver.writes = write_check(part.worker, part.replica)
-                part.driver.check = replica_check(self._context, part.worker, part.replica, number)
+                part.driver.check = replica_check(
+                    self._context, part.worker, part.replica, number, lambda: data.batches
+                )
         waits = self._placement.measured_by(driver.meter)
         waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
