@@ -323,6 +323,36 @@ def test_a_chain_takes_what_export_does_not() -> None:
     assert same([p.grad for p in model.parameters()], expected)
 
 
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(UsageError, match="call it once before"):
+        capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(6, 4),), {})
+
+
+class InPlace(nn.Module):
+    """Writes a constant into a part of a value, in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.first(x).chunk(2, -1)
+        right = right.clone()
+        right[:, 0] = 0.0
+        right += 1
+        return self.second(left) * right
+
+
+def test_values_that_are_changed_in_place_stay_together_in_evaluation() -> None:
+    model = InPlace()
+    graph = capture(model, (torch.randn(6, 4),), {})
+    x = torch.randn(3, 4)
+    for cut in legal(graph):
+        for mode in ("train", "eval"):
+            output = split(graph, [cut]).run(mode, graph.values((x,), {}))  # type: ignore[arg-type]
+            assert torch.equal(output, model(x))
+
+
 class NearlyWrapped(Wrapped):
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) + 1e-6
