@@ -140,7 +140,8 @@ def test_scripts_that_cannot_be_planned(
 
 
 def stage(seconds: float, **more: Any) -> PlannedStage:
-    given: dict[str, Any] = {"parameters": 10_000, "activations": 1_000, "crossing": 100, **more}
+    sizes = {"parameters": 10_000, "activations": 1_000, "crossing": 100}
+    given: dict[str, Any] = {**sizes, "messages": 0.0, **more}
     return PlannedStage(0, 1, "layer", seconds / 3, seconds * 2 / 3, **given)
 
 
@@ -162,6 +163,10 @@ PLAN = PipelinePlan("Net", "", 64, 8, (stage(0.01), stage(0.01)), (1,), ("out",)
         (
             {"step": 0.2, "stages": (stage(0.001), stage(0.02))},
             ["the slowest stage takes 1.9 times the mean"],
+        ),
+        (
+            {"step": 0.2, "stages": (stage(0.01), stage(0.01, messages=0.01))},
+            ["messages take 50% of the slowest stage"],
         ),
     ],
 )
