@@ -155,8 +155,7 @@ class Coordinator:
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
             self._launcher.say(note)
-        if servers:
-            self._launcher.start_servers(servers)
+        self._launcher.start_servers(servers)
 
     # --- requests of nodes --------------------------------------------------------------------------
 
@@ -230,12 +229,11 @@ class Coordinator:
         workers have the same parameters, and the buffers are then always those of the same worker.
         """
         leads = self.membership.leads(peer)
-        if self._peers_hold_parameters and leads:
+        if leads and self._peers_hold_parameters:
             self._finish.leave(peer, respond)
-            self._advance()
-            return
-        others = bool(self.membership.expected) or bool(self.membership.others(peer))
+            return self._advance()
         lockstep = self.strategy is not None and self.strategy.traits.lockstep
+        others = bool(self.membership.expected or self.membership.others(peer))
         last = leads and (peer.rank == 0 if lockstep else not others)
         respond(Farewell(last))
         if not last:

@@ -12,7 +12,7 @@ from polyrhythm.core import extensions, grammar
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UnknownName, UsageError
 from polyrhythm.core.grammar import Configured
-from polyrhythm.core.split import Split
+from polyrhythm.core.split import ModelSplit
 from polyrhythm.core.strategy import Strategy
 
 # Makes one strategy of what is on the two sides of a symbol.
@@ -20,14 +20,12 @@ OPERATORS: dict[str, Callable[..., Strategy]] = {}
 WITH_SPLIT = "allreduce"  # the strategy of a text that names only how the model is divided
 
 Kind = Literal["strategy", "codec", "split"]
-_REGISTRIES: dict[str, Mapping[str, type[Configured]]] = {
-    "strategy": Strategy.registry, "codec": Codec.registry, "split": Split.registry,
-}  # fmt: skip
+_BASES: dict[str, type[Configured]] = {"strategy": Strategy, "codec": Codec, "split": ModelSplit}
 
 
 def registered(kind: str) -> Mapping[str, type[Configured]]:
     """The classes of a kind that this process has defined or imported, by name."""
-    return _REGISTRIES[kind]
+    return _BASES[kind].registry
 
 
 def is_builtin(cls: type) -> bool:
@@ -41,7 +39,7 @@ def parse(text: str) -> Strategy:
         raise UsageError(f"a strategy is named by a string such as 'local:8', not by {text!r}")
     text = text.strip(" ")
     load_builtins()
-    if "@" in text or grammar.name_of(text) in Split.registry:
+    if "@" in text or grammar.name_of(text) in ModelSplit.registry:
         return _divided(text)
     if len(sides := grammar.levels(text)) > 1:
         return _composed(text, sides)
@@ -66,14 +64,14 @@ def _divided(text: str) -> Strategy:
     """A strategy on models that are divided: `ssp:3@pipeline:2`."""
     with _naming(text):
         strategy, splits = _sides(text)
-        made = [grammar.make(grammar.find("split", Split.registry, each), each) for each in splits]
+        made = [grammar.make(grammar.find("split", ModelSplit.registry, each), each) for each in splits]
         return OPERATORS["@"](parse(strategy), tuple(made))
 
 
 def _sides(text: str) -> tuple[str, list[str]]:
     """The texts of a strategy, and of the ways in which it divides models."""
     first, *rest = (side.strip(" ") for side in text.split("@"))
-    alone = grammar.name_of(first) in Split.registry
+    alone = grammar.name_of(first) in ModelSplit.registry
     return (WITH_SPLIT, [first, *rest]) if alone else (first, rest)
 
 

@@ -1,4 +1,4 @@
-"""Split: how one model is divided over several workers, as a value.
+"""ModelSplit: how one model is divided over several workers, as a value.
 
 `allreduce@pipeline:2` trains copies of a model whose stages are on two workers each. The workers that hold
 one model together are to the strategy, on the data axis, one worker.
@@ -14,11 +14,11 @@ from polyrhythm.core.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Split(Configured):
+class ModelSplit(Configured):
     """How one model is divided over several workers."""
 
     kind = "split"
-    registry: ClassVar[dict[str, type[Split]]] = {}
+    registry: ClassVar[dict[str, type[ModelSplit]]] = {}
     axis: ClassVar[Axis]
 
     @property

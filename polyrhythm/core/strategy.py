@@ -17,7 +17,7 @@ from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.grammar import Configured
 from polyrhythm.core.mesh import Axis
-from polyrhythm.core.split import Split
+from polyrhythm.core.split import ModelSplit
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ class Strategy(Configured):
     def __str__(self) -> str:
         return super().__str__() + (f"+{self.codec}" if self.codec else "")
 
-    def __matmul__(self, split: Split) -> Strategy:
+    def __matmul__(self, split: ModelSplit) -> Strategy:
         """This strategy on models that are divided: `pr.parse("async") @ pr.Pipeline(2)`."""
         from polyrhythm.core.registry import OPERATORS, load_builtins
 
@@ -118,7 +118,7 @@ class Strategy(Configured):
         return (self,)
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[ModelSplit, ...]:
         """How each model is divided over several workers; empty if each worker holds a whole one."""
         return ()
 

@@ -24,7 +24,7 @@ from polyrhythm.core.errors import UsageError
 Values = dict[str, Any]  # by name: tensors, and plain numbers such as sizes
 
 
-class Link(Protocol):
+class StageMessages(Protocol):
     """The messages between the stages of one model."""
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class StageRunner:
     def __init__(
         self,
         stage: int,
-        link: Link,
+        link: StageMessages,
         micro_batches: int,
         recompute: bool,
         parameters: Sequence[nn.Parameter],

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.mesh import Axis
-from polyrhythm.core.split import Split
+from polyrhythm.core.split import ModelSplit
 
 
 @dataclass(frozen=True)
-class Pipeline(Split):
+class Pipeline(ModelSplit):
     r"""Consecutive layers of the model are on different workers; batches stream through them in pieces.
 
     A batch is cut into M micro-batches, which pass through the K stages one behind the other; the backward

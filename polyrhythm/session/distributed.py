@@ -32,7 +32,6 @@ from polyrhythm.core.worker import FetchOptimizerState, Worker
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
@@ -42,20 +41,20 @@ from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
 from polyrhythm.session.batch_norm.policies import Policy, tracking
-from polyrhythm.session.context import ServerDone, WorldContext
+from polyrhythm.session.context import WorldContext
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.divided_model import DividedModel, Stages
-from polyrhythm.session.example_batch import example_call, given_call
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_state
-from polyrhythm.session.model_context import ModelContext, model_context
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, scoped, serve
+from polyrhythm.session.model_context import model_context
+from polyrhythm.session.part import Parts, TrainingPart, check_optimizers
+from polyrhythm.session.placement import placement
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
+from polyrhythm.session.serving import serve_until_over
 from polyrhythm.session.strategy_check import check_strategy, planned
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
@@ -78,13 +77,13 @@ class DistributedSession(Session):
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
         here.node.mesh = here.plan.mesh
-        here = model_context(here, self.strategy)
-        self._context, self._node = here, here.node
+        self._context = here = model_context(here, self.strategy)
+        self._node = here.node
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
         self.rank, self.workers = here.me.rank, here.plan.workers
         self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
-        self._divided: DividedModel | None = None
+        self._placement = placement(here, self.strategy, self.batch_norm, self._exchange)
         self._late = welcome.incarnation > 0  # replaces a worker that died
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
@@ -105,15 +104,14 @@ class DistributedSession(Session):
         node, optimizers, model = self._node, given.optimizers, joined(given.models)
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
-        stages = self._stages(given)
+        self._placement.plan(given)
         if self._context.me.role == "server":
-            self._serve(given, runner, stages)
+            serve_until_over(self._context, self.strategy, given, self._placement, runner, self.seed)
         if self.rank == 0 and not self._late:
             self._note_left_out(model)
             if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
                 self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
-        if stages is not None and isinstance(self._context, ModelContext):
-            self._divided = DividedModel(self._context, stages, self.seed)
+        self._placement.begin(self.seed)
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
         with self._calls.entered(script_call("session.prepare()", anywhere=True)):
@@ -140,9 +138,8 @@ class DistributedSession(Session):
                 part.worker.start()
                 part.driver.writes = write_check(part.worker, part.replica)
                 part.driver.check = replica_check(self._context, part.worker, part.replica, number)
-        waits = self._norms is not None and self._norms.waits_in_pass
-        if self._divided is not None:
-            waits, self._divided.link.meter = True, driver.meter
+        waits = self._placement.measured_by(driver.meter)
+        waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
             # Its collectives run inside backward. Exchanges of buckets in between would come in another order
             # on each worker.
@@ -175,8 +172,7 @@ class DistributedSession(Session):
 
     @property
     def is_main(self) -> bool:
-        leads = not isinstance(self._context, ModelContext) or self._context.leads
-        return self.rank == 0 and self._context.me.role == "worker" and leads
+        return self.rank == 0 and self._context.me.role == "worker" and self._placement.leads
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
@@ -191,10 +187,8 @@ class DistributedSession(Session):
             check_scaler(self.strategy)
 
     def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        if self._divided is None or not self._divided.has(gradients):
-            return norm
         with self._blocking():
-            return self._divided.link.norm(norm, kind)
+            return self._placement.norm(norm, gradients, kind)
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
@@ -242,20 +236,19 @@ class DistributedSession(Session):
             return one_or_all(self._consensus_models(parts.consensus()))
 
     def _consensus_models(self, vectors: Sequence[Sequence[Tensor]], on_all: bool = True) -> list[nn.Module]:
-        """Copies of the models with these parameters; whole ones on all workers, or on those that lead."""
+        """Copies of the models with these parameters; `on_all`: also on workers that hold a part of one."""
         assert self._copies is not None
         models = self._copies.copy(*vectors)
         if self._norms is not None:
             self._norms.show(joined(models))
-        if self._divided is not None:
-            self._divided.complete(models[0], on_all)
+        self._placement.complete(models, on_all)
         return models
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts
         if parts is None:
             return {}
-        self._refuse_divided("session.state_dict()")
+        self._placement.refuse("session.state_dict()")
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -278,7 +271,7 @@ class DistributedSession(Session):
             )
         if not state:
             return
-        self._refuse_divided("session.load_state_dict()")
+        self._placement.refuse("session.load_state_dict()")
         check_saved(state, self.strategy, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
@@ -322,12 +315,10 @@ class DistributedSession(Session):
                 meter.report()
                 self._context.flush()
                 result = joined(self._consensus_models(final, on_all=False))
-                vectors = [vector for each in final for vector in each]
-                if self._divided is not None:
-                    vectors = [each.detach().reshape(-1) for each in result.parameters()]
-                    if not self._divided.leads:
-                        return self._context.send_result("", ())
+                if not self._placement.leads:
+                    return self._context.send_result("", ())
                 self._note_left_out(result)
+                vectors = self._placement.vectors(result, [vector for each in final for vector in each])
                 self._context.send_result(digest(vectors), self._file(result))
 
     def salvage(self, untouched: bool) -> None:
@@ -336,7 +327,7 @@ class DistributedSession(Session):
         `untouched`: the exchange that failed has changed none of them.
         """
         parts, copies = self._parts, self._copies
-        if parts is None or copies is None or not parts.steps or self._divided is not None:
+        if parts is None or copies is None or not parts.steps or self._placement.divided:
             return  # of a divided model, one worker has only a part
         with self._salvaging, self._blocking():
             intact = untouched or not self._node.stopping.stepping
@@ -351,7 +342,7 @@ class DistributedSession(Session):
     def _file(self, result: nn.Module) -> list[Tensor]:
         """A copy of the models as a file, with the names of the originals: some models rename copies."""
         assert self._given is not None
-        names = () if self._divided is not None else joined(self._given.models).state_dict()
+        names = () if self._placement.divided else joined(self._given.models).state_dict()
         return safetensors(result, names)
 
     def _note_left_out(self, model: nn.Module) -> None:
@@ -367,63 +358,6 @@ class DistributedSession(Session):
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
-
-    # --- a divided model ----------------------------------------------------------------------------
-
-    def _stages(self, given: Arguments) -> Stages | None:
-        """The stages of the model, if the strategy divides it; all nodes agree on them."""
-        if not self.strategy.splits:
-            return None
-        self._refuse_batch_norm(joined(given.models))
-        call = given_call(given.example) if given.example is not None else example_call(given)
-
-        def decide(choose: Callable[[], list[int]], captured: str) -> list[int]:
-            decides = self.rank == 0 and self._context.me.role == "worker"
-            mine = [choose() if decides else [], captured]
-            cuts, theirs = self._exchange.gather(mine, "session.prepare()", 0)[0]
-            if theirs != captured:
-                raise UsageError(
-                    f"{self._context.me} and worker 0 capture different operations of the model: all must "
-                    "build the same model, with the same version of torch"
-                )
-            return list(cuts)
-
-        return Stages(self.strategy.splits, given, call, decide)
-
-    def _refuse_batch_norm(self, model: nn.Module) -> None:
-        if tracking(model) and self.batch_norm in ("sync", "recompute"):
-            raise UsageError(
-                f"batch_norm={self.batch_norm} runs the layers of a whole model, and {self.strategy} divides "
-                "it: use batch_norm=rank0, mean or local"
-            )
-
-    def _refuse_divided(self, what: str) -> None:
-        if self._divided is not None:
-            raise UsageError(
-                f"{what} of a divided model is not supported: save session.consensus().state_dict() by "
-                "session.save(), and load it into the model before session.prepare()"
-            )
-
-    # --- a server -----------------------------------------------------------------------------------
-
-    def _serve(self, given: Arguments, runner: OptimizerRunner, stages: Stages | None) -> None:
-        node, count, model = self._node, len(self._node.members.servers), joined(given.models)
-        optimizers, nodes = given.optimizers, scoped(node, len(given.optimizers))
-        if stages is not None and isinstance(self._context, ModelContext):
-            places = range(self._context.size)
-            optimizers, nodes = (
-                [stages.optimizer_of(place) for place in places],
-                [*map(self._context.node_at, places)],
-            )
-        shards = [Shard(model, each, self.rank, count, node.memory.empty, runner) for each in optimizers]
-        agree(self._context, [shard.layout for shard in shards], given, self.seed)
-        with torch.no_grad():
-            serve(self.strategy, node, nodes, shards)
-        steps = sum(shard.version for shard in shards)
-        node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
-        self._context.flush()
-        self._context.request(LeaveRun())
-        raise ServerDone
 
 
 def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:

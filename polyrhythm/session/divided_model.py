@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.split import Split
+from polyrhythm.core.split import ModelSplit
 from polyrhythm.parallel.cut import choose_cuts, estimated_costs
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
-from polyrhythm.parallel.partition import Partition, split
+from polyrhythm.parallel.partition import Split, split
 from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
@@ -39,7 +39,7 @@ Decide = Callable[[Callable[[], list[int]], str], list[int]]
 class Stages:
     """A model cut into stages, as every node of the run knows it."""
 
-    def __init__(self, splits: Sequence[Split], given: Arguments, call: Call, decide: Decide) -> None:
+    def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
         """`decide` lets worker 0 choose the cuts for all nodes."""
         [pipeline] = splits
         assert isinstance(pipeline, Pipeline)
@@ -56,7 +56,7 @@ class Stages:
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
         cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
-        self.split: Partition = split(self.graph, cuts)
+        self.split: Split = split(self.graph, cuts)
         costs = estimated_costs(self.graph.train, inputs)
         bounds = [0, *cuts, len(costs)]
         self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
@@ -152,11 +152,6 @@ class DividedModel:
 
     # --- the whole model ----------------------------------------------------------------------------
 
-    @property
-    def leads(self) -> bool:
-        """True on the worker that has the whole model at the end."""
-        return self._context.leads
-
     def complete(self, copy: nn.Module, on_all: bool) -> None:
         """Gives a copy of the model the tensors of all stages: on all workers of the model, or on the first.
 
@@ -217,7 +212,7 @@ class Forward:
         raise UsageError(_SAVE)
 
 
-def _plan(split: Partition, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
+def _plan(split: Split, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
     """What a stage must know of one mode of a divided model."""
     assert mode in ("train", "eval")
     stages = split.train if mode == "train" else split.eval

@@ -156,7 +156,7 @@ class ModelContext(WorldContext):
         if message["request"] != kind_of(request) or message["number"] != self._replies:
             raise PeerLost(
                 f"{self._inner.me} and {self.model[0]} hold one model, but do not run the script in the "
-                f"same way: one is at {message['request']!r} and the other at {kind_of(request)!r}; all workers "
+                f"same way: one is at {message['request']!r}, the other at {kind_of(request)!r}; all workers "
                 "of a model must take the same branches"
             )
         self._replies += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import OPERATORS
-from polyrhythm.core.split import Split
+from polyrhythm.core.split import ModelSplit
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import Server, Worker
 
@@ -34,7 +34,7 @@ class OnSplitModels(Strategy):
     """
 
     on: Strategy
-    how: tuple[Split, ...]
+    how: tuple[ModelSplit, ...]
 
     def __post_init__(self) -> None:
         most, times = Counter(each.axis for each in self.how).most_common(1)[0]
@@ -44,7 +44,7 @@ class OnSplitModels(Strategy):
     def __str__(self) -> str:
         return "@".join(map(str, (self.on, *self.how)))
 
-    def __matmul__(self, split: Split) -> Strategy:
+    def __matmul__(self, split: ModelSplit) -> Strategy:
         return OnSplitModels(self.on, (*self.how, split))
 
     @property
@@ -52,7 +52,7 @@ class OnSplitModels(Strategy):
         return self.on.parts
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[ModelSplit, ...]:
         return self.how
 
     @property

@@ -112,3 +112,21 @@ def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: 
     )
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["allreduce@pipeline:2", "local:2@pipeline:2", "allreduce+bf16@pipeline:2"]
+)
+def test_real_processes_compute_the_bits_of_the_simulation(strategy: str, tmp_path: Path) -> None:
+    program = Training(Skipping, clip=0.5)
+    simulated = final("simulated", program, strategy, 4, tmp_path)
+    assert distance(final("real", program, strategy, 4, tmp_path), simulated) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["async", "gossip", "adpsgd", "hogwild", "async+topk:0.5"])
+def test_real_processes_train_pipelines(strategy: str, tmp_path: Path) -> None:
+    summary = run_in("real", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path)
+    assert summary["samples"] == ROWS
+    assert all(torch.isfinite(each).all() for each in trained(summary).values())
