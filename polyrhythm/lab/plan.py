@@ -158,13 +158,10 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
     given = prepared(program)
     if len(given.models) != 1:
         raise UsageError(f"the script prepares {len(given.models)} models; plan takes a script with one")
-    if not given.loaders:
-        raise UsageError("the script prepares no loader, so there is no example batch; pass it to prepare()")
     from polyrhythm.parallel.costs import whole_seconds
-    from polyrhythm.parallel.example import example_batch, model_inputs
 
     model = given.models[0]
-    call = model_inputs(model, example_batch(given.loaders[0]))
+    call = example_of(given)
     try:
         whole_seconds(model, *call, runs=1)
     except Exception as error:
@@ -174,6 +171,23 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
             "a batch (x, y), or with the keys of a dict that are arguments of forward"
         ) from error
     return plan_model(model, call, wanted)
+
+
+def example_of(given: Arguments) -> Call:
+    """What the model is called with: a batch of the loader, or the example that the script gives."""
+    from polyrhythm.parallel.example import example_batch, model_inputs, repeated_rows
+    from polyrhythm.session.example_batch import given_call
+
+    rows = given.loaders[0].batch_size if given.loaders else None
+    if given.example is not None:
+        call = given_call(given.example)
+        return repeated_rows(call, rows) if rows else call
+    if not given.loaders:
+        raise UsageError(
+            "the script prepares no loader, so there is no example batch: pass the loader to prepare(), or "
+            "example=(x,)"
+        )
+    return model_inputs(given.models[0], example_batch(given.loaders[0]))
 
 
 def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:

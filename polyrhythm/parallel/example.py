@@ -18,14 +18,17 @@ from polyrhythm.parallel.untouched import random_states_kept
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def example_batch(loader: DataLoader[Any]) -> Any:
-    """A batch of the first examples of a loader's dataset. It changes no random state and no sampler."""
+def example_batch(loader: DataLoader[Any], rows: int | None = None) -> Any:
+    """A batch of the first examples of a loader's dataset. It changes no random state and no sampler.
+
+    `rows`: how many examples, at most; None: as many as a batch has.
+    """
     dataset: Any = loader.dataset
     with random_states_kept():
         if loader.batch_sampler is None:  # the dataset makes batches itself
             batches = iter(dataset) if isinstance(dataset, IterableDataset) else (dataset[0] for _ in "1")
             return loader.collate_fn(next(batches))
-        count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        count = rows or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(count, int):
             count = len(list(next(iter(loader.batch_sampler))))
         if isinstance(dataset, IterableDataset):
@@ -79,6 +82,20 @@ def rows_of(call: Call) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     raise UsageError("a batch has no tensor, and a model is cut by its tensors")
+
+
+def repeated_rows(call: Call, rows: int) -> Call:
+    """As many rows as wanted, by repeating those that there are."""
+    total = rows_of(call)
+    times = -(-rows // total)
+
+    def repeat(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == total:
+            return torch.cat([leaf] * times)[:rows]
+        return leaf
+
+    args, kwargs = call
+    return pytree.tree_map(repeat, args), pytree.tree_map(repeat, kwargs)
 
 
 def first_rows(call: Call, rows: int) -> Call:

@@ -69,6 +69,14 @@ def test_plan_of_a_script(script: str, tmp_path: Path, capsys: pytest.CaptureFix
         assert 0 <= y <= y + float(shape.attrib["height"]) <= height
 
 
+def test_plan_takes_the_example_of_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many rows as a batch has."""
+    call = "session.prepare(model, optimizer, loader"
+    Path(script).write_text(SCRIPT.replace(call, f"{call}, example=torch.randn(3, 8)"))
+    assert main(["plan", script, "--json", "--", "16"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 16
+
+
 def test_plan_cuts_where_it_is_told(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", script, "--stages", "3", "--at", "second,out", "--micro-batches", "2", "--", "8"]) == 0

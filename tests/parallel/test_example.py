@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.parallel.example import example_batch, first_rows, model_inputs, rows_of
+from polyrhythm.parallel.example import example_batch, first_rows, model_inputs, repeated_rows, rows_of
 
 DATA = TensorDataset(torch.arange(20).float().view(10, 2), torch.arange(10))
 
@@ -35,6 +35,7 @@ def test_the_first_examples_are_collated() -> None:
     x, y = example_batch(DataLoader(DATA, batch_size=4, shuffle=True))
     assert y.tolist() == [0, 1, 2, 3] and x.shape == (4, 2)
     assert example_batch(DataLoader(DATA, batch_size=4, collate_fn=len)) == 4
+    assert len(example_batch(DataLoader(DATA, batch_size=4), 2)[0]) == 2
     assert len(example_batch(DataLoader(DATA, batch_size=16))[0]) == 10  # there are no more
     assert example_batch(DataLoader(Stream(), batch_size=3)).tolist() == [0, 1, 2]
     assert example_batch(DataLoader(DATA, batch_size=None))[1] == 0
@@ -99,6 +100,8 @@ def test_rows() -> None:
     table, mask = torch.zeros(6, 3), torch.ones(3, 3)
     (x, one), kwargs = first_rows(((table, 1), {"mask": mask}), 2)
     assert x.shape == (2, 3) and one == 1 and kwargs["mask"].shape == (3, 3)
+    (x, _), kwargs = repeated_rows(((torch.arange(3), 1), {"mask": mask[:2]}), 7)
+    assert x.tolist() == [0, 1, 2, 0, 1, 2, 0] and kwargs["mask"].shape == (2, 3)
     assert rows_of(((1, {"x": [table]}), {})) == 6
     with pytest.raises(UsageError, match="no tensor"):
         rows_of(((1,), {}))
