@@ -16,6 +16,7 @@ from polyrhythm.coordination.data_sharing import DataSharing
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
+from polyrhythm.coordination.handlers import Respond, compared, failing, noted, once
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -24,7 +25,6 @@ from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.notice import Notice
@@ -36,7 +36,6 @@ from polyrhythm.core.requests import (
     EnterCall,
     ExamplesDue,
     Farewell,
-    FileSaved,
     FileWritten,
     Gather,
     JoinRun,
@@ -52,6 +51,7 @@ from polyrhythm.core.requests import (
     Request,
     ResumeData,
     ReturnLease,
+    ScriptAt,
     ShareEpoch,
     ShowNote,
     StepsDone,
@@ -64,35 +64,6 @@ from polyrhythm.core.requests import (
     WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
-
-Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
-
-
-def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a request that has an empty reply."""
-
-    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
-        respond(None)
-        note(request)
-
-    return handle
-
-
-def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
-    """Says each note once, also if several workers have it."""
-    said: set[str] = set()
-
-    def show(note: ShowNote) -> None:
-        if note.text not in said:
-            said.add(note.text)
-            say(note.text)
-
-    return show
-
-
-def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.copies(peer)))
 
 
 class Coordinator:
@@ -130,16 +101,15 @@ class Coordinator:
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
             ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
-            BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
+            BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
-            EnterCall: self._calls.enter, FileWritten: WrittenFiles(self.membership, launcher.say).add,
+            EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
-            FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
-            ShowNote: _noted(_once(launcher.say)),
-            NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
+            ShowNote: noted(once(launcher.say)),
+            NodeFailed: failing(self.fail), ScriptAt: self.ending.add_place,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: _compared(ReplicaComparison(), self.membership),
+            CompareReplica: compared(ReplicaComparison(), self.membership),
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -280,7 +250,8 @@ class Coordinator:
             self._launcher.released(*dead)
         incarnation = membership.incarnations[peer]
         self._log(NodeLeft(str(peer), incarnation, reason, self.data.lose(peer, reason)))
-        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason))
+        replaced = peer in membership.expected
+        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason, replaced=replaced))
         if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
         self._gathers.lose(peer)
@@ -340,9 +311,9 @@ class Coordinator:
         self._advance()
         return stops
 
-    def fail(self, message: str, exit_code: int = 1) -> None:
-        """Ends the run with a failure; only the first one counts."""
-        if self.ending.fail(message, exit_code):
+    def fail(self, message: str, exit_code: int = 1, waiting: Peer | None = None) -> None:
+        """Ends the run with a failure; only the first one counts. `waiting`: who has waited too long."""
+        if self.ending.fail(message, exit_code, waiting):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
 

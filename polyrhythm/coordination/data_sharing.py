@@ -122,7 +122,7 @@ class DataSharing:
             self._fail(
                 f"{peer} and {first} draw different orders of the data in epoch {request.epoch}: a sampler "
                 "must draw the same order on all workers, from the global generators of torch, NumPy or "
-                "Python, or from a seed that is the same on all"
+                "Python, or from a seed that is the same on all, and by equal weights (session.mean())"
             )
 
     def share_epoch(self, peer: Peer, request: ShareEpoch, respond: Callable[[ShareReply], None]) -> None:

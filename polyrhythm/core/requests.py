@@ -238,17 +238,13 @@ class EnterCall(Request[None], frozen=True, tag="call"):
     exchanges: int = 0  # that this worker has begun in training
 
 
-class FileSaved(Request[None], frozen=True, tag="saved"):
-    """The script has saved a file by `session.save`, after so many steps of this worker."""
-
-    path: str
-    step: int
-
-
 class FileWritten(Request[None], frozen=True, tag="written"):
-    """The script has written a file by `torch.save`."""
+    """The script has written a file by `torch.save` or `session.save`, after so many steps of this worker."""
 
     path: str
+    step: int = 0
+    inode: int = 0  # by which it is found when the script has renamed it
+    once: bool = False  # no other worker writes it: `session.save`
 
 
 class ShowNote(Request[None], frozen=True, tag="note"):
@@ -320,6 +316,13 @@ class NodeFailed(Request[None], frozen=True, tag="failed"):
 
     error: str
     exit_code: int
+    waited: bool = False  # too long for a worker that is named in the error
+
+
+class ScriptAt(Request[None], frozen=True, tag="script at"):
+    """The run has failed, and this is the line in which the script of a worker was then."""
+
+    place: str
 
 
 class ReleaseMemory(Request[None], frozen=True, tag="release"):
@@ -343,9 +346,9 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, FileWritten, ShowNote,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileWritten, ShowNote,
         LastStep, StepsDone, LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult,
-        NodeFailed, ReleaseMemory, Report,
+        NodeFailed, ScriptAt, ReleaseMemory, Report,
     )
 }  # fmt: skip
 

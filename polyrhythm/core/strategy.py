@@ -47,6 +47,7 @@ class Traits:
     parameters_held_by_peers: bool = False  # workers hold the parameters: none leaves before all are done
     inside_sites: bool = False  # workers are equal after each synchronization, so they can be one site
     between_sites: bool = False  # whole sites can be its workers
+    stale_momentum: bool = False  # one momentum takes in gradients of all workers, however stale they are
     optimizer: str = "any"  # or the class in torch.optim that it needs
     sparse_gradients: bool = False  # sparse gradients stay sparse, outside the flat gradient
     steps_in_place: bool = (

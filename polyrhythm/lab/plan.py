@@ -175,8 +175,7 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
 
 def example_of(given: Arguments) -> Call:
     """What the model is called with: a batch of the loader, or the example that the script gives."""
-    from polyrhythm.parallel.example import example_batch, model_inputs, repeated_rows
-    from polyrhythm.session.example_batch import given_call
+    from polyrhythm.parallel.example import example_batch, given_call, model_inputs, repeated_rows
 
     rows = given.loaders[0].batch_size if given.loaders else None
     if given.example is not None:

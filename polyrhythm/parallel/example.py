@@ -18,17 +18,14 @@ from polyrhythm.parallel.untouched import random_states_kept
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def example_batch(loader: DataLoader[Any], rows: int | None = None) -> Any:
-    """A batch of the first examples of a loader's dataset. It changes no random state and no sampler.
-
-    `rows`: how many examples, at most; None: as many as a batch has.
-    """
+def example_batch(loader: DataLoader[Any]) -> Any:
+    """A batch of the first examples of a loader's dataset. It changes no random state and no sampler."""
     dataset: Any = loader.dataset
     with random_states_kept():
         if loader.batch_sampler is None:  # the dataset makes batches itself
             batches = iter(dataset) if isinstance(dataset, IterableDataset) else (dataset[0] for _ in "1")
             return loader.collate_fn(next(batches))
-        count = rows or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(count, int):
             count = len(list(next(iter(loader.batch_sampler))))
         if isinstance(dataset, IterableDataset):
@@ -74,6 +71,13 @@ def _inputs(model: nn.Module, batch: Any) -> Call:
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         needed = max(needed, len(batch) - 1)
     return tuple(batch[: min(needed, max(1, len(batch) - 1))]), {}
+
+
+def given_call(example: Any) -> Call:
+    """The call that a script has given as an example: a tuple of inputs, a dict of keywords, or one input."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
 
 
 def rows_of(call: Call) -> int:

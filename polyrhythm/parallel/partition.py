@@ -29,7 +29,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """A model cut into stages."""
 
     train: tuple[Stage, ...]
@@ -53,7 +53,7 @@ class Split:
         return self.build_output(mode, known)
 
 
-def split(graph: ModelGraph, cuts: Sequence[int]) -> Split:
+def split(graph: ModelGraph, cuts: Sequence[int]) -> Partition:
     """Cuts a model before the operations at these positions of its train graph."""
     check_cuts(graph, cuts)
     count = len(cuts) + 1
@@ -66,7 +66,7 @@ def split(graph: ModelGraph, cuts: Sequence[int]) -> Split:
                 first = graph.names.get(name)  # None: a constant in the code of forward
                 if first is not None:
                     owners[first].add(stages[node])
-    return Split(
+    return Partition(
         build_stages(graph.train, train, count),
         build_stages(graph.eval, evaluation, count),
         {"train": graph.train.result, "eval": graph.eval.result},

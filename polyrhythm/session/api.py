@@ -41,6 +41,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     `strategy` decides how workers synchronize, such as "async", "local:8" or an instance of your own class.
     `batch_norm` is the policy for BatchNorm's statistics: "rank0" (the consensus has those of worker 0; the
     default), "mean", "sync", "recompute" or "local". The command line overrides both.
+
+    In a run a later call returns the same session, because a run trains once. In a single process it makes
+    another one.
     """
     if batch_norm is not None:
         norms.check_name(batch_norm)
@@ -49,9 +52,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import DistributedSession  # imports this module
+        from polyrhythm.session.distributed import join_run  # imports this module
 
-        mine = DistributedSession(here, chosen, batch_norm)
+        mine = join_run(here, chosen, batch_norm)
     session.set(mine)
     return mine
 
@@ -97,6 +100,10 @@ class Session:
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         """Called when a scheduler takes a step; a single process needs no word about it."""
+
+    def past_end(self, scheduler: LRScheduler) -> str:
+        """What to do about a scheduler that cannot take one more step; "" if PyTorch's error says it."""
+        return ""
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Called when any optimizer is about to take a step."""
@@ -149,9 +156,14 @@ class Session:
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print` on worker 0 only."""
-        if self.is_main:
+        """`print` on worker 0 only, or if it has died on the first worker that is alive."""
+        if self._speaks:
             print(*values, **options)
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the worker that prints for all."""
+        return True
 
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean of a number or tensor over all workers, exact and the same on all of them.
@@ -188,11 +200,11 @@ class Session:
         call = script_call(f'session.save("{Path(path).name}")')
         if self.rank == min(self._gather(self.rank, call)):
             save_atomically(value, path)
-            self._note_saved(path)
+            self.file_written(path, once=True)
         self._gather(None, call)
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        """Worker 0 has saved a file."""
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        """Called when the script has written a file; `once`: no other worker writes it."""
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         """The values of all workers that are alive, by rank."""

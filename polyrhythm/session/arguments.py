@@ -36,7 +36,8 @@ class Arguments:
         if again and any(map(_trains, self._objects)):
             raise UsageError(
                 "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; "
-                "a later one takes loaders only"
+                "a later one takes loaders only; a run trains once, so train each fold or seed in a run of "
+                "its own"
             )
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []

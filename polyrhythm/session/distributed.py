@@ -17,7 +17,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
-    FileSaved,
+    FileWritten,
     LastStep,
     LeaveRun,
     LogMetrics,
@@ -26,7 +26,7 @@ from polyrhythm.core.requests import (
     StepsDone,
     WhoIsLost,
 )
-from polyrhythm.core.resolve import ResolvedStrategy, load
+from polyrhythm.core.resolve import load
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import FetchOptimizerState, Worker
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
@@ -40,10 +40,10 @@ from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
-from polyrhythm.session.batch_norm.policies import Policy, tracking
-from polyrhythm.session.context import WorldContext
+from polyrhythm.session.batch_norm.policies import Policy
+from polyrhythm.session.context import WorldContext, session
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.exchange import Exchange
+from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
 from polyrhythm.session.loading import check_saved, refuse_state
 from polyrhythm.session.model_context import model_context
@@ -54,10 +54,30 @@ from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import digest, left_out, safetensors
 from polyrhythm.session.salvage import salvage_beside, salvaged
 from polyrhythm.session.script_calls import ScriptCalls
-from polyrhythm.session.serving import serve_until_over
-from polyrhythm.session.strategy_check import check_strategy, planned
+from polyrhythm.session.serving import serve_run
+from polyrhythm.session.start_notes import start_notes
+from polyrhythm.session.strategy_check import proposed
+from polyrhythm.session.survivors import Survivors
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
+
+
+def join_run(here: WorldContext, *asked: Any) -> DistributedSession:
+    """Joins the run; returns the session of this node. `asked`: the script's strategy and BatchNorm policy.
+
+    A later call returns the session of the first one: a second one would have exchanges of its own, which
+    nobody answers.
+    """
+    before = session.get()
+    if not isinstance(before, DistributedSession) or before._context is not here:
+        return DistributedSession(here, *asked)
+    for first, later in zip(before.asked, asked, strict=True):
+        if later is not None and later != first:
+            raise UsageError(
+                f"pr.init() was called with {later}, and before with {first}: a run has one of them; start "
+                "another run for the other"
+            )
+    return before
 
 
 class DistributedSession(Session):
@@ -67,13 +87,14 @@ class DistributedSession(Session):
         self, here: WorldContext, strategy: Strategy | None = None, batch_norm: str | None = None
     ) -> None:
         super().__init__()
+        self.asked = strategy, batch_norm  # for, by the script
         self.strategy: Strategy
-        self.strategy, proposed = _propose(here, strategy)
+        self.strategy, mine = proposed(here, strategy)
         self._batch_norm_chosen = (here.plan.batch_norm or batch_norm) is not None
         self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
         norms.check(self.batch_norm, self.strategy)
-        welcome = here.join(proposed, self.batch_norm)
-        if welcome.strategy.text != proposed.text:  # another node joined first, and decided
+        welcome = here.join(mine, self.batch_norm)
+        if welcome.strategy.text != mine.text:  # another node joined first, and decided
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
         here.node.mesh = here.plan.mesh
@@ -85,10 +106,13 @@ class DistributedSession(Session):
         self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
         self._placement = placement(here, self.strategy, self.batch_norm, self._exchange)
         self._late = welcome.incarnation > 0  # replaces a worker that died
+        self._survivors = Survivors(here, self.workers)
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self.stopping, self._salvaging = self._node.stopping, threading.Lock()
-        self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
+        self.stopping.on_abandoned = salvage_beside(
+            self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
+        )
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
 
     def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
@@ -106,11 +130,12 @@ class DistributedSession(Session):
         runner = OptimizerRunner(self._context.install_random_state, node.now)
         self._placement.plan(given)
         if self._context.me.role == "server":
-            serve_until_over(self._context, self.strategy, given, self._placement, runner, self.seed)
+            serve_run(self._context, self.strategy, given, self._placement, runner, self.seed)
         if self.rank == 0 and not self._late:
-            self._note_left_out(model)
-            if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
-                self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
+            self._note(left_out(model))
+            notes = start_notes(self.strategy, model, optimizers, self._batch_norm_chosen)
+            for note in notes if self.workers > 1 else ():
+                self._note(note)
         self._placement.begin(self.seed)
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
         self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
@@ -174,9 +199,16 @@ class DistributedSession(Session):
     def is_main(self) -> bool:
         return self.rank == 0 and self._context.me.role == "worker" and self._placement.leads
 
+    @property
+    def _speaks(self) -> bool:
+        return self._survivors.first and self._placement.leads
+
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
             self._data.schedules.on_step(scheduler)
+
+    def past_end(self, scheduler: LRScheduler) -> str:
+        return self._data.schedules.past_end(scheduler) if self._data is not None and self.workers > 1 else ""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._data is not None and not self._trains(optimizer):
@@ -193,8 +225,10 @@ class DistributedSession(Session):
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        if self._context.me.role == "worker":
+            steps = self._parts.steps if self._parts else 0
+            self._context.request(FileWritten(os.path.abspath(path), steps, inode_of(path), once))
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         parts = self._parts
@@ -230,6 +264,7 @@ class DistributedSession(Session):
         with waits, self._blocking():
             parts.reattach()
             parts.check_writes()
+            self._note(parts.own.note if self.workers > 1 else "")
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
@@ -291,8 +326,8 @@ class DistributedSession(Session):
         for each in self.before_close:
             each()
         parts.reattach()
-        if self.rank == 0 and (note := parts.last_change()):
-            self._context.request(ShowNote(note))
+        self._note(parts.last_change() if self.rank == 0 else "")
+        self._note(parts.own.note if self.workers > 1 else "")
         self._context.request(LastStep(parts.steps))
         with torch.no_grad():
             self._node.stopping.stepping = True  # it may fail half-way
@@ -317,7 +352,7 @@ class DistributedSession(Session):
                 result = joined(self._consensus_models(final, on_all=False))
                 if not self._placement.leads:
                     return self._context.send_result("", ())
-                self._note_left_out(result)
+                self._note(left_out(result))
                 vectors = self._placement.vectors(result, [vector for each in final for vector in each])
                 self._context.send_result(digest(vectors), self._file(result))
 
@@ -345,10 +380,10 @@ class DistributedSession(Session):
         names = () if self._placement.divided else joined(self._given.models).state_dict()
         return safetensors(result, names)
 
-    def _note_left_out(self, model: nn.Module) -> None:
-        note = left_out(model)
-        if note is not None:
-            self._context.request(ShowNote(note))
+    def _note(self, text: str | None) -> None:
+        """Tells the person something, if there is something to tell."""
+        if text:
+            self._context.request(ShowNote(text))
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -376,12 +411,3 @@ def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContex
         refuse_state(optimizer)
     if late:  # it skips past epochs without a step, and schedulers would warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
-    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
-    resolved = here.strategy
-    if resolved is not None:
-        return load(resolved.text, resolved.classes), resolved
-    strategy = planned(here.plan, script)
-    return strategy, check_strategy(here.plan, strategy)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.parallel.cut import choose_cuts, estimated_costs
+from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
-from polyrhythm.parallel.partition import Split, split
+from polyrhythm.parallel.partition import Partition, split
 from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.hooks import Hook
-from polyrhythm.session.example_batch import Call
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
@@ -56,7 +56,7 @@ class Stages:
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
         cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
-        self.split: Split = split(self.graph, cuts)
+        self.split: Partition = split(self.graph, cuts)
         costs = estimated_costs(self.graph.train, inputs)
         bounds = [0, *cuts, len(costs)]
         self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
@@ -212,7 +212,7 @@ class Forward:
         raise UsageError(_SAVE)
 
 
-def _plan(split: Split, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
+def _plan(split: Partition, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
     """What a stage must know of one mode of a divided model."""
     assert mode in ("train", "eval")
     stages = split.train if mode == "train" else split.eval

@@ -15,11 +15,11 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
+from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.divided_model import DividedModel, Stages
-from polyrhythm.session.example_batch import example_call, given_call
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext
@@ -83,8 +83,7 @@ class DividedPlacement(Placement):
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
                 "divides it: use batch_norm=rank0, mean or local"
             )
-        call = example_call(given) if given.example is None else given_call(given.example)
-        self._stages = Stages(self._strategy.splits, given, call, self._decide)
+        self._stages = Stages(self._strategy.splits, given, _example(given), self._decide)
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
         """Lets worker 0 choose the cuts for all nodes, which have captured the same operations."""
@@ -132,6 +131,18 @@ class DividedPlacement(Placement):
             f"{what} is not supported where a model is divided: save session.consensus().state_dict() by "
             "session.save(), and load it into the model before session.prepare()"
         )
+
+
+def _example(given: Arguments) -> Call:
+    """A call of the model: what the script gave as an example, or from the first batch of its loader."""
+    if given.example is not None:
+        return given_call(given.example)
+    if not given.loaders:
+        raise UsageError(
+            "a model that is divided needs an example of its inputs, and no loader was given: pass it as in "
+            "session.prepare(model, optimizer, example=(x,))"
+        )
+    return model_inputs(given.models[0], example_batch(given.loaders[0]))
 
 
 def placement(context: WorldContext, strategy: Strategy, batch_norm: str, exchange: Exchange) -> Placement:

@@ -7,6 +7,7 @@ and the first node if the script defines or chooses it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from polyrhythm.collectives import choose
 from polyrhythm.core.codec import Reduction
@@ -16,6 +17,9 @@ from polyrhythm.core.resolve import ResolvedStrategy, load, resolved
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session import batch_norm as norms
 
+if TYPE_CHECKING:
+    from polyrhythm.session.context import WorldContext
+
 DEFAULT = "allreduce"
 
 
@@ -24,6 +28,15 @@ def planned(plan: Plan, script: Strategy | None = None) -> Strategy:
     if plan.strategy is not None:
         return load(plan.strategy, plan.classes)
     return script if script is not None else load(DEFAULT)
+
+
+def proposed(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
+    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
+    known = here.strategy
+    if known is not None:
+        return load(known.text, known.classes), known
+    strategy = planned(here.plan, script)
+    return strategy, check_strategy(here.plan, strategy)
 
 
 def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:

@@ -92,9 +92,7 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
-        self._ended: tuple[Peer, int] | None = (
-            None  # in lockstep: a worker that has ended, after so many steps
-        )
+        self._ended: tuple[Peer, int] | None = None  # in lockstep: who has ended, after how many steps
         if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
             context.node.on_notice["done"] = self._on_done
 
@@ -136,6 +134,8 @@ class TrainingData:
                 self.note(NO_LOADER)
             elif not any(loader.progress.count.own for loader in self.loaders):
                 self.note(NOT_USED)
+            if not self._strategy.traits.lockstep:
+                self.schedules.own_rates.check(self._parts.optimizers)
         for replica in self._parts.replicas:
             if name := replica.gradients.densified:
                 self.note(

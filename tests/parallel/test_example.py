@@ -35,7 +35,6 @@ def test_the_first_examples_are_collated() -> None:
     x, y = example_batch(DataLoader(DATA, batch_size=4, shuffle=True))
     assert y.tolist() == [0, 1, 2, 3] and x.shape == (4, 2)
     assert example_batch(DataLoader(DATA, batch_size=4, collate_fn=len)) == 4
-    assert len(example_batch(DataLoader(DATA, batch_size=4), 2)[0]) == 2
     assert len(example_batch(DataLoader(DATA, batch_size=16))[0]) == 10  # there are no more
     assert example_batch(DataLoader(Stream(), batch_size=3)).tolist() == [0, 1, 2]
     assert example_batch(DataLoader(DATA, batch_size=None))[1] == 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.graph import ModelGraph, capture, flatten_inputs
-from polyrhythm.parallel.partition import Split, cuts_at, split
+from polyrhythm.parallel.partition import Partition, cuts_at, split
 from polyrhythm.parallel.trees import flatten
 from tests.parallel.models import CASES, Branch, Case, Tied, Wrapped, loss_of, unequal
 
@@ -436,6 +436,6 @@ def test_a_model_that_returns_a_parameter() -> None:
 
     model = Norm()
     graph = capture(model, (torch.randn(3, 4),), {})
-    parts: Split = split(graph, [1])
+    parts: Partition = split(graph, [1])
     assert parts.run("train", graph.values((torch.randn(3, 4),), {}))[1] is model.second.weight
     assert parts.train[1].outputs[-1] == parts.results["train"].leaves[1]

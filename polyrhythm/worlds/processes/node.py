@@ -173,10 +173,10 @@ class ProcessNode(Node):
         `members` changes later, in `receive`, in the order of arrival.
         """
         notice = Notice.of(incoming.kind, incoming.fields)
+        check = self.on_notice.get(notice.kind)
+        if check is not None and (wrong := check(notice)):
+            self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
         if notice.kind in ("done", "waits"):
-            check = self.on_notice.get(notice.kind)
-            if check is not None and (wrong := check(notice)):
-                self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
             return
         if notice.peer is not None and notice.kind == "left":
             self.transport.lost(notice.peer, notice.reason)

@@ -122,11 +122,11 @@ class Simulated:
         if notice.kind in ("stop", "abandon"):
             return self._stop(notice)
         peer = notice.peer
+        for other in self.coordinator.membership.members:
+            check = self.nodes[other].on_notice.get(notice.kind)
+            if other != peer and check is not None and (wrong := check(notice)):
+                self.coordinator.fail(wrong, UsageError.exit_code)
         if notice.kind in ("done", "waits"):
-            for other in self.coordinator.membership.members:
-                check = self.nodes[other].on_notice.get(notice.kind)
-                if other != peer and check is not None and (wrong := check(notice)):
-                    self.coordinator.fail(wrong, UsageError.exit_code)
             return
         if peer is not None:
             others = [each for each in self.present[peer.role] if each != peer]
