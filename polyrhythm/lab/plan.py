@@ -43,10 +43,15 @@ class PlannedStage:
     parameters: int  # bytes
     activations: int  # bytes kept for backward
     crossing: int  # bytes over the cut behind it, forward and backward
+    messages: float  # seconds to send and receive
+
+    @property
+    def computing(self) -> float:
+        return self.forward + self.backward
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward
+        return self.computing + self.messages
 
 
 @dataclass(frozen=True)
@@ -153,13 +158,10 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
     given = prepared(program)
     if len(given.models) != 1:
         raise UsageError(f"the script prepares {len(given.models)} models; plan takes a script with one")
-    if not given.loaders:
-        raise UsageError("the script prepares no loader, so there is no example batch; pass it to prepare()")
     from polyrhythm.parallel.costs import whole_seconds
-    from polyrhythm.parallel.example import example_batch, model_inputs
 
     model = given.models[0]
-    call = model_inputs(model, example_batch(given.loaders[0]))
+    call = example_of(given)
     try:
         whole_seconds(model, *call, runs=1)
     except Exception as error:
@@ -169,6 +171,22 @@ def plan_program(program: Program, wanted: Wanted) -> Planned:
             "a batch (x, y), or with the keys of a dict that are arguments of forward"
         ) from error
     return plan_model(model, call, wanted)
+
+
+def example_of(given: Arguments) -> Call:
+    """What the model is called with: a batch of the loader, or the example that the script gives."""
+    from polyrhythm.parallel.example import example_batch, given_call, model_inputs, repeated_rows
+
+    rows = given.loaders[0].batch_size if given.loaders else None
+    if given.example is not None:
+        call = given_call(given.example)
+        return repeated_rows(call, rows) if rows else call
+    if not given.loaders:
+        raise UsageError(
+            "the script prepares no loader, so there is no example batch: pass the loader to prepare(), or "
+            "example=(x,)"
+        )
+    return model_inputs(given.models[0], example_batch(given.loaders[0]))
 
 
 def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
@@ -202,11 +220,8 @@ def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
     else:
         trained = [name for name, each in model.named_parameters() if each.requires_grad]
         cuts = measured_cuts(graph, costs, wanted.stages, per_byte / scale, trained)
-    stages = planned_stages(graph, costs, cuts, scale)
-    times = [
-        stage.seconds + MESSAGES + per_byte * (costs.crossing[stage.first] + costs.crossing[stage.last])
-        for stage in stages
-    ]
+    stages = planned_stages(graph, costs, cuts, scale, per_byte)
+    times = [stage.seconds for stage in stages]
     step = sum(times) + (count - 1) * max(times)
     cores = None
     if wanted.megabits is None:
@@ -231,7 +246,7 @@ def best_threads(most: int, seconds: Callable[[], float]) -> tuple[float, int]:
 
 
 def planned_stages(
-    graph: ModelGraph, costs: Costs, cuts: list[int], scale: float
+    graph: ModelGraph, costs: Costs, cuts: list[int], scale: float, per_byte: float
 ) -> tuple[PlannedStage, ...]:
     edges = [0, *cuts, len(costs.operations)]
     return tuple(
@@ -244,6 +259,7 @@ def planned_stages(
             costs.parameter_bytes(first, last),
             costs.saved_bytes(first, last),
             costs.crossing[last],
+            MESSAGES + per_byte * (costs.crossing[first] + costs.crossing[last]),
         )
         for first, last in itertools.pairwise(edges)
     )
@@ -301,9 +317,12 @@ def verdict(plan: PipelinePlan) -> str:
         )
     if plan.cores is not None and plan.cores < count:
         reasons.append(f"{count} stages share {plan.cores} cores")
-    slowest, mean = max(s.seconds for s in plan.stages), sum(s.seconds for s in plan.stages) / count
-    if slowest > 1.5 * mean:
-        reasons.append(f"the slowest stage takes {slowest / mean:.1f} times the mean")
+    slowest = max(plan.stages, key=lambda stage: stage.seconds)
+    mean = sum(stage.seconds for stage in plan.stages) / count
+    if slowest.seconds > 1.5 * mean:
+        reasons.append(f"the slowest stage takes {slowest.seconds / mean:.1f} times the mean")
+    if slowest.messages > 0.2 * slowest.seconds:
+        reasons.append(f"messages take {slowest.messages / slowest.seconds:.0%} of the slowest stage")
     reasons.append(f"the bubble is {plan.bubble:.0%}")
     return (
         f"do not: one process is {'faster' if plan.speedup < 1 / PAYS else 'as fast'} ("

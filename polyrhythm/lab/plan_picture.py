@@ -98,7 +98,7 @@ def stage_parts(number: int, stage: PlannedStage, x: int, tall: int) -> list[str
     height = tall * STEP + 58
     return [
         f'<rect x="{x - 8}" y="{TOP - 58}" width="{COLUMN + 16}" height="{height}" rx="8" fill="{STAGE}"/>',
-        text(x, TOP - 36, f"stage {number}: {milliseconds(stage.seconds)}", bold=True),
+        text(x, TOP - 36, f"stage {number}: {milliseconds(stage.computing)}", bold=True),
         text(x, TOP - 16, f"{size(stage.parameters)} parameters, {size(stage.activations)} kept", 12),
     ]
 

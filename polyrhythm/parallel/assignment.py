@@ -8,35 +8,47 @@ from collections.abc import Mapping
 from torch import fx
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.parallel.graph import ModelGraph
+from polyrhythm.parallel.graph import ModeGraph, ModelGraph
 
 
 def assign_eval(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Assigns each operation of the eval graph to a stage.
 
     The n-th use of a parameter or buffer is on the stage of its n-th use in training. An operation without
-    parameters is on the latest stage of its inputs.
+    parameters is on the latest stage of its inputs, or of the operations that it must not be separated from.
     """
-    training = _uses(graph, train)
-    totals: dict[str, int] = {}
-    for node in graph.eval.operations:
-        for name in graph.eval.tensors_of(node):
-            totals[name] = totals.get(name, 0) + 1
+    floors: dict[fx.Node, int] = {}
+    while True:
+        stages = _assign(graph, train, floors)
+        parted = [nodes for nodes, _ in graph.eval.bound if len({stages[node] for node in nodes}) > 1]
+        for nodes in parted:
+            floors.update(dict.fromkeys(nodes, max(stages[node] for node in nodes)))
+        if not parted:
+            return {node: stage for node, stage in stages.items() if node not in graph.eval.sizes}
+
+
+def _assign(
+    graph: ModelGraph, train: Mapping[fx.Node, int], floors: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Assigns operations, each to the stage of its floor or a later one."""
+    training, evaluation = _uses(graph, graph.train), _uses(graph, graph.eval)
     seen: dict[str, int] = {}
     stages: dict[fx.Node, int] = {}
     for node in graph.eval.graph.nodes:
         if node.op not in ("call_function", "call_module"):
             continue
-        earliest = max((stages[other] for other in node.all_input_nodes if other in stages), default=0)
+        inputs = [stages[other] for other in node.all_input_nodes if other in stages]
+        earliest = max(inputs, default=0)
         if node.target is operator.getitem or node in graph.eval.sizes:
             stages[node] = earliest
             continue
+        earliest = max(earliest, floors.get(node, 0))
         wanted: list[set[int]] = []
-        for name in graph.eval.tensors_of(node):
+        for name in _tensors_of(graph, graph.eval, node):
             number = seen[name] = seen.get(name, -1) + 1
-            uses = training.get(name)
+            uses = [train[user] for user in training.get(name, ())]
             if uses:  # otherwise only evaluation uses it: any stage may own it
-                wanted.append({uses[number]} if len(uses) == totals[name] else set(uses))
+                wanted.append({uses[number]} if len(uses) == len(evaluation[name]) else set(uses))
         allowed = set.intersection(*wanted) if wanted else {earliest}
         chosen = min((stage for stage in allowed if stage >= earliest), default=None)
         if chosen is None:
@@ -45,15 +57,18 @@ def assign_eval(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[fx.Node
                 "in evaluation than in training; cut elsewhere"
             )
         stages[node] = chosen
-    for nodes, reason in graph.eval.bound:
-        if len({stages[node] for node in nodes}) > 1:
-            raise UsageError(f"cannot cut here: in evaluation, {reason} across the cut; cut elsewhere")
-    return {node: stage for node, stage in stages.items() if node not in graph.eval.sizes}
+    return stages
 
 
-def _uses(graph: ModelGraph, train: Mapping[fx.Node, int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for node in graph.train.operations:
-        for name in graph.train.tensors_of(node):
-            found.setdefault(name, []).append(train[node])
+def _uses(graph: ModelGraph, mode: ModeGraph) -> dict[str, list[fx.Node]]:
+    """The operations that use each parameter or buffer."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in mode.operations:
+        for name in _tensors_of(graph, mode, node):
+            found.setdefault(name, []).append(node)
     return found
+
+
+def _tensors_of(graph: ModelGraph, mode: ModeGraph, node: fx.Node) -> list[str]:
+    """The parameters and buffers of an operation. A constant in the code of forward may be anywhere."""
+    return [name for name in mode.tensors_of(node) if name in graph.names]

@@ -73,12 +73,33 @@ def _inputs(model: nn.Module, batch: Any) -> Call:
     return tuple(batch[: min(needed, max(1, len(batch) - 1))]), {}
 
 
+def given_call(example: Any) -> Call:
+    """The call that a script has given as an example: a tuple of inputs, a dict of keywords, or one input."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
 def rows_of(call: Call) -> int:
     """The number of rows of the first tensor."""
     for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     raise UsageError("a batch has no tensor, and a model is cut by its tensors")
+
+
+def repeated_rows(call: Call, rows: int) -> Call:
+    """As many rows as wanted, by repeating those that there are."""
+    total = rows_of(call)
+    times = -(-rows // total)
+
+    def repeat(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == total:
+            return torch.cat([leaf] * times)[:rows]
+        return leaf
+
+    args, kwargs = call
+    return pytree.tree_map(repeat, args), pytree.tree_map(repeat, kwargs)
 
 
 def first_rows(call: Call, rows: int) -> Call:

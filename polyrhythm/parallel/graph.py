@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
@@ -216,6 +217,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     What `torch.export` takes is captured operation by operation, for any number of rows. Another chain of
     modules (`nn.Sequential`) is captured module by module.
     """
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise UsageError(
+            f"{type(model).__name__} has lazy modules, which have no parameters yet: call it once before"
+        )
     from polyrhythm.parallel.chain import chain_graph
     from polyrhythm.parallel.tracing import NotExportable, export_graph
 

@@ -73,7 +73,9 @@ def _constant(leaf: Any) -> Any:
         return COMPUTED
     if isinstance(leaf, NUMBERS):
         return leaf
-    raise NotExportable(f"forward returns a {type(leaf).__name__}")
+    kind = type(leaf).__name__
+    hint = ", which config.use_cache=False leaves out" if kind.endswith("Cache") else ""
+    raise NotExportable(f"forward returns a {kind}{hint}")
 
 
 def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -88,7 +88,7 @@ class Session:
         `example` is needed only where the model is divided over workers and its inputs cannot be told from a
         batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
         """
-        given = Arguments(objects, evaluate, again=self._copies is not None)
+        given = Arguments(objects, evaluate, again=self._copies is not None, example=example)
         if self._copies is None:
             given.check()
             if ends_in_prepare.get():

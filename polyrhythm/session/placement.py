@@ -6,7 +6,7 @@ This module has the session's side of it: which nodes agree on what, and what ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
-from polyrhythm.parallel.example import Call, example_batch, model_inputs
+from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
@@ -135,11 +135,8 @@ class DividedPlacement(Placement):
 
 def _example(given: Arguments) -> Call:
     """A call of the model: what the script gave as an example, or from the first batch of its loader."""
-    example = given.example
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if example is not None:
-        return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+    if given.example is not None:
+        return given_call(given.example)
     if not given.loaders:
         raise UsageError(
             "a model that is divided needs an example of its inputs, and no loader was given: pass it as in "

@@ -85,6 +85,24 @@ def test_three_experts_on_two_workers() -> None:
     assert abs(found.seconds - 3.0) < 0.01 and abs(found.serial - 5.0) < 0.01
 
 
+class Skips(nn.Module):
+    """Two towers of two layers; the outputs of both layers of a tower are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        first, second = self.layers[0](a), self.layers[1](b)
+        return torch.cat([first, self.layers[2](first), second, self.layers[3](second)], -1)
+
+
+def test_a_skip_inside_a_branch_belongs_to_it() -> None:
+    graph = capture(Skips(), (torch.randn(3, 4), torch.randn(3, 4)), {})
+    found = branches(graph, given_costs(graph, {"linear": 1.0}), 2)
+    assert found is not None and [len(branch) for branch in found.branches] == [2, 2]
+
+
 def test_a_chain_has_no_branches() -> None:
     graph = capture(unequal(), (torch.randn(3, 8),), {})
     assert branches(graph, given_costs(graph, {"linear": 1.0}), 4) is None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.parallel.example import example_batch, first_rows, model_inputs, rows_of
+from polyrhythm.parallel.example import example_batch, first_rows, model_inputs, repeated_rows, rows_of
 
 DATA = TensorDataset(torch.arange(20).float().view(10, 2), torch.arange(10))
 
@@ -99,6 +99,8 @@ def test_rows() -> None:
     table, mask = torch.zeros(6, 3), torch.ones(3, 3)
     (x, one), kwargs = first_rows(((table, 1), {"mask": mask}), 2)
     assert x.shape == (2, 3) and one == 1 and kwargs["mask"].shape == (3, 3)
+    (x, _), kwargs = repeated_rows(((torch.arange(3), 1), {"mask": mask[:2]}), 7)
+    assert x.tolist() == [0, 1, 2, 0, 1, 2, 0] and kwargs["mask"].shape == (2, 3)
     assert rows_of(((1, {"x": [table]}), {})) == 6
     with pytest.raises(UsageError, match="no tensor"):
         rows_of(((1,), {}))

@@ -127,15 +127,28 @@ def test_a_tied_parameter_is_on_both_stages(captured: dict[str, Made]) -> None:
     }
 
 
-def test_sizes_do_not_cross(captured: dict[str, Made]) -> None:
-    """A stage of a transformer takes one tensor, and computes the number of rows from it."""
-    _, graph, _, _ = captured["encoder"]
-    for stages in (
-        (parts := split(graph, cuts_at(graph, ["layers.0.norm1", "layers.0.norm2"]))).train,
-        parts.eval,
-    ):
-        assert [len(stage.inputs) for stage in stages] == [1, 1, 1]
-        assert [len(stage.outputs) for stage in stages] == [1, 1, 1]
+class Views(nn.Module):
+    """Asks once for the number of rows, and uses it in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        for layer in self.layers:
+            x = layer(x.view(rows, 2, 2)).transpose(1, 2).reshape(rows, 4)
+        return x
+
+
+def test_sizes_do_not_cross() -> None:
+    """A stage takes the number of rows from a tensor that it gets anyway."""
+    graph = capture(Views(), (torch.randn(6, 4),), {})
+    parts = split(graph, cuts_at(graph, ["layers.1", "layers.2"]))
+    for stages in (parts.train, parts.eval):
+        assert (
+            [len(stage.inputs) for stage in stages] == [1, 1, 1] == [len(stage.outputs) for stage in stages]
+        )
 
 
 def test_an_unused_parameter_is_on_no_stage(captured: dict[str, Made]) -> None:
@@ -321,6 +334,42 @@ def test_a_chain_takes_what_export_does_not() -> None:
     random.seed(0)
     split(graph, [1, 2]).run("train", graph.values((x,), {})).sum().backward()
     assert same([p.grad for p in model.parameters()], expected)
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(UsageError, match="call it once before"):
+        capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(6, 4),), {})
+
+
+class InPlace(nn.Module):
+    """Changes a value in place by a constant and by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.first(x).chunk(2, -1)
+        right = right.clone()
+        right[:, 0] = 0.0
+        right *= self.scale  # on the stage that has the buffer
+        return self.second(left) * right
+
+
+def test_values_that_are_changed_in_place_stay_together_in_evaluation() -> None:
+    model = InPlace()
+    graph = capture(model, (torch.randn(6, 4),), {})
+    x = torch.randn(3, 4)
+    for cut in legal(graph):
+        parts = split(graph, [cut])
+        for stages in (parts.train, parts.eval):
+            values = graph.values((x,), {})
+            for stage in stages:
+                # As from another process: a leaf that requires a gradient cannot be changed in place.
+                given = [values[name].detach().requires_grad_() for name in stage.inputs]
+                values.update(zip(stage.outputs, stage.module(*given), strict=True))
+            assert torch.equal(parts.build_output("train", values), model(x))
 
 
 class NearlyWrapped(Wrapped):

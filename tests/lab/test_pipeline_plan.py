@@ -69,6 +69,14 @@ def test_plan_of_a_script(script: str, tmp_path: Path, capsys: pytest.CaptureFix
         assert 0 <= y <= y + float(shape.attrib["height"]) <= height
 
 
+def test_plan_takes_the_example_of_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many rows as a batch has."""
+    call = "session.prepare(model, optimizer, loader"
+    Path(script).write_text(SCRIPT.replace(call, f"{call}, example=torch.randn(3, 8)"))
+    assert main(["plan", script, "--json", "--", "16"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 16
+
+
 def test_plan_cuts_where_it_is_told(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", script, "--stages", "3", "--at", "second,out", "--micro-batches", "2", "--", "8"]) == 0
@@ -140,7 +148,8 @@ def test_scripts_that_cannot_be_planned(
 
 
 def stage(seconds: float, **more: Any) -> PlannedStage:
-    given: dict[str, Any] = {"parameters": 10_000, "activations": 1_000, "crossing": 100, **more}
+    sizes = {"parameters": 10_000, "activations": 1_000, "crossing": 100}
+    given: dict[str, Any] = {**sizes, "messages": 0.0, **more}
     return PlannedStage(0, 1, "layer", seconds / 3, seconds * 2 / 3, **given)
 
 
@@ -162,6 +171,10 @@ PLAN = PipelinePlan("Net", "", 64, 8, (stage(0.01), stage(0.01)), (1,), ("out",)
         (
             {"step": 0.2, "stages": (stage(0.001), stage(0.02))},
             ["the slowest stage takes 1.9 times the mean"],
+        ),
+        (
+            {"step": 0.2, "stages": (stage(0.01), stage(0.01, messages=0.01))},
+            ["messages take 50% of the slowest stage"],
         ),
     ],
 )
