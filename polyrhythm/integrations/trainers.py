@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.hooks import Hook
 from polyrhythm.session.api import init
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import session, world_context
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.distributed import DistributedSession

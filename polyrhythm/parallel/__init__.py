@@ -1,0 +1,1 @@
+"""Ways to divide one model or one batch over several devices."""
