@@ -26,8 +26,9 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
-    "conversions", "events", "growth", "hogwild", "last_executor", "memory", "replicate", "server",
-    "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
+    "conversions", "events", "growth", "hogwild", "keras", "last_executor", "memory", "replicate",
+    "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
+    "wire_bytes",
 )  # fmt: skip
 
 
