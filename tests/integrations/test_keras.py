@@ -21,6 +21,7 @@ import polyrhythm as pr
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before the first `import keras`
 EXAMPLES = 1437
 STRATEGIES = ("allreduce", "async", "local:8", "gossip", "async+topk:0.01")
 
@@ -198,10 +199,49 @@ def test_replicas_are_equal_after_each_step_under_allreduce() -> None:
         x = np.random.RandomState(0).randn(100, 6).astype("float32")
         model.fit(x, x.sum(1), batch_size=8, epochs=2, verbose=0, callbacks=[Record()])
         seeds.append(np.array(drop.seed_generator.state).tolist())
+        assert not session._data.left_early  # type: ignore[attr-defined]  # Keras asks for no batch too many
 
     run_in("simulated", train, strategy="allreduce", workers=3)
     assert len(steps[0]) == 2 * 5 and steps[0] == steps[1] == steps[2]
     assert len(set(steps[0])) == len(steps[0]) and len({seed for seed, _ in seeds}) == 3
+
+
+@pytest.mark.slow
+def test_a_dataset_that_shuffles_itself_has_one_order_on_all_workers() -> None:
+    import keras
+
+    from polyrhythm.integrations.keras import distribute
+
+    orders: dict[int, list[list[int]]] = {}
+    seen: list[float] = []
+
+    class Shuffles(keras.utils.PyDataset):
+        def __init__(self, mine: list[list[int]]) -> None:
+            super().__init__()
+            self.order, self._mine = np.arange(12), mine
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            seen.append(float(self.order[index]))
+            x = np.full((2, 1), self.order[index], "float32")
+            return x, x
+
+        def on_epoch_end(self) -> None:
+            np.random.shuffle(self.order)
+            self._mine.append(self.order.tolist())
+
+    def train() -> None:
+        session = pr.init()
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        distribute(model)
+        model.fit(Shuffles(orders.setdefault(session.rank, [])), epochs=2, shuffle=False, verbose=0)
+
+    run_in("simulated", train, strategy="allreduce", workers=2)
+    assert orders[0] == orders[1] and len({tuple(each) for each in orders[0]}) == len(orders[0]) > 2
+    assert sorted(seen[2:]) == sorted([*range(12)] * 2)  # each worker has built its model by one batch
 
 
 @pytest.mark.slow
@@ -289,6 +329,7 @@ def test_all_workers_stop_early_together(strategy: str, tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [len(row["history"]["loss"]) for row in found] == [2, 2]
     assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["result"]["loss"] == found[0]["history"]["val_loss"][0]  # the best weights are restored
     assert (tmp_path / "log.csv").read_text().count("\n") == 3  # written by one worker
 
 

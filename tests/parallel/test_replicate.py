@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
+from polyrhythm.model.hooks import Hook
 from polyrhythm.parallel.replicate import Replicated
 from tests.support.programs import CLASSES, FEATURES, Examples, mlp, normed, odd, trained
 from tests.support.runs import run_in
@@ -241,6 +242,18 @@ def test_what_cannot_be_divided_or_merged_is_refused(
 
     with pytest.raises(pr.UsageError, match=message):
         pr.replicate(Returns(), ["cpu", "cpu"])(*arguments)
+
+
+def test_hooks_of_a_session_run_once_in_a_pass() -> None:
+    """They are about the whole batch; those of the script run for each replica."""
+    calls: list[str] = []
+    model = pr.replicate(mlp(), CPUS)
+    layer: Any = model.get_submodule("0")
+    layer.register_forward_hook(Hook(lambda *_: calls.append("session")))
+    layer.register_forward_hook(lambda *_: calls.append("script"))
+    for _ in range(2):
+        model(torch.randn(8, FEATURES, dtype=torch.float64))
+    assert calls.count("session") == 2 and calls.count("script") == 2 * len(CPUS)
 
 
 def program(replicas: int, build: Callable[[], nn.Module] = mlp) -> Callable[[], None]:

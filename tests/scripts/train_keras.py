@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     callbacks: list[Any] = [keras.callbacks.ModelCheckpoint(saved, save_freq=save_freq)]
     callbacks.append(keras.callbacks.CSVLogger(options.folder / "log.csv"))
     if options.patience is not None:
-        stop = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=options.patience)
+        stop = keras.callbacks.EarlyStopping(
+            "val_loss", min_delta=10.0, patience=options.patience, restore_best_weights=True
+        )
         callbacks.append(stop)
     if options.lower:
         callbacks.append(keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (1 + epoch)))

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.random_states import OwnNumbers
+from polyrhythm.session.seeds import mix
 
 KINDS = "NumPy arrays, torch tensors, a keras.utils.PyDataset or a torch DataLoader"
 
@@ -91,11 +92,13 @@ class SharedBatches(DataAdapter):  # type: ignore[misc]
     """What Keras iterates over in a run: this worker's batches of `loader`.
 
     `count`: how many Keras asks for, at most. It stops there without asking for one more, but the loader must
-    learn that the epoch is over.
+    learn that the epoch is over. `seed`: all workers call the methods of a PyDataset with the same random
+    numbers, so that one that shuffles itself has the same order everywhere.
     """
 
-    def __init__(self, loader: Any, count: int, dataset: Any) -> None:
+    def __init__(self, loader: Any, count: int, dataset: Any, seed: int) -> None:
         self._loader, self._count = loader, count
+        self._numbers = OwnNumbers(mix("keras", seed))
         self._dataset = dataset if isinstance(dataset, _PyBatches) else None
         self._open: Iterator[Any] | None = None
 
@@ -127,14 +130,16 @@ class SharedBatches(DataAdapter):  # type: ignore[misc]
 
     def on_epoch_begin(self) -> None:
         if self._dataset is not None:
-            self._dataset.dataset.on_epoch_begin()
+            with self._numbers:
+                self._dataset.dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         if self._open is not None:
             next(self._open, None)
             self._open = None
         if self._dataset is not None:
-            self._dataset.dataset.on_epoch_end()
+            with self._numbers:
+                self._dataset.dataset.on_epoch_end()
 
 
 def first_batch(loader: DataLoader[Any]) -> Any:

@@ -77,13 +77,14 @@ class DistributedModel:
         arguments["validation_split"] = 0.0
         loader = training_loader(arguments)
         deferred = self._prepare(loader, arguments["initial_epoch"])
-        traits = self.workers.session.strategy.traits  # type: ignore[union-attr]
+        run = self.workers.run
+        assert run is not None and deferred.shared is not None
+        traits = run.strategy.traits
         # Where workers are lost or not in lockstep, one may get any number of batches of an epoch.
         known = traits.lockstep and not traits.survives
-        assert deferred.shared is not None
         count = len(deferred.shared) if known else len(loader)
-        arguments.update(x=SharedBatches(deferred, count, loader.dataset), y=None, sample_weight=None)
-        arguments.update(class_weight=None, shuffle=False)
+        arguments["x"] = SharedBatches(deferred, count, loader.dataset, run.seed)
+        arguments.update(y=None, sample_weight=None, class_weight=None, shuffle=False)
         if self.workers.rank:
             arguments["verbose"] = 0
         arguments["callbacks"] = self._callbacks(arguments["callbacks"], arguments["epochs"])
