@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
+from polyrhythm.model.hooks import Hook
 from polyrhythm.parallel.cut import choose_cuts, estimated_costs
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
@@ -23,7 +24,6 @@ from polyrhythm.parallel.partition import Partition, split
 from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
