@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.integrations.process_group import install
+from polyrhythm.integrations.process_group.lane import Lane
 from polyrhythm.launch.console import Console
 from polyrhythm.record.result import RunResult
 from polyrhythm.session.context import session
@@ -803,3 +804,26 @@ def test_a_script_may_prepare_and_use_the_process_group(tmp_path: Path) -> None:
     assert result["strategy"] == "torch.distributed" and result["steps"] == 2 * STEPS
     assert result.metrics[-1]["step"] == STEPS and (tmp_path / "saved.pt").exists()
     assert not list(result.folder.glob("*.safetensors"))
+
+
+def test_a_work_that_fails_raises_wherever_it_is_waited_for() -> None:
+    """Also in a future, and in one that follows it; and all later works of its lane fail with it."""
+    lane = Lane("test")
+
+    def fails() -> None:
+        raise PeerLost("worker 1 is gone")
+
+    work, later = lane.begin("a test", fails, []), lane.begin("a test", lambda: None, [])
+    following = work.get_future().then(lambda done: done.value())
+    for wait in (work.wait, later.wait):
+        with pytest.raises(PeerLost, match="worker 1 is gone"):
+            wait()
+    for future in (work.get_future(), following, later.get_future()):
+        with pytest.raises(RuntimeError, match="worker 1 is gone"):
+            future.wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), PeerLost)
+    lane.close()
+    aborted = Lane("test")
+    aborted.abort()
+    with pytest.raises(PolyrhythmError, match="test was aborted"):
+        aborted.run("a test", lambda: None, []).wait()

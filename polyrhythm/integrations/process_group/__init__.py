@@ -87,7 +87,7 @@ class _Groups:
 
     @classmethod
     def of(cls, node: ProcessNode | None, me: Peer) -> _Groups:
-        """Those of a node, which are made once: a script may destroy its process group and install another."""
+        """Those of a node, made once: a script may destroy its process group and install another."""
         if cls.current is None or cls.current.node is not node:
             cls.current = cls(node, me)
         return cls.current
