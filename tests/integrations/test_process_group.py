@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, UsageError
 from polyrhythm.integrations.process_group import install
+from polyrhythm.integrations.process_group.lane import Lane
 from polyrhythm.launch.console import Console
 from polyrhythm.record.result import RunResult
+from polyrhythm.session.context import session
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -37,7 +39,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OTHERS = (torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn)  # cannot be reduced
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 SIZES = ((), (0,), (1,), (3, 5), (70_001,))
-TRANSPORTS = {"shared memory": {}, "TCP": {"listen": "tcp:127.0.0.1:0"}, "ring": {"collective": "ring"}}
+TRANSPORTS = {"shared memory": {}, "TCP": {"listen": "tcp:127.0.0.1:0"}}
 OPS = {
     dist.ReduceOp.SUM: sum,
     dist.ReduceOp.AVG: lambda values: sum(each.double() for each in values) / len(values),
@@ -341,6 +343,11 @@ def groups() -> None:
             dist.all_reduce(tensor, group=last)
         assert tensor.item() == 5.0 and last.size() == 1
     assert dist.get_backend() == "polyrhythm"
+    dist.destroy_process_group()
+    install(session.get())
+    tensor = torch.tensor([rank])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    assert tensor.item() == n - 1
     dist.barrier()
 
 
@@ -555,8 +562,7 @@ def checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared memory", "TCP"])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "transport"), [(2, "shared memory"), (3, "TCP")])
 def test_models_split_by_torch_train_like_whole_ones(workers: int, transport: str, tmp_path: Path) -> None:
     """DDP, FSDP2, tensor parallel and pipelines: the parameters of one process, within 1e-12."""
 
@@ -687,7 +693,7 @@ def test_no_wait_is_longer_than_the_timeout_of_the_run(transport: str) -> None:
         dist.barrier()
 
     with pytest.raises(PolyrhythmError, match=r"worker 0 waited .* for .*worker 1"):
-        run(program, timeout=4, **TRANSPORTS[transport])
+        run(program, timeout=2, **TRANSPORTS[transport])
 
 
 @pytest.fixture
@@ -798,3 +804,26 @@ def test_a_script_may_prepare_and_use_the_process_group(tmp_path: Path) -> None:
     assert result["strategy"] == "torch.distributed" and result["steps"] == 2 * STEPS
     assert result.metrics[-1]["step"] == STEPS and (tmp_path / "saved.pt").exists()
     assert not list(result.folder.glob("*.safetensors"))
+
+
+def test_a_work_that_fails_raises_wherever_it_is_waited_for() -> None:
+    """Also in a future, and in one that follows it; and all later works of its lane fail with it."""
+    lane = Lane("test")
+
+    def fails() -> None:
+        raise PeerLost("worker 1 is gone")
+
+    work, later = lane.begin("a test", fails, []), lane.begin("a test", lambda: None, [])
+    following = work.get_future().then(lambda done: done.value())
+    for wait in (work.wait, later.wait):
+        with pytest.raises(PeerLost, match="worker 1 is gone"):
+            wait()
+    for future in (work.get_future(), following, later.get_future()):
+        with pytest.raises(RuntimeError, match="worker 1 is gone"):
+            future.wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), PeerLost)
+    lane.close()
+    aborted = Lane("test")
+    aborted.abort()
+    with pytest.raises(PolyrhythmError, match="test was aborted"):
+        aborted.run("a test", lambda: None, []).wait()

@@ -28,7 +28,7 @@ from polyrhythm.integrations.process_group.group import BACKEND, PolyrhythmGroup
 from polyrhythm.integrations.process_group.point_to_point import PointToPoint
 from polyrhythm.integrations.process_group.store import CoordinatorStore
 from polyrhythm.session.api import Session
-from polyrhythm.session.context import WorldContext, world_context
+from polyrhythm.session.context import world_context
 from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.worlds.processes.node import ProcessNode
 
@@ -45,29 +45,28 @@ def install(session: Session) -> None:
             "torch.distributed.init_process_group()"
         )
     here = world_context.get()
-    if here is None or not isinstance(session, DistributedSession):
-        _initialize(_Groups(None, Peer("worker", 0)), HashStore(), 0, 1, None)
+    if here is None:
+        _initialize(_Groups.of(None, Peer("worker", 0)), HashStore(), 1, None)
         return
+    if not isinstance(session, DistributedSession):
+        raise UsageError("pass the session of the run, which pr.init() returns: install(session)")
     node = here.node
     if not isinstance(node, ProcessNode):
         raise UsageError(f"{TOOL} needs real processes: use polyrhythm run instead of polyrhythm simulate")
     if node.incarnation:
         raise UsageError(f"{node.me} replaces a worker that died, but cannot join its process groups")
     session.train_by(TOOL)
-    groups = _Groups(node, node.me)
-    _initialize(groups, CoordinatorStore(here), node.rank, session.workers, _timeout(here))
-    session.before_close.append(groups.close)
+    groups = _Groups.of(node, node.me)
+    if groups.close not in session.before_close:
+        session.before_close.append(groups.close)
+    _initialize(groups, CoordinatorStore(here), session.workers, timedelta(seconds=here.plan.timeout))
 
 
-def _initialize(groups: _Groups, store: Store, rank: int, size: int, timeout: timedelta | None) -> None:
+def _initialize(groups: _Groups, store: Store, size: int, timeout: timedelta | None) -> None:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    _Groups.current, groups.store = groups, store
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _timeout(here: WorldContext) -> timedelta:
-    return timedelta(seconds=here.plan.timeout)
+    groups.store = store
+    dist.init_process_group(BACKEND, store=store, rank=groups.me.rank, world_size=size, timeout=timeout)
 
 
 def _create(options: Any, _: Any = None) -> PolyrhythmGroup:
@@ -82,16 +81,23 @@ class _Groups:
     current: _Groups | None = None  # torch passes nothing of ours to `_create`
 
     def __init__(self, node: ProcessNode | None, me: Peer) -> None:
-        self._node = node
+        self.node, self.me = node, me
         self._messages = PointToPoint(node, me)
         self.store: Store | None = None  # torch does not keep the part of it that is in Python
+
+    @classmethod
+    def of(cls, node: ProcessNode | None, me: Peer) -> _Groups:
+        """Those of a node, made once: a script may destroy its process group and install another."""
+        if cls.current is None or cls.current.node is not node:
+            cls.current = cls(node, me)
+        return cls.current
 
     def create(self, options: Any) -> PolyrhythmGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         name = options.group_id
         group: Group = Alone()
-        if self._node is not None:
-            group = self._node.everyone.split([Peer("worker", rank) for rank in ranks], f"torch {name}")
+        if self.node is not None:
+            group = self.node.everyone.split([Peer("worker", rank) for rank in ranks], f"torch {name}")
         return PolyrhythmGroup(group, ranks, name, self._messages)
 
     def close(self) -> None:
