@@ -351,6 +351,43 @@ def test_what_cannot_work_is_refused(strategy: str, options: list[str], message:
 
 
 @pytest.mark.slow
+def test_models_and_callbacks_that_cannot_work_are_refused() -> None:
+    import keras
+
+    from polyrhythm.integrations.keras import distribute
+
+    class Other(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {}
+
+    def train(kind: type, more: dict[str, Any], policy: str = "rank0", **attributes: Any) -> None:
+        norm = keras.layers.BatchNormalization()
+        model = kind([keras.Input((2,)), norm, keras.layers.Dense(1)])
+        model.compile(attributes.pop("trained", keras.optimizers.SGD(0.1)), "mse")
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        distribute(model, batch_norm=policy)
+        model.fit(**{"x": np.ones((8, 2), "float32"), "y": np.ones((8, 1), "float32"), "verbose": 0} | more)
+
+    def scaled() -> Any:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+    plain = keras.Sequential
+    wrong: list[tuple[str, Callable[[], None]]] = [
+        ("Other has not called self.optimizer.apply", lambda: train(Other, {})),
+        ("another optimizer, generator", lambda: train(plain, {}, generator=keras.optimizers.SGD(0.1))),
+        ("batch_norm=mean is for BatchNorm of torch", lambda: train(plain, {}, "mean")),
+        ("generator.* cannot be shared", lambda: train(plain, {"x": (each for each in []), "y": None})),
+        ("write the same files", lambda: train(plain, {"callbacks": keras.callbacks.BackupAndRestore("b")})),
+        ("use the policy mixed_bfloat16", lambda: train(plain, {}, trained=scaled())),
+        ("takes a keras.Model", lambda: distribute(3)),
+    ]
+    for message, program in wrong:
+        with pytest.raises(pr.UsageError, match=message):
+            run_in("simulated", program, strategy="allreduce", workers=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "message"),
     [

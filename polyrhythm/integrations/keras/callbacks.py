@@ -14,6 +14,12 @@ from polyrhythm.integrations.trainers import TrainerSession
 WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 
 
+def listed(callbacks: Any) -> list[Any]:
+    """The callbacks that `fit` was given, in any form, as a list."""
+    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    return list(keras.tree.flatten(given or []))
+
+
 class Fitted(Protocol):
     """What the callbacks need of a distributed model."""
 

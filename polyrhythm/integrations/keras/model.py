@@ -14,7 +14,8 @@ from keras.src.trainers.data_adapters import array_slicing
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.integrations.keras.callbacks import WRITERS, EpochEnd, EpochStart, numbers
+from polyrhythm.integrations.keras.callbacks import WRITERS, EpochEnd, EpochStart, listed, numbers
+from polyrhythm.integrations.keras.checks import check_arguments, check_model, check_norms, check_optimizer
 from polyrhythm.integrations.keras.data import SharedBatches, first_batch, first_tensor, training_loader
 from polyrhythm.integrations.keras.optimizer import KerasOptimizer, KerasSchedule, schedule_of
 from polyrhythm.integrations.keras.weights import KerasWeights, separate_seeds
@@ -67,7 +68,12 @@ class DistributedModel:
         given = inspect.signature(self._own["fit"]).bind(*args, **kwargs)
         given.apply_defaults()
         arguments: dict[str, Any] = given.arguments
-        self._check(arguments)
+        run = self.workers.run
+        assert run is not None
+        check_model(self.model)
+        check_arguments(arguments, self.workers.workers)
+        check_optimizer(self.model.optimizer, run.strategy, len(run._node.members.servers))
+        check_norms(self.model, run.batch_norm)
         if arguments["validation_split"] and arguments["validation_data"] is None:
             split = array_slicing.train_validation_split(
                 (arguments["x"], arguments["y"], arguments["sample_weight"]),
@@ -77,8 +83,7 @@ class DistributedModel:
         arguments["validation_split"] = 0.0
         loader = training_loader(arguments)
         deferred = self._prepare(loader, arguments["initial_epoch"])
-        run = self.workers.run
-        assert run is not None and deferred.shared is not None
+        assert deferred.shared is not None
         traits = run.strategy.traits
         # Where workers are lost or not in lockstep, one may get any number of batches of an epoch.
         known = traits.lockstep and not traits.survives
@@ -94,57 +99,6 @@ class DistributedModel:
             self._epoch = None
         self.workers.show_consensus()
         return history
-
-    def _check(self, arguments: dict[str, Any]) -> None:
-        """Raises UsageError for what a run cannot do."""
-        model, strategy = self.model, self.workers.session.strategy
-        assert strategy is not None
-        if not model.compiled:
-            raise UsageError("call compile() before fit()")
-        if model.jit_compile is True:
-            raise UsageError("compile(jit_compile=True) cannot exchange gradients: set it to False")
-        if arguments["steps_per_epoch"]:
-            raise UsageError(
-                f"fit(steps_per_epoch={arguments['steps_per_epoch']}): in a run an epoch is one pass over "
-                "the data by all workers; leave it out, or train on a part of the data"
-            )
-        optimizer = model.optimizer
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise UsageError(
-                "LossScaleOptimizer skips steps, which workers cannot do alone: use the policy mixed_bfloat16"
-            )
-        others = [
-            name for name, value in vars(model).items() if _is_optimizer(value) and value is not optimizer
-        ]
-        if others:
-            raise UsageError(
-                f"the model has another optimizer, {others[0]}: fit() trains with the one of compile() only"
-            )
-        servers = len(self.workers.run._node.members.servers) if self.workers.run is not None else 0
-        if optimizer.global_clipnorm and servers > 1:
-            raise UsageError(
-                f"global_clipnorm needs the whole gradient, and {servers} servers have a part each: use one "
-                "server, or clipnorm"
-            )
-        traits = strategy.traits
-        equal = traits.identical_optimizers and traits.sync_period == 1 and not traits.uses_servers
-        if optimizer.use_ema and not equal:
-            raise UsageError(
-                f"use_ema=True needs the same average on all workers, which {strategy} does not give: use "
-                "allreduce, or set it to False"
-            )
-        if optimizer.gradient_accumulation_steps and not strategy.traits.lockstep:
-            raise UsageError(
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: under {strategy} "
-                "workers take unequal numbers of steps; leave it out and raise batch_size"
-            )
-        policy = self.workers.session.batch_norm
-        normed = any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers())
-        if normed and policy not in ("rank0", "local"):
-            raise UsageError(
-                f"batch_norm={policy} is for BatchNorm of torch; with BatchNormalization of Keras use rank0 "
-                "or local"
-            )
 
     def _prepare(self, loader: Any, initial_epoch: int) -> DeferredLoader:
         """Builds the model and prepares the session, or in a later call shares the new loader."""
@@ -178,14 +132,7 @@ class DistributedModel:
         return Trainee(self._weights, [self._optimizer], self._initial_epoch, schedulers, whole_run=True)
 
     def _callbacks(self, given: Any, epochs: int) -> list[Any]:
-        callbacks = given.callbacks if isinstance(given, keras.callbacks.CallbackList) else given or []
-        own = list(keras.tree.flatten(callbacks))
-        for each in own:
-            if isinstance(each, keras.callbacks.BackupAndRestore) and self.workers.workers > 1:
-                raise UsageError(
-                    "BackupAndRestore keeps one state per worker in one file: use ModelCheckpoint, and start "
-                    "from its file with initial_epoch"
-                )
+        own = listed(given)
         if self.workers.rank:
             own = [each for each in own if not isinstance(each, WRITERS)]
         self._epoch = EpochStart(self, epochs, shows=bool(own))
@@ -291,7 +238,3 @@ def _same(tensors: list[Any], variables: list[Any]) -> bool:
     return len(tensors) == len(variables) and all(
         one is other.value for one, other in zip(tensors, variables, strict=True)
     )
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, keras.optimizers.Optimizer)
