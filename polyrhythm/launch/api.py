@@ -245,8 +245,6 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     before = torch.get_num_threads()
     try:
         _write_plan(record, plan)
-        if plan.cluster is None and output.console is not None:
-            console.line(ASSUMED)
         torch.set_num_threads(threads)
         world = Simulated(
             program.load(plan.imports), plan, cluster, strategy, record, console.line, program.places
@@ -254,6 +252,8 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
+        if plan.cluster is None and output.console is not None and coordinator.failure is None:
+            console.line(ASSUMED)
         return _finish(coordinator, record)
     finally:
         torch.set_num_threads(before)
