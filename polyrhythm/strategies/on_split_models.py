@@ -57,7 +57,9 @@ class OnSplitModels(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return replace(self.on.traits, model_axes=tuple((each.axis, each.size) for each in self.how))
+        # The others of a model cannot continue without a part of it, nor can a new process replace the part alone.
+        axes = tuple((each.axis, each.size) for each in self.how)
+        return replace(self.on.traits, model_axes=axes, survives_loss=False)
 
     def check(self, plan: Plan) -> None:
         self.on.check(plan)
