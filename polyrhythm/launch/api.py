@@ -21,7 +21,6 @@ from polyrhythm.launch.quick_imports import import_torch
 from polyrhythm.record.folder import RunFolder, name_run
 from polyrhythm.record.memory import RunMemory
 from polyrhythm.record.result import RunResult, kept
-from polyrhythm.worlds.cluster import ASSUMED
 
 if TYPE_CHECKING:
     from polyrhythm.coordination.coordinator import Coordinator
@@ -245,8 +244,6 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     before = torch.get_num_threads()
     try:
         _write_plan(record, plan)
-        if plan.cluster is None and output.console is not None:
-            console.line(ASSUMED)
         torch.set_num_threads(threads)
         world = Simulated(
             program.load(plan.imports), plan, cluster, strategy, record, console.line, program.places
