@@ -26,8 +26,10 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
-    "conversions", "events", "growth", "hogwild", "last_executor", "memory", "server", "simulator", "sites",
-    "slow_link", "slow_network", "staleness", "startup", "straggler", "wire_bytes",
+    "conversions", "cut", "events", "growth", "hogwild", "keras", "last_executor", "memory", "process_group",
+    "replicate",
+    "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
+    "wire_bytes",
 )  # fmt: skip
 
 

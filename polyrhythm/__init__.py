@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from polyrhythm.optim.lars_lamb import LAMB, LARS
     from polyrhythm.optim.linear_scaling import LinearScaling
     from polyrhythm.optim.sparse_sgd import SparseSGD
+    from polyrhythm.parallel.replicate import replicate
+    from polyrhythm.parallel.splits import Pipeline
     from polyrhythm.record.result import RunResult
     from polyrhythm.session.api import Session, init
     from polyrhythm.strategies.reduce_ops import MeanReducer
@@ -39,14 +41,14 @@ _HOME = {
     "PolyrhythmError": "core.errors", "UsageError": "core.errors", "WireError": "core.errors",
     "WaitError": "core.errors", "PeerLost": "core.errors", "NotFinite": "core.errors",
     "LinearScaling": "optim.linear_scaling", "LARS": "optim.lars_lamb", "LAMB": "optim.lars_lamb",
-    "SparseSGD": "optim.sparse_sgd",
+    "SparseSGD": "optim.sparse_sgd", "Pipeline": "parallel.splits", "replicate": "parallel.replicate",
 }  # fmt: skip
 
 __all__ = [
     "LAMB", "LARS", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite", "Peer",
-    "PeerLost", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server", "Session",
-    "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker",
-    "init", "integrations", "join", "parse", "run", "simulate",
+    "PeerLost", "Pipeline", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server",
+    "Session", "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker",
+    "init", "integrations", "join", "parse", "replicate", "run", "simulate",
 ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class DataSharing:
         self._begun.setdefault(loader, set()).add(peer)
         if self._mixed(loader):
             return
-        workers = [each.rank for each in self._membership.workers]
+        workers = [each.rank for each in self._membership.leaders]
         lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, longest, request.unseen)
         if lease is not None:
             self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
@@ -84,7 +84,7 @@ class DataSharing:
             return
         waiting = self._resuming.setdefault(loader, ReplyBarrier())
         waiting.add(peer, respond)
-        if not self._mixed(loader) and not {*self._membership.workers} - {*waiting}:
+        if not self._mixed(loader) and not {*self._membership.leaders} - {*waiting}:
             self.leases.resume(loader, {each.rank: position for each, position in resumed.items()})
             waiting.release_all(lambda each: None)
 
@@ -136,13 +136,13 @@ class DataSharing:
 
     def begin(self) -> None:
         """Begins the epochs that all workers have requested, except those that are done."""
-        training = (each for each in self._membership.workers if each not in self._done)
+        training = (each for each in self._membership.leaders if each not in self._done)
         self.cohorts.reply({each: self._membership.incarnations[each] for each in training})
 
     def lose(self, peer: Peer, reason: str) -> int:
         """A node has left. Returns how many of its leased batches are available again."""
-        if peer.role != "worker":
+        if not self._membership.leads(peer):
             return 0
         returned = self.leases.lose(peer.rank) if reason != "finished" else 0
-        self.leases.release([each.rank for each in self._membership.workers])
+        self.leases.release([each.rank for each in self._membership.leaders])
         return returned

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from polyrhythm.coordination.membership import Membership
+from polyrhythm.coordination.ports import Recorder
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
+from polyrhythm.coordination.summary import SummaryBuilder
+from polyrhythm.core.events import Metrics
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import NodeFailed, Request, ShowNote
+from polyrhythm.core.requests import ExamplesDue, LogMetrics, NodeFailed, Request, ShowNote
 
 Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
+Handle = Callable[[Peer, Any, Respond], None]
 
 
-def noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
+def noted(note: Callable[[Any], None]) -> Handle:
     """Handles a request that has an empty reply."""
 
     def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
@@ -35,7 +39,7 @@ def once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
     return show
 
 
-def failing(fail: Callable[[str, int, Peer | None], None]) -> Callable[[Peer, Any, Respond], None]:
+def failing(fail: Callable[[str, int, Peer | None], None]) -> Handle:
     """Handles the report of a node that cannot continue."""
 
     def handle(peer: Peer, failed: NodeFailed, respond: Respond) -> None:
@@ -45,6 +49,27 @@ def failing(fail: Callable[[str, int, Peer | None], None]) -> Callable[[Peer, An
     return handle
 
 
-def compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
+def compared(replicas: ReplicaComparison, members: Membership) -> Handle:
     """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
+    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.copies(peer)))
+
+
+def due(tally: SummaryBuilder, members: Membership) -> Handle:
+    """Handles a report of the examples that a worker will have trained on."""
+
+    def handle(peer: Peer, request: ExamplesDue, respond: Respond) -> None:
+        tally.due[members.current(peer)] = request.samples
+        respond(None)
+
+    return handle
+
+
+def logged(tally: SummaryBuilder, members: Membership, record: Recorder) -> Handle:
+    """Handles metrics that a script has logged."""
+
+    def handle(peer: Peer, request: LogMetrics, respond: Respond) -> None:
+        tally.metrics.add(members.current(peer), request)
+        record.metrics(str(peer), request.t, Metrics(request.step, request.values))
+        respond(None)
+
+    return handle

@@ -28,6 +28,7 @@ class Membership:
         self._holders: dict[Incarnation, set[Peer]] = {}  # nodes that may still use a dead worker's memory
         self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
         self._outlines: dict[str, list[str]] = {}  # that of the first node, by part of the model
+        self.model_size = 1  # how many workers hold one model together
 
     @property
     def no_workers_left(self) -> bool:
@@ -39,13 +40,26 @@ class Membership:
         """The workers in the run that replace no other."""
         return [peer for peer in self.workers if not self.incarnations[peer]]
 
+    @property
+    def leaders(self) -> list[Peer]:
+        """The workers that request data: the first of those that hold one model together."""
+        return [peer for peer in self.workers if self.leads(peer)]
+
+    def leads(self, peer: Peer) -> bool:
+        """True if a worker requests data, for itself and the others that hold the same model."""
+        return peer.role == "worker" and peer.rank % self.model_size == 0
+
+    def copies(self, peer: Peer) -> list[Peer]:
+        """The workers in the run that hold the same part of a model, and replace no other."""
+        return [each for each in self.originals if (each.rank - peer.rank) % self.model_size == 0]
+
     def current(self, peer: Peer) -> Incarnation:
         """The current incarnation of a peer."""
         return peer, self.incarnations[peer]
 
     def others(self, peer: Peer) -> list[Peer]:
-        """The workers in the run besides this one."""
-        return [each for each in self.workers if each != peer]
+        """The leaders in the run besides this worker."""
+        return [each for each in self.leaders if each != peer]
 
     # --- joining and leaving ------------------------------------------------------------------------
 

@@ -272,6 +272,14 @@ class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
 
     reply: ClassVar[Any] = Farewell
 
+    result: bool = True  # False: the workers have no final parameters to send
+
+
+class TrainedBy(Request[None], frozen=True, tag="trained by"):
+    """The script trains by another tool than `session.prepare`."""
+
+    tool: str
+
 
 class WhoIsLate(Request[WorkerNames], frozen=True, tag="late"):
     """Requests the workers that others wait for, at the start of an epoch or at the end."""
@@ -350,7 +358,7 @@ REQUESTS: dict[str, type[Request[Any]]] = {
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
         ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileWritten, ShowNote,
         LastStep, StepsDone, LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult,
-        NodeFailed, ScriptAt, ReleaseMemory, Report,
+        NodeFailed, ScriptAt, ReleaseMemory, Report, TrainedBy,
     )
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ strategy is one new file.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -15,6 +16,8 @@ from polyrhythm.core.codec import Codec
 from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.grammar import Configured
+from polyrhythm.core.mesh import Axis
+from polyrhythm.core.split import ModelSplit
 
 if TYPE_CHECKING:
     import torch
@@ -55,11 +58,19 @@ class Traits:
     closures: bool = False  # workers can evaluate loss and gradient several times per step, as LBFGS does
     rebuilds_parameters: bool = False  # each step computes parameters from the initial ones and a log
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
+    model_axes: tuple[
+        tuple[Axis, int], ...
+    ] = ()  # the axes along which one model is divided, and their sizes
 
     @property
     def survives(self) -> bool:
         """True if the other workers continue when one dies."""
         return not self.lockstep if self.survives_loss is None else self.survives_loss
+
+    @property
+    def model_size(self) -> int:
+        """How many workers hold one model together."""
+        return math.prod(size for _, size in self.model_axes)
 
     @property
     def settable(self) -> bool:
@@ -90,6 +101,13 @@ class Strategy(Configured):
     def __str__(self) -> str:
         return super().__str__() + (f"+{self.codec}" if self.codec else "")
 
+    def __matmul__(self, split: ModelSplit) -> Strategy:
+        """This strategy on models that are divided: `pr.parse("async") @ pr.Pipeline(2)`."""
+        from polyrhythm.core.registry import OPERATORS, load_builtins
+
+        load_builtins()
+        return OPERATORS["@"](self, (split,))
+
     @property
     def traits(self) -> Traits:
         """Its properties that the rest of the program uses."""
@@ -99,6 +117,11 @@ class Strategy(Configured):
     def parts(self) -> tuple[Strategy, ...]:
         """The strategies that it is composed of: itself, or one inside sites and one between them."""
         return (self,)
+
+    @property
+    def splits(self) -> tuple[ModelSplit, ...]:
+        """How each model is divided over several workers; empty if each worker holds a whole one."""
+        return ()
 
     def check(self, plan: Plan) -> None:
         """Raises UsageError, before any process starts, if it cannot work as planned."""

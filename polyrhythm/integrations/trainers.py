@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.hooks import Hook
 from polyrhythm.session.api import init
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import session, world_context
 from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.distributed import DistributedSession
@@ -35,6 +35,7 @@ class Trainee(NamedTuple):
     epoch: int = 0  # the first one to train, after a checkpoint was loaded
     schedulers: Sequence[LRScheduler] = ()  # those that are stepped after each batch
     equal_steps: bool = False  # all workers take the same number, for which schedules are built
+    whole_run: bool = False  # schedules are built for the steps of a single process
 
 
 class TrainerSession:
@@ -77,7 +78,7 @@ class TrainerSession:
                 f"the training data is a {type(loader).__name__}, which cannot be shared among workers: use "
                 "a torch.utils.data.DataLoader"
             )
-        shared = DeferredLoader(loader, length, self._prepare, self.forget_consensus)
+        shared = DeferredLoader(loader, length, self.prepare, self.forget_consensus)
         if self._trained is None:
             self._loaders.append(shared)
         else:  # a trainer that makes a new loader for later epochs
@@ -94,11 +95,12 @@ class TrainerSession:
             examples -= examples % size
         return math.ceil(examples / (size * self.workers))
 
-    def _prepare(self) -> None:
-        """Called when the first batch is drawn."""
+    def prepare(self) -> None:
+        """Called when the first batch is drawn, or before."""
         trainee = self._trainee()
         loaders = [deferred.loader for deferred in self._loaders]
-        schedulers = () if self.lockstep or trainee.equal_steps else trainee.schedulers
+        unequal = not self.lockstep and not trainee.equal_steps
+        schedulers = trainee.schedulers if unequal or trainee.whole_run else ()
         prepared = self.session.prepare(*loaders, trainee.model, *trainee.optimizers, *schedulers)
         self._trained = ModelSwap(trainee.model)
         if self.run is not None:

@@ -251,6 +251,8 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
+        if plan.cluster is None and output.console is not None and coordinator.failure is None:
+            console.line(ASSUMED)
         return _finish(coordinator, record)
     finally:
         torch.set_num_threads(before)

@@ -9,7 +9,7 @@ share of the batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
-from polyrhythm.session.context import session, world_context
+from polyrhythm.session.context import EndedInPrepare, ends_in_prepare, session, world_context
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
 from polyrhythm.session.places import Call, script_call
@@ -77,17 +77,22 @@ class Session:
         self._copies: ConsensusModel | None = None
         self._counting = Counting()
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
+    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
         """Call it with the model, its optimizer and the training loader; use the objects that it returns.
 
         A script may have any number of each: all models and optimizers are given in one call. The order of
         the arguments does not matter; the results have the same order. A later call takes loaders only.
         Loaders in `evaluate`, one or a list, come last: each of their examples is on exactly one worker. A
         loader that is not passed stays whole on every worker.
+
+        `example` is needed only where the model is divided over workers and its inputs cannot be told from a
+        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
         """
-        given = Arguments(objects, evaluate, again=self._copies is not None)
+        given = Arguments(objects, evaluate, again=self._copies is not None, example=example)
         if self._copies is None:
             given.check()
+            if ends_in_prepare.get():
+                raise EndedInPrepare(given)
             self._given, self._copies = given, ConsensusModel(given.models)
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)
@@ -105,6 +110,10 @@ class Session:
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """Called when a GradScaler is about to step an optimizer."""
+
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """Called when the norm of some gradients was computed: returns that of the whole model."""
+        return norm
 
     def epochs(self, start: int, stop: int | None = None) -> Iterator[int]:
         """Counts epochs like `range(stop)` or `range(start, stop)`, and shows them in the progress line."""

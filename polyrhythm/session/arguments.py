@@ -21,8 +21,11 @@ Evaluated = DataLoader[Any] | Sequence[DataLoader[Any]]  # loaders to evaluate o
 class Arguments:
     """The objects that a script passes to `prepare`, in any order, and then its evaluation loaders."""
 
-    def __init__(self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False) -> None:
+    def __init__(
+        self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False, example: Any = None
+    ) -> None:
         """UsageError if one of them is of no use; `again`: in a later call."""
+        self.example = example  # of what the model is called with
         self.evaluated = [evaluate] if isinstance(evaluate, DataLoader) else list(evaluate)
         for loader in self.evaluated:
             if not isinstance(loader, DataLoader):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.session.batch_norm.hooks import Hook
+from polyrhythm.model.hooks import Hook
 
 _ADVICE = (
     "call load_state_dict() before session.prepare(): all workers start from it; to evaluate other values, "

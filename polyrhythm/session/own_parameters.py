@@ -34,7 +34,7 @@ class OwnParameters:
         self._before = {
             name: (parameter, _sample(parameter))
             for name, parameter in joined(models).named_parameters()
-            if not equal and id(parameter) not in known
+            if not equal and id(parameter) not in known and not parameter.is_meta
         }
 
     @property

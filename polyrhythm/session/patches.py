@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -71,6 +72,13 @@ def _save(original: Function, obj: object, f: Any, *args: Any, **kwargs: Any) ->
         mine.file_written(f)
 
 
+def _total_norm(original: Function, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+    """`clip_grad_norm_` looks this function up at each call."""
+    gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norm, mine = original(gradients, norm_type, *args, **kwargs), session.get()
+    return norm if mine is None else mine.whole_norm(norm, gradients, float(norm_type))
+
+
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """PyTorch calls this before each step of any optimizer."""
     mine = session.get()
@@ -92,6 +100,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (torch.autograd, "backward", _backward),
     (torch.amp.GradScaler, "step", _step_scaler),
     (torch, "save", _save),
+    (clip_grad, "_get_total_norm", _total_norm),
     *(
         (cls, "step", _step_scheduler)
         for cls in vars(lr_scheduler).values()

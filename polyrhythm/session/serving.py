@@ -16,19 +16,24 @@ from polyrhythm.model.shard import Shard
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.context import ServerDone, WorldContext
-from polyrhythm.session.part import scoped
+from polyrhythm.session.placement import Placement
 
 
 def serve_run(
-    context: WorldContext, strategy: Strategy, given: Arguments, runner: OptimizerRunner, seed: int
+    context: WorldContext,
+    strategy: Strategy,
+    given: Arguments,
+    placement: Placement,
+    runner: OptimizerRunner,
+    seed: int,
 ) -> NoReturn:
     """Serves until all workers have left, and ends the script."""
-    node, model = context.node, joined(given.models)
-    rank, count = context.me.rank, len(node.members.servers)
-    shards = [Shard(model, each, rank, count, node.memory.empty, runner) for each in given.optimizers]
+    node, model, count = context.node, joined(given.models), len(context.node.members.servers)
+    nodes, optimizers = placement.on_server(node, given.optimizers)
+    shards = [Shard(model, each, context.me.rank, count, node.memory.empty, runner) for each in optimizers]
     agree(context, [shard.layout for shard in shards], given, seed)
     with torch.no_grad():
-        serve(strategy, node, shards)
+        serve(strategy, node, nodes, shards)
     steps = sum(shard.version for shard in shards)
     node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
     context.flush()
@@ -36,11 +41,12 @@ def serve_run(
     raise ServerDone
 
 
-def serve(strategy: Strategy, node: Node, shards: Sequence[Shard]) -> None:
-    """Serves the parameters of all parts until the run is over, several ones side by side."""
-    servers = [
-        strategy.server(each, shard) for each, shard in zip(scoped(node, len(shards)), shards, strict=True)
-    ]
+def serve(strategy: Strategy, node: Node, nodes: Sequence[Node], shards: Sequence[Shard]) -> None:
+    """Serves the parameters of all parts until the run is over, several ones side by side.
+
+    `nodes`: the node as each part sees it.
+    """
+    servers = [strategy.server(each, shard) for each, shard in zip(nodes, shards, strict=True)]
     if len(servers) == 1:
         servers[0].serve()
         return

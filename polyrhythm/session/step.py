@@ -21,9 +21,9 @@ from polyrhythm.core.node import Node
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import BeforeForward, OnBucket, OnGradient, State, Worker
 from polyrhythm.model.buckets import Bucket
+from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter

@@ -53,7 +53,9 @@ def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     choose.check_codec(plan.collective, strategy)
     if plan.balance:
         _check_balance(strategy)
-    strategy.check(replace(plan, servers=(plan.servers or 1) if traits.uses_servers else 0))
+    _check_models(plan, strategy)
+    seen = plan.by_models(traits.model_size)
+    strategy.check(replace(seen, servers=(plan.servers or 1) if traits.uses_servers else 0))
     if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
         raise UsageError(
             f"{strategy} needs memory that all workers share, so they must be on one host: leave out --here "
@@ -75,6 +77,27 @@ def _check_balance(strategy: Strategy) -> None:
             f"--balance needs workers that stay the same, and under {strategy} they may die and be replaced: "
             "leave it out, or use allreduce or local"
         )
+
+
+def _check_models(plan: Plan, strategy: Strategy) -> None:
+    """The workers must be enough for whole models, and those of a model at one site."""
+    size = strategy.traits.model_size
+    if plan.workers % size:
+        fewer = plan.workers // size * size
+        either = f"{fewer} or {fewer + size}" if fewer else str(size)
+        raise UsageError(
+            f"{strategy} divides each model over {size} workers, and {plan.workers} is no multiple of "
+            f"{size}: use {either} workers"
+        )
+    for name, ranks in plan.sites.items():
+        if apart := {rank // size for rank in ranks} & {
+            rank // size for other, theirs in plan.sites.items() if other != name for rank in theirs
+        }:
+            first = min(apart) * size
+            raise UsageError(
+                f"{strategy}: the workers {first} to {first + size - 1} hold one model, and are at two "
+                f"sites; give each site a multiple of {size} workers"
+            )
 
 
 def _notes(plan: Plan, strategy: Strategy) -> tuple[str, ...]:

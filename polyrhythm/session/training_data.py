@@ -21,8 +21,8 @@ from polyrhythm.core.requests import (
     ShowNote,
 )
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.hooks import Hook
 from polyrhythm.session.balance import WHOLE, Balance
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training

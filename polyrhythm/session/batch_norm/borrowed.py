@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polyrhythm.model.hooks import Hook
 from polyrhythm.model.replica import Replica
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.policies import NAMES, tracking
 
 

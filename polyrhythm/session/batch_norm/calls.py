@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.batch_norm.hooks import Hook
+from polyrhythm.model.hooks import Hook
 
 _NEEDS = "batch_norm=recompute has to call the model as the script does, but"
 _ADVICE = (

@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
+from polyrhythm.model.hooks import Hook
 from polyrhythm.session.batch_norm.calls import CallRecorder
-from polyrhythm.session.batch_norm.hooks import Hook
 from polyrhythm.session.batch_norm.pooling import pool, pooled
 from polyrhythm.session.batch_norm.statistics_exchange import StatisticsExchange, WorkerStatistics, lowest
 from polyrhythm.session.data import SharedLoader

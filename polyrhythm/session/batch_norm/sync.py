@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.model.replica import Replica
+from polyrhythm.parallel.replicate import Replicated
 from polyrhythm.session.batch_norm.policies import Rank0, other_names, shared_buffers
 from polyrhythm.session.batch_norm.pooling import SumOverWorkers, pool
 
@@ -48,6 +49,11 @@ class Sync(Rank0):
         super().__init__(model, node, lambda: replica.samples, list(shared_buffers(model)))
         group = SyncGroup(node.rank, len(node.members.workers), replica, all_reduce)
         for name, module in model.named_modules():
+            if isinstance(module, Replicated) and len(module.devices) > 1:
+                raise UsageError(
+                    "batch_norm=sync cannot wait for other workers inside pr.replicate(), whose replicas run "
+                    "side by side: start one worker per device, or use batch_norm=mean"
+                )
             if not isinstance(module, _BatchNorm):
                 continue
             if type(module).forward is not _BatchNorm.forward:

@@ -1,0 +1,1 @@
+"""Dividing one model over several workers: pipelines, tensors, branches, replicas in one process."""
