@@ -121,18 +121,14 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
         print(json.dumps(summary))
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the script's
-            _report(summary, plan)
+            _report(summary, simulated=plan.world == "simulate")
     return 0
 
 
-def _report(summary: dict[str, Any], plan: Plan) -> None:
+def _report(summary: dict[str, Any], simulated: bool) -> None:
     from polyrhythm.launch.console import HEAD, SIMULATED_HEAD, row, size, table
-    from polyrhythm.worlds.cluster import ASSUMED
 
-    simulated = plan.world == "simulate"
     print(table(SIMULATED_HEAD if simulated else HEAD, [row(summary)]))
-    if simulated and plan.cluster is None:
-        print(ASSUMED)
     others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))

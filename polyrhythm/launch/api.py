@@ -21,6 +21,7 @@ from polyrhythm.launch.quick_imports import import_torch
 from polyrhythm.record.folder import RunFolder, name_run
 from polyrhythm.record.memory import RunMemory
 from polyrhythm.record.result import RunResult, kept
+from polyrhythm.worlds.cluster import ASSUMED
 
 if TYPE_CHECKING:
     from polyrhythm.coordination.coordinator import Coordinator
