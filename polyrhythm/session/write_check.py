@@ -22,7 +22,7 @@ from polyrhythm.session.loading import WORDS, checksum
 
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
-_EVALUATE = "after evaluating other values, put the trained ones back"
+_EVALUATE = "after evaluating other values, put the trained ones back from a copy"
 
 
 class WriteCheck:
