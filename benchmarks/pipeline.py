@@ -41,8 +41,8 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
             )
         )  # fmt: skip
     return rows, [
-        f"{MICRO_BATCHES} micro-batches, so (K-1)/(M+K-1) = 1/9 of the time is idle and 1.78× is the most; one "
-        "thread for each process; forward, backward and a step of SGD"
+        f"{MICRO_BATCHES} micro-batches, so (K-1)/(M+K-1) = 1/9 of the time is idle and 1.78× is the most; "
+        "one thread for each process; forward, backward and a step of SGD"
     ]
 
 

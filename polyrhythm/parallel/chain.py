@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 
@@ -24,33 +22,16 @@ def chain_graph(
     leaves, spec = flatten_call(args, kwargs)
     if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor) or leaves[0].dim() == 0 or kwargs:
         return None
+    if not _is_plain(model):  # another forward method may do more than an example shows
+        return None
     value = leaves[0]
     with attributes_kept(model), tensors_kept(model.buffers()), random_states_kept(), torch.no_grad():
-        paths = _chain_of(model, value)
-        if not paths:
-            return None
-        trace = _Trace(model, paths, value)
+        trace = _Trace(model, list(_links(model, "")), value)
     entry = Input(dtype=value.dtype, shape=tuple(value.shape), rows=(0, math.inf))
     note = f"captured module by module, because {reason}"
     modules = tuple(path for path, _ in model.named_modules() if path)
     graph = trace.graph()
     return ModelGraph(graph, graph, (entry,), spec, first_names(model), note, modules)
-
-
-def _chain_of(model: nn.Module, value: torch.Tensor) -> list[str]:
-    """The paths of the modules that the model calls one after another."""
-    if _is_plain(model):
-        return list(_links(model, ""))
-    children = list(model.named_children())
-    own = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
-    if len(children) != 1 or own or not _is_plain(children[0][1]) or _hooked(model):
-        return []
-    name, child = children[0]
-    for training in (True, False):
-        model.train(training)
-        if not _equal(_repeatable(model, value), _repeatable(child, value)):
-            return []
-    return list(_links(child, name))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -74,23 +55,6 @@ def _links(module: nn.Module, path: str) -> Iterator[str]:
             yield from _links(child, inner)
         else:
             yield inner
-
-
-def _repeatable(module: nn.Module, value: torch.Tensor) -> Any:
-    """The output with fixed random numbers and unchanged buffers."""
-    with tensors_kept(module.buffers()), random_states_kept():
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        return module(value.clone())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    (first, spec), (second, other_spec) = flatten(one), flatten(other)
-    return spec == other_spec and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 class _Trace:

@@ -18,6 +18,7 @@ from polyrhythm.parallel.graph import ModeGraph, ModelGraph
 from polyrhythm.parallel.partition import cuts_at
 from polyrhythm.parallel.progress_bars import without_progress_bars
 from polyrhythm.parallel.splits import Pipeline
+from polyrhythm.parallel.tracing import value_name
 
 # One core of a processor: only their ratio matters. Measured times would differ from run to run, and so would
 # the cut; `polyrhythm plan` measures.
@@ -70,7 +71,8 @@ class _Estimator(fx.Interpreter):
 
     def estimate(self, inputs: dict[str, Any]) -> dict[fx.Node, float]:
         with self._fake, torch.no_grad(), without_progress_bars():
-            given = [self._faked(each) for each in inputs.values()]
+            taken = [value_name(node) for node in self._mode.graph.nodes if node.op == "placeholder"]
+            given = [self._faked(inputs[name]) for name in taken]
             self.run(*given, enable_io_processing=False)
         return self._costs
 

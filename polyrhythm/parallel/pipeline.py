@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class StagePlan:
     build: Callable[[Mapping[str, Any]], Any]  # makes the model's output from values
 
 
+class MicroBatchOf(NamedTuple):
+    """A part of a batch."""
+
+    rows: int
+    values: Values
+
+
 @dataclass
 class Tied:
     """Parameters that several stages use. The first one owns them; the others have copies."""
@@ -83,11 +90,14 @@ class StageRunner:
         self._anchor = torch.zeros((), requires_grad=True)  # a stage may have no parameter to train
         self._passes = itertools.count()
 
-    def __call__(self, plan: StagePlan, inputs: Values) -> Any:
-        """The output of the whole model for these inputs, by name. All workers of the model call this."""
+    def __call__(self, plan: StagePlan, inputs: Values, batched: Sequence[str]) -> Any:
+        """The output of the whole model for these inputs, by name. All workers of the model call this.
+
+        `batched`: the inputs that have a row for each example.
+        """
         trained = [each for each in self._parameters if each.requires_grad]
         leaves = [name for name, each in inputs.items() if isinstance(each, Tensor) and each.requires_grad]
-        one = _Pass(self, plan, next(self._passes), inputs, leaves, trained)
+        one = _Pass(self, plan, next(self._passes), self.micro_batches(inputs, batched), leaves, trained)
         if torch.is_grad_enabled():
             given = [inputs[name] for name in leaves]
             found = _Differentiable.apply(one, self._anchor, *given, *trained)  # type: ignore[no-untyped-call]
@@ -95,18 +105,14 @@ class StageRunner:
             found = one.forward(keep=False)
         return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
 
-    def rows(self, inputs: Values) -> list[Values]:
-        """The micro-batches of a batch: its tensors cut along the first dimension."""
-        tensors = [each for each in inputs.values() if isinstance(each, Tensor) and each.dim()]
-        count = len(tensors[0]) if tensors else 1
+    def micro_batches(self, inputs: Values, batched: Sequence[str]) -> list[MicroBatchOf]:
+        """A batch cut along the first dimension of the inputs that have a row for each example."""
+        count = len(inputs[batched[0]]) if batched else 1
         pieces = max(1, min(self._micro_batches, count))
-        cut = {
-            name: each.detach().tensor_split(pieces)
-            for name, each in inputs.items()
-            if isinstance(each, Tensor) and each.dim() and len(each) == count
-        }
+        cut = {name: inputs[name].detach().tensor_split(pieces) for name in batched}
+        sizes = [len(each) for each in cut[batched[0]]] if batched else [1]
         return [
-            {name: cut[name][number] if name in cut else each for name, each in inputs.items()}
+            MicroBatchOf(sizes[number], {**inputs, **{name: each[number] for name, each in cut.items()}})
             for number in range(pieces)
         ]
 
@@ -127,14 +133,14 @@ class _Pass:
         runner: StageRunner,
         plan: StagePlan,
         number: int,
-        inputs: Values,
+        micro_batches: list[MicroBatchOf],
         leaves: list[str],
         trained: list[nn.Parameter],
     ) -> None:
         self._runner, self._plan, self._number = runner, plan, number
-        self._inputs, self._leaves, self._trained = inputs, leaves, trained
+        self._micro_batches, self._leaves, self._trained = micro_batches, leaves, trained
+        self._sizes = [each.rows for each in micro_batches]
         self._saved: list[tuple[Values, dict[str, Tensor]]] = []  # by micro-batch: inputs, and outputs
-        self._sizes: list[int] = []  # rows of the micro-batches
         self.names: list[str] = []  # of the tensors of the output
         self.plain: Values = {}  # values of the output that are no tensors
 
@@ -148,8 +154,7 @@ class _Pass:
         runner, plan, link = self._runner, self._plan, self._runner.link
         self._exchange_tied()
         own: list[Values] = []
-        pieces = runner.rows(self._inputs)
-        for number, values in enumerate(pieces):
+        for number, (_, values) in enumerate(self._micro_batches):
             kind = self._kind("forward", number)
             if keep:
                 for name in self._leaves:
@@ -161,7 +166,7 @@ class _Pass:
                 for name in received:
                     if isinstance(values[name], Tensor) and values[name].is_floating_point():
                         values[name].requires_grad_()
-            with link.compute(False, len(pieces)):
+            with link.compute(False, len(self._sizes)):
                 outputs = dict(zip(plan.outputs, runner.run(plan, values, keep), strict=True))
             for sink, names in plan.sinks.items():
                 link.send(sink, kind, {name: outputs[name] for name in names})
@@ -170,16 +175,15 @@ class _Pass:
                 wanted = {name: values[name] for name in (*received, *self._leaves)}
                 kept = {name: each for name, each in outputs.items() if _differentiable(each)}
                 self._saved.append((wanted, kept))
-        return self._collect(own, [_rows(piece) for piece in pieces])
+        return self._collect(own)
 
-    def _collect(self, own: list[Values], sizes: list[int]) -> list[Tensor]:
+    def _collect(self, own: list[Values]) -> list[Tensor]:
         """The output of the model: what this stage has of it, and what the others have."""
         runner, link, plan = self._runner, self._runner.link, self._plan
-        self._sizes = sizes
         kind, whole = self._kind("output", 0), {}
         for stage, names in plan.results.items():
             if stage == runner.stage:
-                mine = {name: _joined(name, [each[name] for each in own], sizes) for name in names}
+                mine = {name: _joined([each[name] for each in own], self._sizes) for name in names}
                 link.send_all(kind, mine)
                 whole.update(mine)
         for stage in plan.results:
@@ -248,7 +252,8 @@ class _Pass:
 
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the model's inputs. Several stages may use one."""
-        mine = [_cat(inputs[name], self._sizes, self._inputs[name]) for name in self._leaves]
+        parts = [each.values for each in self._micro_batches]
+        mine = [_cat(inputs[name], [each[name] for each in parts]) for name in self._leaves]
         if mine:
             self._runner.link.sum(*mine)
         return list(mine)
@@ -303,13 +308,7 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _rows(piece: Values) -> int:
-    """The rows of a micro-batch."""
-    tensors = [each for each in piece.values() if isinstance(each, Tensor) and each.dim()]
-    return len(tensors[0]) if tensors else 1
-
-
-def _joined(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The output of the model from those of the micro-batches."""
     if len(pieces) == 1:
         return pieces[0]
@@ -359,12 +358,11 @@ def _cut(gradient: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(gradient, list(sizes)) if len(sizes) > 1 else [gradient]
 
 
-def _cat(pieces: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:
-    """The gradient of an input from those of the micro-batches."""
-    if len(sizes) == 1:
-        return torch.zeros_like(like) if pieces[0] is None else pieces[0].clone()
-    rest = like.shape[1:]
-    return torch.cat([
-        like.new_zeros((rows, *rest)) if each is None else each
-        for each, rows in zip(pieces, sizes, strict=True)
-    ])  # fmt: skip
+def _cat(pieces: Sequence[Tensor | None], parts: Sequence[Tensor]) -> Tensor:
+    """The gradient of an input from those of its parts, or of all of it in each micro-batch."""
+    known = [
+        torch.zeros_like(part) if each is None else each for each, part in zip(pieces, parts, strict=True)
+    ]
+    if len(parts) > 1 and parts[0].data_ptr() == parts[1].data_ptr():
+        return torch.stack(known).sum(0)
+    return torch.cat(known)

@@ -53,6 +53,7 @@ class Stages:
         self.model, self.optimizer = given.models[0], given.optimizers[0]
         self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
+        self.inputs = list(inputs)  # their names
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
         cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
@@ -98,6 +99,11 @@ class DividedModel:
         self.stage = stage = context.coordinate("stage")
         self.link = StageLink(context, stage, stages.shares[stage], mix("stage", seed, stage))
         self.signature: Signature = stages.graph.signature
+        self._batched = [
+            name
+            for name, each in zip(stages.inputs, self.signature.inputs, strict=True)
+            if each.rows is not None
+        ]
         self._plans = {mode: _plan(stages.split, mode, stage) for mode in ("train", "eval")}
         self._first_names = dict(stages.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -118,7 +124,7 @@ class DividedModel:
         """The output of the whole model. All workers that hold it call this."""
         inputs = self.signature.values(args, kwargs)
         self.link.fingerprint = fingerprint(inputs)
-        return self._runner(self._plans[self._mode], inputs)
+        return self._runner(self._plans[self._mode], inputs, self._batched)
 
     def has(self, gradients: Sequence[Tensor]) -> bool:
         """True if these are gradients of this model."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
+from polyrhythm.core.requests import ShowNote
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
 from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
@@ -24,6 +25,11 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext
 from polyrhythm.session.part import scoped
+
+_MICRO_BATCHES = (
+    "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
+    "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
+)
 
 
 class Placement:
@@ -83,6 +89,8 @@ class DividedPlacement(Placement):
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
                 "divides it: use batch_norm=rank0, mean or local"
             )
+        if tracking(joined(given.models)):
+            self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
         self._stages = Stages(self._strategy.splits, given, _example(given), self._decide)
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:

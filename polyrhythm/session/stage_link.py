@@ -107,7 +107,7 @@ def fingerprint(inputs: Mapping[str, Any]) -> list[Any]:
         if isinstance(each, Tensor):
             places = torch.linspace(0, max(each.numel() - 1, 0), min(each.numel(), 4)).long()
             some = each.detach().reshape(-1)[places.to(each.device)]
-            found += [list(each.shape), some.double().tolist() if not each.is_complex() else []]
+            found += [list(each.shape), some.cpu().contiguous().view(torch.uint8).tolist()]
         else:
             found.append(repr(each)[:80])
     return found

@@ -57,7 +57,7 @@ class OnSplitModels(Strategy):
 
     @property
     def traits(self) -> Traits:
-        # The others of a model cannot continue without a part of it, nor can a new process replace the part alone.
+        # The others of a model cannot continue without a part of it, nor can one process replace a model.
         axes = tuple((each.axis, each.size) for each in self.how)
         return replace(self.on.traits, model_axes=axes, survives_loss=False)
 

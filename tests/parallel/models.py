@@ -155,7 +155,6 @@ CASES = {
     "attention": Case(Attention, rows(5, 8)),
     "encoder": Case(encoder, rows(5, 8)),
     "chain": Case(chain, rows(4), note="module by module"),
-    "wrapped": Case(lambda: Wrapped(chain()), rows(4), note="module by module"),
 }
 
 

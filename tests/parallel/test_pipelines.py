@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def test_a_pipeline_trains_like_the_whole_model(
 ) -> None:
     program = Training(make, momentum=0.9)
     whole = final("simulated", program, "allreduce", 1, tmp_path)
-    for micro_batches in (1, 3, 8):
-        strategy = f"pipeline:{stages},micro_batches={micro_batches}"
+    for fields in ("micro_batches=1", "micro_batches=3", "micro_batches=8,recompute=yes"):
+        strategy = f"pipeline:{stages},{fields}"
         assert distance(final("simulated", program, strategy, stages, tmp_path), whole) < 1e-12
 
 
@@ -112,6 +113,118 @@ def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: 
     )
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
+
+
+class Masked(nn.Module):
+    """Takes a mask with as many rows as a batch has, and a scale that is no tensor; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(BATCH, BATCH), nn.Linear(BATCH, BATCH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
+        inner = torch.tanh(self.first(x)) @ mask
+        return {"inner": inner, "outer": (self.second(inner) * scale, x)}
+
+
+class Calling:
+    """Calls a model with keywords and a gradient for its input, whole and divided."""
+
+    def __init__(self, seen: list[list[torch.Tensor]]) -> None:
+        self.seen = seen
+
+    def __call__(self) -> None:
+        torch.manual_seed(2)
+        session = pr.init()
+        model = Masked().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, mask = torch.randn(BATCH, BATCH).double(), torch.randn(BATCH, BATCH).double()
+        example = {"x": x, "mask": mask, "scale": 2.0}
+        model, optimizer = session.prepare(model, optimizer, example=example)
+        x.requires_grad_()
+        mask.requires_grad_()
+        found = model(x, mask=mask, scale=2.0) if session.workers == 9 else model(**{**example, "x": x})
+        (found["inner"].sum() + (found["outer"][0] * found["outer"][1]).sum()).backward()
+        optimizer.step()
+        assert x.grad is not None and mask.grad is not None
+        self.seen.append([found["inner"].detach(), found["outer"][0].detach(), x.grad, mask.grad])
+
+
+def test_inputs_without_rows_stay_whole_and_inputs_get_gradients_on_all_workers(tmp_path: Path) -> None:
+    seen: list[list[torch.Tensor]] = []
+    for strategy, workers in (("allreduce", 1), ("pipeline:2,micro_batches=4", 2)):
+        run_in("simulated", Calling(seen), strategy=strategy, workers=workers, runs=tmp_path)
+    whole, *divided = seen
+    assert len(divided) == 2
+    for each in divided:
+        for mine, expected in zip(each, whole, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+class Misuse:
+    """Prepares a model and trains it for one step, in some wrong way."""
+
+    def __init__(self, model: nn.Module, wrong: str = "") -> None:
+        self.model, self.wrong = model, wrong
+
+    def __call__(self) -> None:
+        session = pr.init()
+        model = copy.deepcopy(self.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = DataLoader(TensorDataset(torch.randn(8, 6), torch.randn(8, 6)), 4)
+        model, optimizer, loader = session.prepare(model, optimizer, given)
+        for x, y in loader:
+            if self.wrong == "mode":
+                model[0].eval()
+            if self.wrong == "save":
+                model.state_dict()
+            other = session._context.place if self.wrong == "batches" else 0.0  # type: ignore[attr-defined]
+            loss = F.mse_loss(model(x + other), y) if self.wrong != "loss" else model(x)
+            loss.backward(create_graph=self.wrong == "twice", retain_graph=self.wrong == "again")
+            if self.wrong == "again":
+                loss.backward()
+            optimizer.step()
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "program", "error"),
+    [
+        ("pipeline:5", 5, Misuse(chain()), "more stages than the model has layers .* use 4 at most"),
+        ("allreduce@pipeline:2", 3, Misuse(chain()), "3 is no multiple of 2: use 2 or 4 workers"),
+        ("pipeline:split_at=layer2", 2, Misuse(chain()), "no submodule 'layer2'; similar ones"),
+        ("pipeline:2", 2, Misuse(Deciding()), "cannot be cut into stages"),
+        ("pipeline:2", 2, Misuse(Mean(), "loss"), "micro_batches=1"),
+        ("pipeline:2", 2, Misuse(chain(), "batches"), "call it with different batches"),
+        ("pipeline:2", 2, Misuse(chain(), "mode"), "some layers .* are in training mode"),
+        ("pipeline:2", 2, Misuse(chain(), "save"), "save session.consensus"),
+        ("pipeline:2", 2, Misuse(chain(), "twice"), "cannot be differentiated twice"),
+        ("pipeline:2", 2, Misuse(chain(), "again"), "a second time"),
+    ],
+)
+def test_misuse_of_a_divided_model_is_refused_in_one_line(
+    strategy: str, workers: int, program: Misuse, error: str
+) -> None:
+    with pytest.raises(pr.UsageError, match=error) as raised:
+        run_in("simulated", program, strategy=strategy, workers=workers)
+    assert "\n" not in str(raised.value)
 
 
 class Dropping:
