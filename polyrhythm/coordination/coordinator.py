@@ -128,8 +128,7 @@ class Coordinator:
         self.strategy = self.ended.strategy = strategy
         self._gathers.keep, self._calls.lockstep = strategy.traits.survives, strategy.traits.lockstep
         servers = self.plan.servers or int(strategy.traits.uses_servers)
-        self.membership.model_size = size = strategy.traits.model_size
-        self.data.cohorts.keep(range(0, self.plan.workers, size))
+        self.data.share_among_models(self.plan.workers, strategy.traits.model_size)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
             self._launcher.say(note)

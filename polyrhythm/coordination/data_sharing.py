@@ -44,6 +44,11 @@ class DataSharing:
         self._resuming: dict[int, ReplyBarrier[None]] = {}
         self._begun: dict[int, set[Peer]] = {}  # by loader: workers that have requested batches
 
+    def share_among_models(self, workers: int, size: int) -> None:
+        """So many workers hold models, of which each is on `size` of them and gets data once."""
+        self._membership.model_size = size
+        self.cohorts.keep(range(0, workers, size))
+
     def take_lease(
         self, peer: Peer, request: TakeLease, longest: int, respond: Callable[[LeaseReply], None]
     ) -> None:
