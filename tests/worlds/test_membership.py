@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
@@ -141,6 +142,32 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
     summary = simulate_failures(tmp_path, crash([1], "95 ms"), program=script)
     assert summary["samples"] >= SCRIPT.size and summary["batches_undone"] == 0
     assert set(summary["metrics"]) == {"worker 0 ended", "worker 2 ended"}
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "noloco:3", "push:1", "gossip", "choco:0.5+topk:0.5"])
+def test_replacements_that_start_together_do_not_wait_for_each_other(tmp_path: Path, strategy: str) -> None:
+    """With three optimizers each knows of the other before it copies the last parameters."""
+
+    def script() -> None:
+        session = pr.init()
+        models = [torch.nn.Linear(2, 1) for _ in range(3)]
+        for model in models:
+            torch.nn.init.ones_(model.weight)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        session.prepare(*models, *optimizers)
+        if session._node.incarnation:
+            copied.append([bool((model.weight < 1).all()) for model in models])
+        for _ in range(20):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    copied: list[list[bool]] = []
+    links = '[[hosts]]\nlatency = "2 ms"\nbandwidth = "1 Gbit/s"\nstep_time = "10 ms"\n'
+    failures = links + crash([0, 1], "100 ms", "110 ms")
+    summary = simulate_failures(tmp_path, failures, strategy, program=script, workers=4)
+    assert summary["joined"] == 2 and copied == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
