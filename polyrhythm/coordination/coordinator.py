@@ -155,7 +155,7 @@ class Coordinator:
             self.set_strategy(request.strategy)
         if self.plan.batch_norm is None:
             self.plan = replace(self.plan, batch_norm=request.batch_norm)
-        self.membership.join(peer, request.location)
+        self.membership.join(peer, request.location, late=self._prepared)
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
         if self.running or len(self.membership.members) >= self.plan.nodes:
@@ -167,7 +167,7 @@ class Coordinator:
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
         if self._prepared:
-            self.membership.replaced[str(peer)] += 1
+            self.membership.announce(peer)
             self.data.leases.enter(peer.rank)
             # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
             # and before it gets its reply, so that nobody gets a message from an unknown worker.

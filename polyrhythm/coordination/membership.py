@@ -21,6 +21,7 @@ class Membership:
         self.workers: list[Peer] = []  # the workers among them, by rank
         self.gone: dict[Peer, str] = {}  # nodes that have left for good, and why
         self.expected: set[Peer] = set()  # workers whose replacement will join
+        self.loading: set[Peer] = set()  # replacements that have joined, and were not announced yet
         self.incarnations: Counter[Peer] = Counter()  # the current incarnation of a peer
         self.replaced: Counter[str] = Counter()  # how many replacements of a peer have joined
         self.dead: list[Incarnation] = []
@@ -57,15 +58,23 @@ class Membership:
         """The current incarnation of a peer."""
         return peer, self.incarnations[peer]
 
+    def announced_to(self, peer: Peer) -> dict[Peer, Location]:
+        """This node and those that it may send requests to: not the workers that still load their data."""
+        return {
+            each: at for each, at in sorted(self.members.items()) if each == peer or each not in self.loading
+        }
+
     def others(self, peer: Peer) -> list[Peer]:
         """The leaders in the run besides this worker."""
         return [each for each in self.leaders if each != peer]
 
     # --- joining and leaving ------------------------------------------------------------------------
 
-    def join(self, peer: Peer, location: Location) -> None:
-        """A node has joined."""
+    def join(self, peer: Peer, location: Location, late: bool = False) -> None:
+        """A node has joined; `late` if training has begun: the others are not told before it has prepared."""
         self.members[peer] = location
+        if late:
+            self.loading.add(peer)
         self.incarnations.setdefault(peer, 0)  # looking up a missing key of a Counter is slow
         self._sort_workers()
         self.expected.discard(peer)
@@ -89,6 +98,11 @@ class Membership:
         layouts[peer] = layout
         return ""
 
+    def announce(self, peer: Peer) -> None:
+        """A replacement has prepared, and the others are told of it."""
+        self.loading.discard(peer)
+        self.replaced[str(peer)] += 1
+
     @property
     def prepared(self) -> int:
         """How many nodes have built their part of the model."""
@@ -97,6 +111,7 @@ class Membership:
     def leave(self, peer: Peer, reason: str) -> list[Incarnation]:
         """A member has left. Returns the dead workers whose memory is no longer in use."""
         del self.members[peer]
+        self.loading.discard(peer)
         self._sort_workers()
         self.gone[peer] = reason
         return [dead for dead in list(self._holders) if self.release(peer, dead)]

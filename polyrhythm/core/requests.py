@@ -34,7 +34,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     strategy: ResolvedStrategy
     seed: int
-    peers: list[tuple[str, int, Location]]  # role, rank and location of all nodes
+    peers: list[tuple[str, int, Location]]  # role, rank and location of all nodes that have been announced
     workers: int  # that the run began with
     incarnation: int
     batch_norm: str

@@ -274,6 +274,20 @@ def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     assert told.here.finished and told.here.summary()["joined"] == 1
 
 
+def test_a_replacement_is_not_told_of_another_that_still_loads_its_data() -> None:
+    """It would wait for that one, perhaps in vain: nobody answers before `prepare`."""
+    told = Told(restarts=2)
+    for peer in (W0, W1):
+        told.here.died(peer, "fell")
+    first, second = told.say(W1, told.join, 1), told.say(W0, told.join, 1)
+    assert [rank for role, rank, _ in first.peers if role == "worker"] == [1]
+    assert [rank for role, rank, _ in second.peers if role == "worker"] == [0]
+    told.say(W1, Prepared("x"), 1)
+    assert told.notices[-1] == ("joined", 1, 0)
+    told.here.died(W0, "fell")
+    assert not told.members.loading
+
+
 def test_coordinator_counts_replacements_that_die_before_joining() -> None:
     told = Told(restarts=2)
     told.here.died(W1, "fell")
