@@ -166,8 +166,7 @@ class Coordinator:
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
         if self._prepared:
-            self.membership.replaced[str(peer)] += 1
-            self.membership.loading.discard(peer)
+            self.membership.announce(peer)
             self.data.leases.enter(peer.rank)
             # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
             # and before it gets its reply, so that nobody gets a message from an unknown worker.

@@ -98,6 +98,11 @@ class Membership:
         layouts[peer] = layout
         return ""
 
+    def announce(self, peer: Peer) -> None:
+        """A replacement has prepared, and the others are told of it."""
+        self.loading.discard(peer)
+        self.replaced[str(peer)] += 1
+
     @property
     def prepared(self) -> int:
         """How many nodes have built their part of the model."""

@@ -1,8 +1,10 @@
 """Workers that exchange with each other, without a server.
 
 Each worker replies to requests while its script computes. Only the script's own thread sends requests, so no
-reply waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
-the last has finished.
+reply waits for another. A replacement first copies the parameters of another worker. Until it has them, it
+replies only to other replacements that copy: with nothing, so that none waits for one that waits.
+
+No worker holds the one model: it is the mean of all replicas, so none leaves before the last has finished.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class DecentralizedWorker(Worker):
     def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
         self.published = Published(node, self.kind, self.returned)
-        self._started = False  # the parameters are those of the run
+        self._has_parameters = not node.incarnation  # False while a replacement copies them
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -68,14 +70,14 @@ class DecentralizedWorker(Worker):
         if not node.incarnation:
             self.group.broadcast(*self.replica.parameters)
         else:
-            # From here on: two replacements that start at the same time may ask each other.
+            # Before it copies: two replacements that start at the same time may ask each other.
             node.subscribe(self.on_adopt, "adopt")
             if not self.adopt(self.replica.parameters):
                 raise PeerLost(
                     f"{node.me} is a replacement, and no worker is left to copy the parameters from"
                 )
-        with node.lock():
-            self._started = True
+            with node.lock():
+                self._has_parameters = True
         self.begin()
         node.subscribe(self.on_message, *self.kinds)
 
@@ -96,11 +98,11 @@ class DecentralizedWorker(Worker):
         self.node.reply(message, *parameters)
 
     def on_adopt(self, message: Message | None) -> None:
-        """Gives a replacement all parameters; nothing while this worker has none itself."""
+        """Gives a replacement all parameters, or nothing while this worker is copying them itself."""
         if message is None:
             return
         with self.node.lock():
-            parameters = self.read_parameters(0, self.replica.layout.total) if self._started else None
+            parameters = self.read_parameters(0, self.replica.layout.total) if self._has_parameters else None
         if parameters is None:
             self.node.reply(message, nothing=True)
         else:
@@ -120,7 +122,7 @@ class DecentralizedWorker(Worker):
                 reply = self.node.request(peer, "adopt", into=into).wait()
             except PeerLost:
                 continue
-            if "nothing" not in reply.fields:  # otherwise it is a replacement that starts, too
+            if "nothing" not in reply.fields:  # otherwise it is copying them itself
                 return True
         return False
 
