@@ -310,7 +310,7 @@ class Coordinator:
 
     def stop(self) -> bool:
         """Ends the run as if the scripts had ended. False if there is nothing to keep yet."""
-        stops = self.strategy is not None and self.ending.stop(self.strategy.traits.lockstep)
+        stops = self.strategy is not None and self.ending.stop(self.strategy.traits.stops_together)
         self._advance()
         return stops
 

@@ -73,6 +73,11 @@ class Traits:
         return math.prod(size for _, size in self.model_axes)
 
     @property
+    def stops_together(self) -> bool:
+        """True if workers of an interrupted run must stop after the same step: one would wait for another."""
+        return self.lockstep or self.model_size > 1
+
+    @property
     def settable(self) -> bool:
         """True if the script may load or set a worker's parameters after `prepare`."""
         return not self.uses_servers and not self.rebuilds_parameters

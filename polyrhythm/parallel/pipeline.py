@@ -34,7 +34,10 @@ class StageMessages(Protocol):
         """Sends values to all other stages."""
 
     def receive(self, sender: int, kind: str) -> Values:
-        """Waits for the values that another stage sends under this kind."""
+        """Waits for the values that another stage sends under this kind.
+
+        Those that require a gradient there require one here.
+        """
 
     def sum(self, *tensors: Tensor) -> None:
         """Replaces each tensor by its sum over all stages, in place."""
@@ -97,7 +100,8 @@ class StageRunner:
         """
         trained = [each for each in self._parameters if each.requires_grad]
         leaves = [name for name, each in inputs.items() if isinstance(each, Tensor) and each.requires_grad]
-        one = _Pass(self, plan, next(self._passes), self.micro_batches(inputs, batched), leaves, trained)
+        pieces = self.micro_batches(inputs, batched)
+        one = _Pass(self, plan, next(self._passes), pieces, batched, leaves, trained)
         if torch.is_grad_enabled():
             given = [inputs[name] for name in leaves]
             found = _Differentiable.apply(one, self._anchor, *given, *trained)  # type: ignore[no-untyped-call]
@@ -134,11 +138,13 @@ class _Pass:
         plan: StagePlan,
         number: int,
         micro_batches: list[MicroBatchOf],
+        batched: Sequence[str],
         leaves: list[str],
         trained: list[nn.Parameter],
     ) -> None:
         self._runner, self._plan, self._number = runner, plan, number
-        self._micro_batches, self._leaves, self._trained = micro_batches, leaves, trained
+        self._micro_batches, self._batched = micro_batches, batched
+        self._leaves, self._trained = leaves, trained
         self._sizes = [each.rows for each in micro_batches]
         self._saved: list[tuple[Values, dict[str, Tensor]]] = []  # by micro-batch: inputs, and outputs
         self.names: list[str] = []  # of the tensors of the output
@@ -162,10 +168,6 @@ class _Pass:
             received = {name: None for names in plan.sources.values() for name in names}
             for source in plan.sources:
                 values.update(link.receive(source, kind))
-            if keep:
-                for name in received:
-                    if isinstance(values[name], Tensor) and values[name].is_floating_point():
-                        values[name].requires_grad_()
             with link.compute(False, len(self._sizes)):
                 outputs = dict(zip(plan.outputs, runner.run(plan, values, keep), strict=True))
             for sink, names in plan.sinks.items():
@@ -201,7 +203,8 @@ class _Pass:
         with torch.no_grad():
             for stage, copies in tied.borrowed.items():
                 for name, each in self._runner.link.receive(stage, kind).items():
-                    copies[name].copy_(each)
+                    if not torch.equal(copies[name], each):
+                        copies[name].data.copy_(each)  # it may be saved for a backward pass
 
     # --- backward -----------------------------------------------------------------------------------
 
@@ -253,7 +256,9 @@ class _Pass:
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the model's inputs. Several stages may use one."""
         parts = [each.values for each in self._micro_batches]
-        mine = [_cat(inputs[name], [each[name] for each in parts]) for name in self._leaves]
+        mine = [
+            _cat(inputs[name], [each[name] for each in parts], name in self._batched) for name in self._leaves
+        ]
         if mine:
             self._runner.link.sum(*mine)
         return list(mine)
@@ -358,11 +363,9 @@ def _cut(gradient: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(gradient, list(sizes)) if len(sizes) > 1 else [gradient]
 
 
-def _cat(pieces: Sequence[Tensor | None], parts: Sequence[Tensor]) -> Tensor:
+def _cat(pieces: Sequence[Tensor | None], parts: Sequence[Tensor], batched: bool) -> Tensor:
     """The gradient of an input from those of its parts, or of all of it in each micro-batch."""
     known = [
         torch.zeros_like(part) if each is None else each for each, part in zip(pieces, parts, strict=True)
     ]
-    if len(parts) > 1 and parts[0].data_ptr() == parts[1].data_ptr():
-        return torch.stack(known).sum(0)
-    return torch.cat(known)
+    return torch.cat(known) if batched else torch.stack(known).sum(0)

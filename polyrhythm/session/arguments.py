@@ -109,7 +109,11 @@ class Arguments:
         """Raises UsageError if some parameters are to be trained, and no optimizer has them."""
         owned = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
         parameters = joined(self.models).named_parameters()
-        left = [name for name, each in parameters if each.requires_grad and id(each) not in owned]
+        left = [
+            name
+            for name, each in parameters
+            if each.requires_grad and id(each) not in owned and not each.is_meta
+        ]
         if left:
             more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             raise UsageError(

@@ -61,6 +61,7 @@ class Closing:
                 self._norms.finish()
             if self._strategy.traits.parameters_held_by_peers:
                 context.request(StepsDone())  # until all are, others may need replies
+            self._placement.settle()
             meter.report()
             context.flush()
             if context.request(LeaveRun()).last:

@@ -13,15 +13,18 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
+from polyrhythm.model.layout import needs_closure
 from polyrhythm.parallel.cut import choose_cuts, estimated_costs
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
 from polyrhythm.parallel.partition import Partition, split
 from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
+from polyrhythm.parallel.rows import check_rows
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
@@ -51,13 +54,27 @@ class Stages:
                 "whole models, such as allreduce"
             )
         self.model, self.optimizer = given.models[0], given.optimizers[0]
+        if needs_closure(self.optimizer):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} looks at the whole model, and {pipeline} divides it: use an "
+                "optimizer such as SGD or Adam, or allreduce without @"
+            )
+        if pipeline.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
+            raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
         self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
-        self.inputs = list(inputs)  # their names
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
         cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
         self.split: Partition = split(self.graph, cuts)
+        # The inputs that have a row for each example.
+        self.batched = [
+            name
+            for name, each in zip(inputs, self.graph.signature.inputs, strict=True)
+            if each.rows is not None
+        ]
+        if pipeline.micro_batches > 1:
+            check_rows(self.split, inputs, self.batched)
         costs = estimated_costs(self.graph.train, inputs)
         bounds = [0, *cuts, len(costs)]
         self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
@@ -99,11 +116,7 @@ class DividedModel:
         self.stage = stage = context.coordinate("stage")
         self.link = StageLink(context, stage, stages.shares[stage], mix("stage", seed, stage))
         self.signature: Signature = stages.graph.signature
-        self._batched = [
-            name
-            for name, each in zip(stages.inputs, self.signature.inputs, strict=True)
-            if each.rows is not None
-        ]
+        self._batched = stages.batched
         self._plans = {mode: _plan(stages.split, mode, stage) for mode in ("train", "eval")}
         self._first_names = dict(stages.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -114,6 +127,7 @@ class DividedModel:
             stage, self.link, pipeline.micro_batches, pipeline.recompute, kept, _tied(stages, stage)
         )
         stages.optimizer.param_groups[:] = stages.groups(stage)
+        self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
         self._release(used)
         self._modules = list(self._model.modules())
         self._model.forward = Forward(self)
@@ -146,6 +160,7 @@ class DividedModel:
 
         Copies of parameters that another stage owns are in the operations of this stage only.
         """
+        made: dict[str, Tensor] = {}  # one for all names of a tensor
         for prefix, module in self._model.named_modules():
             for tensors, make in ((module._parameters, _without_data), (module._buffers, _empty)):
                 for name, tensor in list(tensors.items()):
@@ -154,7 +169,7 @@ class DividedModel:
                     if tensor is not None and first not in (
                         self._mine if make is _without_data else self._mine | used
                     ):
-                        tensors[name] = make(tensor)
+                        tensors[name] = made.setdefault(first, make(tensor))
 
     # --- the whole model ----------------------------------------------------------------------------
 
@@ -192,7 +207,9 @@ class DividedModel:
                 first = self._first(prefix, name)
                 if parameter is not None and parameter.is_meta:
                     value = tensors[first].view(parameter.shape)
-                    module._parameters[name] = made.setdefault(first, nn.Parameter(value, requires_grad=True))
+                    module._parameters[name] = made.setdefault(
+                        first, nn.Parameter(value, first in self._trainable)
+                    )
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = tensors[self._first(prefix, name)].view(buffer.shape)
@@ -211,11 +228,21 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._divided.forward(args, kwargs)
 
-    def __deepcopy__(self, memo: object) -> Forward:
-        return self
+    def __deepcopy__(self, memo: object) -> CopiedForward:
+        return CopiedForward()
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(_SAVE)
+
+
+class CopiedForward:
+    """The forward method of a copy of a divided model, which nobody can run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "this is a copy of a divided model, of which each worker has a part: copy the model that "
+            "session.consensus() returns, which is whole"
+        )
 
 
 def _plan(split: Partition, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:

@@ -20,7 +20,8 @@ def keep_from_scaler(optimizer: Optimizer) -> None:
 
 def check_scaler(strategy: Strategy) -> None:
     """Raises UsageError unless `scaler.step(optimizer)` means what it means alone."""
-    if not (strategy.traits.closures and strategy.codec is None):  # workers take different decisions
+    traits = strategy.traits
+    if not (traits.closures and strategy.codec is None) or traits.model_axes:  # workers decide differently
         raise UsageError(
             f"GradScaler does not work under {strategy}, where workers would skip different steps: train in "
             "bfloat16, which needs no scaler, or use allreduce without a codec"

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polyrhythm.core.errors import PeerLost
+from polyrhythm.core.errors import PeerLost, WaitError
 from polyrhythm.core.mesh import Axis
 from polyrhythm.core.message import Message
 from polyrhythm.core.node import Node
@@ -29,8 +29,10 @@ from polyrhythm.core.requests import (
     FileWritten,
     LastStep,
     LeaveRun,
+    OrderDrawn,
     Prepared,
     Request,
+    ScriptAt,
     ShareReply,
     ShowNote,
     StepsDone,
@@ -46,7 +48,9 @@ from polyrhythm.session.context import WorldContext
 R = TypeVar("R")
 
 # Each worker of a model sends these by itself: they are about the worker, or have no reply that matters.
-_OWN = (CompareReplica, EnterCall, FileWritten, LastStep, Prepared, ShowNote, StepsDone)
+_OWN = (
+    CompareReplica, EnterCall, FileWritten, LastStep, OrderDrawn, Prepared, ScriptAt, ShowNote, StepsDone,
+)  # fmt: skip
 _REPLY = "reply to model"  # the kind of messages from leader to followers
 
 
@@ -207,9 +211,21 @@ def model_context(context: WorldContext, strategy: Strategy) -> WorldContext:
     return ModelContext(context, axes) if axes else context
 
 
+def _receive(node: Node, sender: Peer, kind: str) -> Message | None:
+    try:
+        return node.receive(kind)
+    except PeerLost:
+        raise
+    except WaitError as error:
+        raise WaitError(
+            f"{error}; it holds one model with {sender}, which has not come to the same point of the script: "
+            "all workers of a model must call it, and take the same branches"
+        ) from None
+
+
 def receive_from(node: Node, sender: Peer, kind: str) -> Message:
     """The next message of a kind, which only this worker sends; PeerLost if it has died."""
-    while (message := node.receive(kind)) is None:
+    while (message := _receive(node, sender, kind)) is None:
         # The last message of one that has finished is still on its way.
         if sender in node.members.lost and sender not in node.members.workers:
             raise PeerLost(f"{node.me} waited for {sender}, which is gone; they hold one model together")

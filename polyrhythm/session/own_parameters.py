@@ -48,5 +48,6 @@ class OwnParameters:
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
-    places = torch.linspace(0, max(0, len(flat) - 1), min(SAMPLED, len(flat)), device=flat.device).long()
+    count = min(SAMPLED, len(flat))
+    places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
     return flat[places]

@@ -101,6 +101,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (torch.amp.GradScaler, "step", _step_scaler),
     (torch, "save", _save),
     (clip_grad, "_get_total_norm", _total_norm),
+    (torch.nn.utils, "get_total_norm", _total_norm),
     *(
         (cls, "step", _step_scheduler)
         for cls in vars(lr_scheduler).values()

@@ -23,7 +23,7 @@ from polyrhythm.session.context import WorldContext
 from polyrhythm.session.divided_model import DividedModel, Stages
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
-from polyrhythm.session.model_context import ModelContext
+from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.part import scoped
 
 _MICRO_BATCHES = (
@@ -57,6 +57,9 @@ class Placement:
     def norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
         """The norm of the gradients of a whole model, from the norm of those here."""
         return norm
+
+    def settle(self) -> None:
+        """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         """Makes copies of the models whole: on all workers, or only on those that lead."""
@@ -126,6 +129,13 @@ class DividedPlacement(Placement):
         if self._model is None or not self._model.has(gradients):
             return norm
         return self._model.link.norm(norm, kind)
+
+    def settle(self) -> None:
+        node, [leader, *others] = self._context.worker_node, self._context.model
+        if not self.leads:
+            node.send(leader, f"finished {self._context.place}")
+        for place, other in enumerate(others, 1) if self.leads else ():
+            receive_from(node, other, f"finished {place}")
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         assert self._model is not None

@@ -17,6 +17,7 @@ from polyrhythm.session.meter import DIGITS, Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
 
+SAMPLED = 64  # numbers of each input that the workers of a model compare
 FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as long
 
 
@@ -35,12 +36,20 @@ class StageLink:
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
         tensors = {name: each.detach() for name, each in values.items() if isinstance(each, Tensor)}
+        if complex_ := [name for name, each in tensors.items() if each.is_complex()]:
+            raise UsageError(
+                f"the complex value {complex_[0]} would pass from stage {self._stage} to {to}, which is not "
+                "supported: name the layers that begin a stage by split_at"
+            )
         self._node.send(
             self._stages[to],
             f"{kind} of stage {self._stage}",
             *(each.contiguous().view(-1) for each in tensors.values()),
             shapes={name: list(each.shape) for name, each in tensors.items()},
             plain={name: each for name, each in values.items() if name not in tensors},
+            trained=[
+                name for name, each in values.items() if isinstance(each, Tensor) and each.requires_grad
+            ],
             batch=self.fingerprint,
         )
 
@@ -61,17 +70,25 @@ class StageLink:
             )
         shapes: dict[str, list[int]] = message["shapes"]
         tensors = zip(shapes.items(), message.tensors, strict=True)
-        return {**message["plain"], **{name: flat.clone().view(shape) for (name, shape), flat in tensors}}
+        found_tensors = {name: flat.clone().view(shape) for (name, shape), flat in tensors}
+        for name in message["trained"]:
+            found_tensors[name].requires_grad_()
+        return {**message["plain"], **found_tensors}
 
     def sum(self, *tensors: Tensor) -> None:
         self._wait(lambda: self._group.all_reduce(*tensors))
 
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
-        largest = math.isinf(kind)
-        total = (part.detach() if largest else part.detach() ** kind).reshape(1).cpu()
-        self._group.all_reduce(total, op="max" if largest else "sum")
-        return (total if largest else total ** (1 / kind)).reshape(()).to(part)
+        total = part.detach().double().reshape(1).cpu()
+        if math.isinf(kind):
+            self._group.all_reduce(total, op="max" if kind > 0 else "min")
+        else:
+            power = kind or 1.0  # the norm of kind 0 counts
+            total = total**power
+            self._group.all_reduce(total)
+            total = total ** (1 / power)
+        return total.reshape(()).to(part)
 
     @contextmanager
     def compute(self, backward: bool, micro_batches: int) -> Iterator[None]:
@@ -105,8 +122,9 @@ def fingerprint(inputs: Mapping[str, Any]) -> list[Any]:
     found: list[Any] = []
     for each in inputs.values():
         if isinstance(each, Tensor):
-            places = torch.linspace(0, max(each.numel() - 1, 0), min(each.numel(), 4)).long()
-            some = each.detach().reshape(-1)[places.to(each.device)]
+            count = min(each.numel(), SAMPLED)
+            places = torch.arange(count, device=each.device) * (each.numel() - 1) // max(count - 1, 1)
+            some = each.detach().reshape(-1)[places]
             found += [list(each.shape), some.cpu().contiguous().view(torch.uint8).tolist()]
         else:
             found.append(repr(each)[:80])

@@ -143,7 +143,7 @@ class Calling:
         model, optimizer = session.prepare(model, optimizer, example=example)
         x.requires_grad_()
         mask.requires_grad_()
-        found = model(x, mask=mask, scale=2.0) if session.workers == 9 else model(**{**example, "x": x})
+        found = model(**{**example, "x": x})
         (found["inner"].sum() + (found["outer"][0] * found["outer"][1]).sum()).backward()
         optimizer.step()
         assert x.grad is not None and mask.grad is not None
@@ -159,6 +159,52 @@ def test_inputs_without_rows_stay_whole_and_inputs_get_gradients_on_all_workers(
     for each in divided:
         for mine, expected in zip(each, whole, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+class Frozen(nn.Module):
+    """Its first layer is not trained, and a value without a gradient passes over the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x > 0).to(x)
+        return self.second(torch.tanh(self.first(x + self.bias.detach()))) * mask + self.bias
+
+
+class Twice(Training):
+    """Calls the model twice before one backward pass, and evaluates it in between."""
+
+    def __call__(self) -> None:
+        torch.manual_seed(5)
+        session = pr.init()
+        model = self.make().double()
+        data = TensorDataset(torch.randn(ROWS, 6).double(), torch.randn(ROWS, 6).double())
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, BATCH))
+        for x, y in loader:
+            optimizer.zero_grad()
+            first = model(x)
+            with torch.no_grad():
+                shown = model.eval()(x)
+            loss = F.mse_loss(model.train()(x + 1), y) + F.mse_loss(first, y)
+            assert torch.allclose(shown, first)
+            loss.backward()
+            optimizer.step()
+        assert [each.requires_grad for each in session.consensus().parameters()] == [
+            each.requires_grad for each in self.make().parameters()
+        ]
+
+
+@pytest.mark.parametrize("make", [Skipping, Frozen])
+def test_several_forward_passes_and_frozen_layers_train_like_the_whole_model(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    whole = final("simulated", Twice(make), "allreduce", 1, tmp_path)
+    assert distance(final("simulated", Twice(make), "pipeline:2", 2, tmp_path), whole) < 1e-12
 
 
 class Misuse:
@@ -178,6 +224,8 @@ class Misuse:
                 model[0].eval()
             if self.wrong == "save":
                 model.state_dict()
+            if self.wrong == "copy":
+                copy.deepcopy(model)(x)
             other = session._context.place if self.wrong == "batches" else 0.0  # type: ignore[attr-defined]
             loss = F.mse_loss(model(x + other), y) if self.wrong != "loss" else model(x)
             loss.backward(create_graph=self.wrong == "twice", retain_graph=self.wrong == "again")
@@ -193,6 +241,15 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).square().mean()
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x - x.mean(0))
 
 
 class Deciding(nn.Module):
@@ -217,6 +274,8 @@ class Deciding(nn.Module):
         ("pipeline:2", 2, Misuse(chain(), "save"), "save session.consensus"),
         ("pipeline:2", 2, Misuse(chain(), "twice"), "cannot be differentiated twice"),
         ("pipeline:2", 2, Misuse(chain(), "again"), "a second time"),
+        ("pipeline:2", 2, Misuse(chain(), "copy"), "copy the model that session.consensus"),
+        ("pipeline:2", 2, Misuse(Centered()), "depends on other rows of its batch"),
     ],
 )
 def test_misuse_of_a_divided_model_is_refused_in_one_line(
