@@ -246,13 +246,21 @@ class PointToPoint:
                 work.block(None)  # an error does not matter now
         self._requests.clear()
         began = time.perf_counter()
-        while self._shared is not None and (full := self._shared.waiting):
-            assert self._node is not None
-            peers = [self._here[index] for index in full]
-            self._node.check_wait(peers, time.perf_counter() - began, "a send")
+        while self._node is not None and (full := self._there(self._full())):
+            self._node.check_wait(full, time.perf_counter() - began, "a send")
             self.progress()
             self._take_all()
             time.sleep(_PAUSE)
+
+    def _full(self) -> list[Peer]:
+        """The workers of this host that have no slot for what was sent to them."""
+        return [self._here[index] for index in self._shared.waiting] if self._shared is not None else []
+
+    def _there(self, peers: Sequence[Peer]) -> list[Peer]:
+        """Those that have not left the run."""
+        assert self._node is not None
+        workers, left = self._node.members.workers, self._node.left
+        return [peer for peer in peers if peer in workers and peer not in left]
 
     def _take_all(self) -> None:
         """Drops what has arrived, so that nobody waits until it is received."""
@@ -332,8 +340,7 @@ class PointToPoint:
         if node is None:
             raise PeerLost(f"{self.me} waits in {work.what}, but there is no other worker")
         # Any of several may still send, if it is there.
-        there = [peer for peer in work.awaited if peer in node.members.workers and peer not in node.left]
-        node.check_wait(there or work.awaited, waited, work.what)
+        node.check_wait(self._there(work.awaited) or work.awaited, waited, work.what)
         if timeout is not None and waited > timeout:
             who = " or ".join(map(str, work.awaited))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {who} in {work.what}")
