@@ -26,7 +26,8 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
-    "conversions", "events", "growth", "hogwild", "keras", "last_executor", "memory", "replicate",
+    "conversions", "cut", "events", "growth", "hogwild", "keras", "last_executor", "memory", "pipeline",
+    "process_group", "replicate",
     "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
     "wire_bytes",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from hypothesis import HealthCheck, settings
 from tests.support.runs import run_in
 
 torch.set_num_threads(1)
+# pytest records what is logged, and torch.export would write thousands of lines for it.
+logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
 gc.disable()  # until all tests are collected
 # Nothing may depend on how fast the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

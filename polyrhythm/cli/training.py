@@ -121,14 +121,14 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
         print(json.dumps(summary))
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the script's
-            _report(summary)
+            _report(summary, simulated=plan.world == "simulate")
     return 0
 
 
-def _report(summary: dict[str, Any]) -> None:
-    from polyrhythm.launch.console import HEAD, row, size, table
+def _report(summary: dict[str, Any], simulated: bool) -> None:
+    from polyrhythm.launch.console import HEAD, SIMULATED_HEAD, row, size, table
 
-    print(table(HEAD, [row(summary)]))
+    print(table(SIMULATED_HEAD if simulated else HEAD, [row(summary)]))
     others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))

@@ -15,15 +15,15 @@ from polyrhythm.model.vectors import BLOCK, split
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FOLD = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum"}
+_FOLD = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "product": "mul"}
 OPERATIONS = tuple(_FOLD)
 
 
 def reduce(inputs: Sequence[Tensor], op: str, outputs: Sequence[Tensor]) -> None:
     """Reduces `inputs`, given in rank order, and writes the result to every one of `outputs`.
 
-    `op` is sum, mean, max or min. Inputs and outputs are flat and of one length; they may be the same
-    tensors. A mean of one input is that input, bit for bit.
+    `op` is sum, mean, max, min or product. Inputs and outputs are flat and of one length; they may be the
+    same tensors. A mean of one input is that input, bit for bit.
     """
     if op not in _FOLD:
         raise ValueError(f"op is {op!r}; it can be {', '.join(OPERATIONS)}")

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.collectives.arithmetic import reduce
-from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.model.vectors import split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyrhythm.core.group import Use
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
@@ -67,6 +68,35 @@ def all_gather(
     for reply in replies:
         reply.wait()
     return [given[worker] for worker in workers]
+
+
+def exchange(
+    node: Node,
+    workers: Sequence[Peer],
+    what: str,
+    outgoing: Sequence[Sequence[Tensor]],
+    use: Use,
+    number: int,
+) -> None:
+    """Sends `outgoing[i]` to worker i of these, and calls `use` with what they have sent to this one."""
+    mine, kind = workers.index(node.me), f"exchange {number}"
+    replies = []
+    for distance in range(1, len(workers)):
+        other = (mine + distance) % len(workers)
+        replies.append(node.request(workers[other], kind, *outgoing[other], what=what))
+    requests = gather(node, kind, workers)
+    for request in requests:
+        if request["what"] != what:
+            raise PolyrhythmError(
+                f"{request.sender} is in {request['what']} but {node.me} is in {what}: all workers must call "
+                "the same collectives in the same order"
+            )
+    given = {request.sender: request.tensors for request in requests} | {node.me: outgoing[mine]}
+    use([given[worker] for worker in workers])
+    for request in requests:
+        node.reply(request)
+    for reply in replies:
+        reply.wait()
 
 
 def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:

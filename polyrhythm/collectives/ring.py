@@ -219,6 +219,8 @@ def _fold(place: Tensor, piece: Tensor, op: str) -> None:
         torch.maximum(place, piece, out=place)
     elif op == "min":
         torch.minimum(place, piece, out=place)
+    elif op == "product":
+        place.mul_(piece)
     else:
         place.add_(piece)
 

@@ -13,9 +13,12 @@ from typing import Any
 
 from polyrhythm.coordination.call_order import CallOrder
 from polyrhythm.coordination.data_sharing import DataSharing
+from polyrhythm.coordination.deaths import fatal
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
+from polyrhythm.coordination.handlers import Respond, compared, due, failing, logged, noted, once
+from polyrhythm.coordination.key_values import KeyValues
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
@@ -24,9 +27,9 @@ from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import PolyrhythmError, UsageError
-from polyrhythm.core.events import Event, Metrics, NodeJoined, NodeLeft, RunFailed, Totals
+from polyrhythm.core.events import Event, NodeJoined, NodeLeft, RunFailed, Totals
+from polyrhythm.core.key_value import KeyValue
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
@@ -36,7 +39,6 @@ from polyrhythm.core.requests import (
     EnterCall,
     ExamplesDue,
     Farewell,
-    FileSaved,
     FileWritten,
     Gather,
     JoinRun,
@@ -52,11 +54,13 @@ from polyrhythm.core.requests import (
     Request,
     ResumeData,
     ReturnLease,
+    ScriptAt,
     ShareEpoch,
     ShowNote,
     StepsDone,
     StepsTaken,
     TakeLease,
+    TrainedBy,
     Welcome,
     WhereIsData,
     WhoIsLate,
@@ -64,35 +68,6 @@ from polyrhythm.core.requests import (
     WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
-
-Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
-
-
-def _noted(note: Callable[[Any], None]) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a request that has an empty reply."""
-
-    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
-        respond(None)
-        note(request)
-
-    return handle
-
-
-def _once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
-    """Says each note once, also if several workers have it."""
-    said: set[str] = set()
-
-    def show(note: ShowNote) -> None:
-        if note.text not in said:
-            said.add(note.text)
-            say(note.text)
-
-    return show
-
-
-def _compared(replicas: ReplicaComparison, members: Membership) -> Callable[[Peer, Any, Respond], None]:
-    """Handles a report on a replica."""
-    return lambda peer, report, respond: respond(replicas.compare(peer, report, members.originals))
 
 
 class Coordinator:
@@ -117,7 +92,9 @@ class Coordinator:
         )
         self.tally = SummaryBuilder(self.membership.dead)
         self.running = False
+        self._prepared = False  # all nodes have built their models
         self.digest = ""  # of the final parameters
+        self._no_result = False  # the workers have none to send
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
         self.ended = LastSteps(self.membership, launcher, self._refuse)
@@ -129,17 +106,18 @@ class Coordinator:
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
             OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
-            ShareEpoch: self.data.share_epoch, ExamplesDue: self._note_due, LogMetrics: self._log_metrics,
-            BeginEpoch: _noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
+            ShareEpoch: self.data.share_epoch, ExamplesDue: due(self.tally, self.membership),
+            LogMetrics: logged(self.tally, self.membership, self._record),
+            BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
             StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
             ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
-            EnterCall: self._calls.enter, FileWritten: WrittenFiles(self.membership, launcher.say).add,
+            EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
-            FileSaved: _noted(lambda file: setattr(self.ending, "last_file", file)),
-            ShowNote: _noted(_once(launcher.say)),
-            NodeFailed: _noted(lambda failed: self.fail(failed.error, failed.exit_code)),
+            ShowNote: noted(once(launcher.say)),
+            NodeFailed: failing(self.fail), ScriptAt: self.ending.add_place,
             StepsTaken: lambda peer, taken, _: self.ending.report(peer, taken.steps),
-            CompareReplica: _compared(ReplicaComparison(), self.membership),
+            CompareReplica: compared(ReplicaComparison(), self.membership),
+            TrainedBy: noted(lambda by: self._begin(by.tool)), KeyValue: KeyValues().handle,
             OfferResult: lambda peer, offer, respond: self.ending.offer(peer, offer.source, respond),
         }  # fmt: skip
         if strategy is not None:
@@ -150,11 +128,11 @@ class Coordinator:
         self.strategy = self.ended.strategy = strategy
         self._gathers.keep, self._calls.lockstep = strategy.traits.survives, strategy.traits.lockstep
         servers = self.plan.servers or int(strategy.traits.uses_servers)
+        self.data.share_among_models(self.plan.workers, strategy.traits.model_size)
         self.plan = replace(self.plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
         for note in strategy.notes:
             self._launcher.say(note)
-        if servers:
-            self._launcher.start_servers(servers)
+        self._launcher.start_servers(servers)
 
     # --- requests of nodes --------------------------------------------------------------------------
 
@@ -176,7 +154,7 @@ class Coordinator:
             self.set_strategy(request.strategy)
         if self.plan.batch_norm is None:
             self.plan = replace(self.plan, batch_norm=request.batch_norm)
-        self.membership.join(peer, request.location)
+        self.membership.join(peer, request.location, late=self._prepared)
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
         if self.running or len(self.membership.members) >= self.plan.nodes:
@@ -187,8 +165,8 @@ class Coordinator:
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
-        if self.running:
-            self.membership.replaced[str(peer)] += 1
+        if self._prepared:
+            self.membership.announce(peer)
             self.data.leases.enter(peer.rank)
             # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
             # and before it gets its reply, so that nobody gets a message from an unknown worker.
@@ -196,25 +174,23 @@ class Coordinator:
             self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._gathers.prepared(peer)
         self._preparing.add(peer, request, respond)
-        if self.running or self.membership.prepared >= self.plan.nodes:
-            if not self.running:
-                self.running, self.tally.began = True, self.clock()
+        if self._prepared or self.membership.prepared >= self.plan.nodes:
+            if not self._prepared:
+                self._prepared = True
+                self._begin()
                 self.ending.keeps = self._record.lasting
             self._preparing.release()
+
+    def _begin(self, tool: str = "") -> None:
+        """Training begins: by the strategy, or by another tool."""
+        self.tally.trained_by = tool
+        if not self.running:
+            self.running, self.tally.began = True, self.clock()
 
     def _take_lease(self, peer: Peer, request: TakeLease, respond: Respond) -> None:
         self.tally.advance(self.membership.current(peer), request.steps, request.samples)
         assert self.strategy is not None
         self.data.take_lease(peer, request, self.strategy.traits.max_lease, respond)
-
-    def _note_due(self, peer: Peer, request: ExamplesDue, respond: Respond) -> None:
-        self.tally.due[self.membership.current(peer)] = request.samples
-        respond(None)
-
-    def _log_metrics(self, peer: Peer, request: LogMetrics, respond: Respond) -> None:
-        self.tally.metrics.add(self.membership.current(peer), request)
-        self._record.metrics(str(peer), request.t, Metrics(request.step, request.values))
-        respond(None)
 
     def _steps_done(self, peer: Peer, request: StepsDone, respond: Respond) -> None:
         if peer in self.membership.members:  # otherwise it died while the request was in flight
@@ -227,13 +203,17 @@ class Coordinator:
         It is the last one, because the parameters are final only then. In lockstep it is worker 0: all
         workers have the same parameters, and the buffers are then always those of the same worker.
         """
-        if self._peers_hold_parameters and peer.role == "worker":
+        if not request.result:
+            self._no_result, self.tally.ended = True, self.clock()
+            respond(Farewell(last=False))
+            return self.leave(peer, "finished")
+        leads = self.membership.leads(peer)
+        if leads and self._peers_hold_parameters:
             self._finish.leave(peer, respond)
-            self._advance()
-            return
-        others = bool(self.membership.expected) or bool(self.membership.others(peer))
+            return self._advance()
         lockstep = self.strategy is not None and self.strategy.traits.lockstep
-        last = peer.role == "worker" and (peer.rank == 0 if lockstep else not others)
+        others = bool(self.membership.expected or self.membership.others(peer))
+        last = leads and (peer.rank == 0 if lockstep else not others)
         respond(Farewell(last))
         if not last:
             self.leave(peer, "finished")
@@ -279,7 +259,8 @@ class Coordinator:
             self._launcher.released(*dead)
         incarnation = membership.incarnations[peer]
         self._log(NodeLeft(str(peer), incarnation, reason, self.data.lose(peer, reason)))
-        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason))
+        replaced = peer in membership.expected
+        self._launcher.tell(Notice("left", peer.role, peer.rank, incarnation, reason, replaced=replaced))
         if peer.role == "worker" and membership.no_workers_left:
             self._launcher.tell(Notice("over"))
         self._gathers.lose(peer)
@@ -293,14 +274,8 @@ class Coordinator:
             self.membership.count_death(peer, reason)
         if self.failure is not None:
             self.ending.lose(peer)
-        elif not self.running:
-            self.fail(f"{peer} {reason} before training began")
-        elif peer.role == "server":
-            self.fail(f"{peer} {reason}; its part of the parameters is lost (is there enough memory?)")
-        elif strategy is None or not strategy.traits.survives:
-            self.fail(
-                f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"
-            )
+        elif why := fatal(peer, reason, self.running, strategy, self.tally.trained_by):
+            self.fail(why)
         else:
             self._lose(peer, reason)
             self.ending.advance()
@@ -339,9 +314,9 @@ class Coordinator:
         self._advance()
         return stops
 
-    def fail(self, message: str, exit_code: int = 1) -> None:
-        """Ends the run with a failure; only the first one counts."""
-        if self.ending.fail(message, exit_code):
+    def fail(self, message: str, exit_code: int = 1, waiting: Peer | None = None) -> None:
+        """Ends the run with a failure; only the first one counts. `waiting`: who has waited too long."""
+        if self.ending.fail(message, exit_code, waiting):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
 
@@ -355,8 +330,8 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """True if the final parameters have arrived and all nodes have left."""
-        return bool(self.digest) and not self.membership.members
+        """True if the final parameters have arrived, where there are any, and all nodes have left."""
+        return bool(self.digest or self._no_result) and not self.membership.members
 
     def log(self, node: str, event: Event) -> None:
         """Counts and records an event of a node."""
@@ -386,7 +361,7 @@ class Coordinator:
         self._gathers.advance()
         self.data.begin()
         if not self.membership.expected:
-            self._finish.advance(self.membership.workers)
+            self._finish.advance(self.membership.workers, self.membership.leaders)
 
     def _welcome(self, peer: Peer) -> Welcome:
         assert self.strategy is not None

@@ -44,6 +44,11 @@ class DataSharing:
         self._resuming: dict[int, ReplyBarrier[None]] = {}
         self._begun: dict[int, set[Peer]] = {}  # by loader: workers that have requested batches
 
+    def share_among_models(self, workers: int, size: int) -> None:
+        """So many workers hold models, of which each is on `size` of them and gets data once."""
+        self._membership.model_size = size
+        self.cohorts.keep(range(0, workers, size))
+
     def take_lease(
         self, peer: Peer, request: TakeLease, longest: int, respond: Callable[[LeaseReply], None]
     ) -> None:
@@ -52,7 +57,7 @@ class DataSharing:
         self._begun.setdefault(loader, set()).add(peer)
         if self._mixed(loader):
             return
-        workers = [each.rank for each in self._membership.workers]
+        workers = [each.rank for each in self._membership.leaders]
         lease = self.leases.take(peer.rank, loader, epoch, request.batches, workers, longest, request.unseen)
         if lease is not None:
             self._log(LeaseTaken(str(peer), loader, lease.epoch, lease.first, lease.count))
@@ -84,7 +89,7 @@ class DataSharing:
             return
         waiting = self._resuming.setdefault(loader, ReplyBarrier())
         waiting.add(peer, respond)
-        if not self._mixed(loader) and not {*self._membership.workers} - {*waiting}:
+        if not self._mixed(loader) and not {*self._membership.leaders} - {*waiting}:
             self.leases.resume(loader, {each.rank: position for each, position in resumed.items()})
             waiting.release_all(lambda each: None)
 
@@ -122,7 +127,7 @@ class DataSharing:
             self._fail(
                 f"{peer} and {first} draw different orders of the data in epoch {request.epoch}: a sampler "
                 "must draw the same order on all workers, from the global generators of torch, NumPy or "
-                "Python, or from a seed that is the same on all"
+                "Python, or from a seed that is the same on all, and by equal weights (session.mean())"
             )
 
     def share_epoch(self, peer: Peer, request: ShareEpoch, respond: Callable[[ShareReply], None]) -> None:
@@ -136,13 +141,13 @@ class DataSharing:
 
     def begin(self) -> None:
         """Begins the epochs that all workers have requested, except those that are done."""
-        training = (each for each in self._membership.workers if each not in self._done)
+        training = (each for each in self._membership.leaders if each not in self._done)
         self.cohorts.reply({each: self._membership.incarnations[each] for each in training})
 
     def lose(self, peer: Peer, reason: str) -> int:
         """A node has left. Returns how many of its leased batches are available again."""
-        if peer.role != "worker":
+        if not self._membership.leads(peer):
             return 0
         returned = self.leases.lose(peer.rank) if reason != "finished" else 0
-        self.leases.release([each.rank for each in self._membership.workers])
+        self.leases.release([each.rank for each in self._membership.leaders])
         return returned

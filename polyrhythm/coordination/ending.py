@@ -6,16 +6,18 @@ worker offers the parameters that it has or can get from servers, and the first 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher
+from polyrhythm.coordination.written_files import WrittenFiles
 from polyrhythm.core.errors import Interrupted
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import Farewell, FileSaved
+from polyrhythm.core.requests import Farewell, ScriptAt
 
 INTERRUPTED = "interrupted"
 
@@ -37,15 +39,17 @@ class Ending:
         self.keeps = False  # workers have something that can be saved
         self.stopping = False  # interrupted: the workers stop after a step that they agree on
         self.source = ""  # in a failed run: who had the parameters that were saved
-        self.last_file: FileSaved | None = None  # that the script has saved itself
+        self.files = WrittenFiles(membership, launcher.say)  # that the script has saved itself
         self._saving = False  # the run has failed, and a worker may still send parameters
         self._saver: tuple[Peer, str] | None = None  # the worker that sends them, and whose they are
         self._steps: dict[Peer, int] = {}  # how many steps each worker has taken
+        self._late: set[Peer] = set()  # workers that were waited for, and have not said where they are
 
     @property
     def over(self) -> bool:
-        """True if the run has failed and nothing more is to be saved."""
-        return self.failure is not None and not (self._saving and self._membership.workers)
+        """True if the run has failed, and nothing more is to be saved or said."""
+        saving = self._saving and bool(self._membership.workers)
+        return self.failure is not None and not saving and not self._late
 
     def stop(self, lockstep: bool) -> bool:
         """The run is interrupted: asks the workers to stop. False if they have nothing to save."""
@@ -67,8 +71,11 @@ class Ending:
             self._launcher.tell(Notice("stop", step=max(self._steps.values()) + 1))
             self._steps = {}
 
-    def fail(self, message: str, exit_code: int) -> bool:
-        """The run has failed. False if it had failed before."""
+    def fail(self, message: str, exit_code: int, waiting: Peer | None = None) -> bool:
+        """The run has failed. False if it had failed before.
+
+        `waiting`: the worker that has waited too long for others, which are named in the message.
+        """
         if self.failure is not None:
             return False
         self.failure = Failure(message, exit_code)
@@ -76,12 +83,23 @@ class Ending:
             self.failure = Failure(INTERRUPTED, Interrupted.exit_code)
         self._saving = self.keeps
         if self.keeps:
+            others = {*self._membership.workers} - {waiting} if waiting is not None else set()
+            self._late = {each for each in others if re.search(rf"\b{each}\b", message)}
             self._launcher.tell(Notice("abandon"))
         return True
+
+    def add_place(self, peer: Peer, script: ScriptAt, respond: Callable[[None], None]) -> None:
+        """A worker of a run that has failed says where its script was."""
+        respond(None)
+        if peer in self._late and self.failure is not None:
+            self._late.discard(peer)
+            if script.place:
+                self.failure.message += f"; {peer} is at {script.place}"
 
     def give_up(self) -> None:
         """Saves nothing more: a second Ctrl-C, or the time for it is over."""
         self._saving = False
+        self._late.clear()
 
     def offer(self, peer: Peer, source: str, respond: Callable[[Farewell], None]) -> None:
         """A worker has the parameters of `source`; it sends them unless another one does."""
@@ -103,17 +121,18 @@ class Ending:
 
     def summary(self) -> dict[str, Any]:
         """How the run ended: for its summary."""
-        outcome, file = self.outcome, self.last_file
+        outcome, file = self.outcome, self.files.last
         if outcome is None:
             return {"ended": "finished"}
         source: dict[str, Any] = {"source": self.source} if self.source else {}
         if file is not None:
-            source["last_saved"] = {"path": file.path, "step": file.step}
+            source["last_saved"] = {"path": file.path, "step": file.step, "inode": file.inode}
         if outcome.exit_code == Interrupted.exit_code:
             return {"ended": INTERRUPTED, **source}
         return {"ended": "failed", "error": outcome.message, **source}
 
     def lose(self, peer: Peer) -> None:
         """A worker has left a run that has failed: another one may send its parameters."""
+        self._late.discard(peer)
         if self._saver is not None and self._saver[0] == peer:
             self._saver = None

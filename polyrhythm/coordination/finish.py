@@ -42,14 +42,17 @@ class Finish:
             self._result_sender = None
         return done
 
-    def advance(self, workers: Sequence[Peer]) -> None:
-        """Replies to the waiting workers, if all workers of the run are done."""
+    def advance(self, workers: Sequence[Peer], leaders: Sequence[Peer]) -> None:
+        """Replies to the waiting workers, if all workers of the run are done.
+
+        Of those that hold one model together, the leader leaves for all.
+        """
         if not workers or {*workers} - self.done:
             return
         self._waiting.release_all(lambda peer: None)
-        if self._result_sender is None and all(worker in self._leaving for worker in workers):
-            self._result_sender = workers[0]
-            self._leaving.release(workers[0], Farewell(last=True))
+        if self._result_sender is None and leaders and all(each in self._leaving for each in leaders):
+            self._result_sender = leaders[0]
+            self._leaving.release(leaders[0], Farewell(last=True))
 
     def end(self) -> Iterator[Peer]:
         """The result has arrived: lets the others leave, one after the other."""

@@ -71,13 +71,15 @@ class Gathers:
             return
         membership = self._membership
         finished = {peer for peer, reason in membership.gone.items() if reason == "finished"}
-        for peer in sorted({*self._done, *finished} - {*self._open}):
+        ended = filter(membership.leads, {*self._done, *finished} - {*self._open})
+        for peer in sorted(ended):
             first = next(iter(self._open))
             return self._refuse(
                 f"{first} is at {self._open[first].point}, which {peer} has not called before the end of its "
                 "script: all workers must call it, also those that got no batch"
             )
-        awaited = {*membership.members, *membership.expected} - self._serving
+        followers = {*membership.workers} - {*membership.leaders}
+        awaited = {*membership.members, *membership.expected} - self._serving - followers
         if not awaited - {*self._open}:
             values = [self._open[peer].value for peer in sorted(self._open) if peer.role == "worker"]
             self._past.append(values if self.keep else [])

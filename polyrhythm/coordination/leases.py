@@ -218,6 +218,10 @@ class Cohorts:
         self._last = {Peer("worker", rank): 0 for rank in range(workers)}  # the cohort: workers, incarnations
         self._waiting: dict[tuple[int, int], dict[Peer, Callable[[ShareReply], None]]] = {}
 
+    def keep(self, ranks: Collection[int]) -> None:
+        """Only these workers share epochs. Called before the first one."""
+        self._last = {worker: 0 for worker in self._last if worker.rank in ranks}
+
     def request(
         self, worker: Peer, incarnation: int, loader: int, epoch: int, respond: Callable[[ShareReply], None]
     ) -> None:

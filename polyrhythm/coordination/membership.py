@@ -21,6 +21,7 @@ class Membership:
         self.workers: list[Peer] = []  # the workers among them, by rank
         self.gone: dict[Peer, str] = {}  # nodes that have left for good, and why
         self.expected: set[Peer] = set()  # workers whose replacement will join
+        self.loading: set[Peer] = set()  # replacements that have joined, and were not announced yet
         self.incarnations: Counter[Peer] = Counter()  # the current incarnation of a peer
         self.replaced: Counter[str] = Counter()  # how many replacements of a peer have joined
         self.dead: list[Incarnation] = []
@@ -28,6 +29,7 @@ class Membership:
         self._holders: dict[Incarnation, set[Peer]] = {}  # nodes that may still use a dead worker's memory
         self._layouts: dict[str, dict[Peer, str]] = {}  # the layout hash of each node, by part of the model
         self._outlines: dict[str, list[str]] = {}  # that of the first node, by part of the model
+        self.model_size = 1  # how many workers hold one model together
 
     @property
     def no_workers_left(self) -> bool:
@@ -39,19 +41,40 @@ class Membership:
         """The workers in the run that replace no other."""
         return [peer for peer in self.workers if not self.incarnations[peer]]
 
+    @property
+    def leaders(self) -> list[Peer]:
+        """The workers that request data: the first of those that hold one model together."""
+        return [peer for peer in self.workers if self.leads(peer)]
+
+    def leads(self, peer: Peer) -> bool:
+        """True if a worker requests data, for itself and the others that hold the same model."""
+        return peer.role == "worker" and peer.rank % self.model_size == 0
+
+    def copies(self, peer: Peer) -> list[Peer]:
+        """The workers in the run that hold the same part of a model, and replace no other."""
+        return [each for each in self.originals if (each.rank - peer.rank) % self.model_size == 0]
+
     def current(self, peer: Peer) -> Incarnation:
         """The current incarnation of a peer."""
         return peer, self.incarnations[peer]
 
+    def announced_to(self, peer: Peer) -> dict[Peer, Location]:
+        """This node and those that it may send requests to: not the workers that still load their data."""
+        return {
+            each: at for each, at in sorted(self.members.items()) if each == peer or each not in self.loading
+        }
+
     def others(self, peer: Peer) -> list[Peer]:
-        """The workers in the run besides this one."""
-        return [each for each in self.workers if each != peer]
+        """The leaders in the run besides this worker."""
+        return [each for each in self.leaders if each != peer]
 
     # --- joining and leaving ------------------------------------------------------------------------
 
-    def join(self, peer: Peer, location: Location) -> None:
-        """A node has joined."""
+    def join(self, peer: Peer, location: Location, late: bool = False) -> None:
+        """A node has joined; `late` if training has begun: the others are not told before it has prepared."""
         self.members[peer] = location
+        if late:
+            self.loading.add(peer)
         self.incarnations.setdefault(peer, 0)  # looking up a missing key of a Counter is slow
         self._sort_workers()
         self.expected.discard(peer)
@@ -75,6 +98,11 @@ class Membership:
         layouts[peer] = layout
         return ""
 
+    def announce(self, peer: Peer) -> None:
+        """A replacement has prepared, and the others are told of it."""
+        self.loading.discard(peer)
+        self.replaced[str(peer)] += 1
+
     @property
     def prepared(self) -> int:
         """How many nodes have built their part of the model."""
@@ -83,6 +111,7 @@ class Membership:
     def leave(self, peer: Peer, reason: str) -> list[Incarnation]:
         """A member has left. Returns the dead workers whose memory is no longer in use."""
         del self.members[peer]
+        self.loading.discard(peer)
         self._sort_workers()
         self.gone[peer] = reason
         return [dead for dead in list(self._holders) if self.release(peer, dead)]

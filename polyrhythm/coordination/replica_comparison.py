@@ -20,6 +20,7 @@ class ReplicaComparison:
             tuple[int, Peer], tuple[int, bool]
         ] = {}  # the last report of each worker, by part
         self._told = False  # a difference as small as rounding has been told
+        self._skipped = False  # that workers have got different numbers of batches has been told
 
     def compare(self, peer: Peer, report: CompareReplica, workers: Collection[Peer]) -> ReplicaDifference:
         """The first difference between a worker's replica and that of another in the same step, if any.
@@ -41,10 +42,19 @@ class ReplicaComparison:
         sizes = {index: difference(*pairs[index]) for index in unequal}
         large = [index for index in unequal if not sizes[index] < ROUNDING]  # or NaN
         if not unequal or (self._told and not large):
-            return ReplicaDifference()
+            return self._compare_batches(other, first, report)
         self._told = True
         tensor = (large or unequal)[0]
         return ReplicaDifference(str(other), tensor=tensor, count=len(unequal), rounding=not large)
+
+    def _compare_batches(
+        self, other: Peer, first: CompareReplica, report: CompareReplica
+    ) -> ReplicaDifference:
+        """Tells once if a worker has got more batches for as many steps."""
+        if self._skipped or report.over or report.batches == first.batches:
+            return ReplicaDifference()
+        self._skipped = True
+        return ReplicaDifference(str(other), batches=first.batches)
 
     @property
     def kept(self) -> int:

@@ -25,6 +25,7 @@ class SummaryBuilder:
         self.due: dict[Incarnation, int] = {}  # examples that were assigned to a worker in total
         self.epoch = (0, 0)  # the latest epoch of any worker, counted from 1, and the number of epochs
         self.began = self.ended = 0.0
+        self.trained_by = ""  # the tool that trains, if it is not a strategy
 
     def report(self, node: Incarnation, report: Report) -> None:
         """Adds the report of a node."""
@@ -56,7 +57,7 @@ class SummaryBuilder:
         workers, everyone = self._workers(), self.totals.values()
         steps, samples = self.progress()
         figures: dict[str, Any] = {
-            "strategy": str(plan.strategy),
+            "strategy": self.trained_by or str(plan.strategy),
             "workers": plan.workers,
             "servers": plan.servers,
             "batch_norm": plan.batch_norm,

@@ -17,7 +17,7 @@ def welcome(
     return Welcome(
         strategy=strategy,
         seed=plan.seed,
-        peers=[(each.role, each.rank, place) for each, place in sorted(membership.members.items())],
+        peers=[(each.role, each.rank, place) for each, place in membership.announced_to(peer).items()],
         workers=plan.workers,
         incarnation=membership.incarnations[peer],
         batch_norm=plan.batch_norm,

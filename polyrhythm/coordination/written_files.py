@@ -1,4 +1,4 @@
-"""WrittenFiles: notes files that several workers write. Logic without I/O."""
+"""WrittenFiles: the last file that the script has saved, and those that several workers write. No I/O."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from polyrhythm.core.requests import NOWHERE, FileWritten
 
 
 class WrittenFiles:
-    """The files that scripts write by `torch.save`, and who wrote each first."""
+    """The files that scripts write by `torch.save` and `session.save`, and who wrote each first."""
 
     def __init__(self, membership: Membership, say: Callable[[str], None]) -> None:
         self._membership, self._say = membership, say
         self._first: dict[tuple[str, str], Peer] = {}  # by host and path
         self._said = False
+        self.last: FileWritten | None = None
 
     def add(self, peer: Peer, file: FileWritten, respond: Callable[[None], None]) -> None:
         """A worker has written a file; says once if another worker of the same host had written it, too."""
         respond(None)
-        if self._said:
+        self.last = file
+        if self._said or file.once:
             return
         _, host, _ = self._membership.members.get(peer, NOWHERE)
         first = self._first.setdefault((host, file.path), peer)

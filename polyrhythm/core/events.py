@@ -40,6 +40,17 @@ class StepDone(Event, frozen=True, tag="step"):
     wait_s: float
 
 
+class MicroBatch(Event, frozen=True, tag="micro-batch"):
+    """A stage of a divided model has computed one micro-batch, forward or backward."""
+
+    frequent: ClassVar[bool] = True
+
+    direction: str
+    stage: int
+    began: float  # seconds since the run began
+    seconds: float
+
+
 class PeriodChosen(Event, frozen=True, tag="period"):
     """`local:auto` has chosen how many steps workers take between two averages."""
 
@@ -242,9 +253,9 @@ class Gap(Event, frozen=True, tag="gap"):
 
 
 AnyEvent = (
-    StepDone | PeriodChosen | LocalStepsChosen | ResidualLeft | ReplicaDigest | UpdatesLost | Applied
-    | Dropped | Pulled | Refused | Delivered | DeliveredLate | PeerLeft | PeerJoined | NodeJoined | NodeLeft
-    | LeaseTaken | LeaseReturned | RunFailed | Totals | Metrics | Note | Gap
+    StepDone | MicroBatch | PeriodChosen | LocalStepsChosen | ResidualLeft | ReplicaDigest | UpdatesLost
+    | Applied | Dropped | Pulled | Refused | Delivered | DeliveredLate | PeerLeft | PeerJoined | NodeJoined
+    | NodeLeft | LeaseTaken | LeaseReturned | RunFailed | Totals | Metrics | Note | Gap
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The one grammar that names strategies and codecs: `local:8`, `async:weight=1/tau+topk:0.01`.
 
-    text      =  level [ "/" level ]                   one strategy, or one inside sites / one between them
+    text      =  levels { "@" choice }                 a strategy, and how each model is divided over workers
+    levels    =  level [ "/" level ]                   one strategy, or one inside sites / one between them
     level     =  choice [ "+" choice ]                 a strategy, and the codec it sends through
     choice    =  name [ ":" item { "," item } ]
     item      =  value | field "=" value               a bare value comes first and sets the field `main`
@@ -291,7 +292,7 @@ def write(hint: Any, value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        text = re.sub(r"[%,+= ]", lambda match: f"%{ord(match[0]):02x}", value)
+        text = re.sub(r"[%,+=@ ]", lambda match: f"%{ord(match[0]):02x}", value)
         text = re.sub("/", lambda match: _slash(text[match.end() :]), text)
         taken = NoneType in _members(hint) and text.lower() == "none"
         return f"%{ord(text[0]):02x}{text[1:]}" if taken else text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class Coding(Protocol):
         """Overwrites the coded segments with the mean, from sums received in chunks, one per worker."""
 
 
+# What a member gets in an exchange, by the place of the sender.
+Use = Callable[[Sequence[Sequence["Tensor"]]], None]
+
+
 class Group(ABC):
     """Some workers that act together, as one of them sees it."""
 
@@ -67,7 +71,7 @@ class Group(ABC):
         return len(self.members)
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
-        """Replaces each tensor by its sum, mean, max or min over the group, in place."""
+        """Replaces each tensor by its sum, mean, max, min or product over the group, in place."""
         self.begin_all_reduce(*tensors, op=op).join()
 
     @abstractmethod
@@ -88,10 +92,23 @@ class Group(ABC):
         """Overwrites each tensor with that of the member at place `root`, in place."""
 
     @abstractmethod
-    def split(self, members: Sequence[Peer]) -> Group:
-        """The group of some of the members, of which this worker is one. Each of them calls this."""
+    def exchange(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use) -> None:
+        """Sends the tensors `outgoing[i]` to the member at place i. Calls `use` with the tensors that this
+        member got, by place.
+
+        All tensors are flat. Those that `use` gets are lent: they must not be changed, nor used later. `what`
+        is the name of the collective, which must be the same on all members.
+        """
+
+    @abstractmethod
+    def split(self, members: Sequence[Peer], name: str = "") -> Group:
+        """The group of some of the members, of which this worker is one. Each of them calls this.
+
+        Groups of different names are independent, also if they have the same members: their collectives may
+        be in any order relative to each other.
+        """
 
 
-def first_number(members: Sequence[Peer]) -> int:
+def first_number(members: Sequence[Peer], name: str = "") -> int:
     """Where a part of the workers begins to number its collectives, so that no two parts share a number."""
-    return zlib.crc32(repr([peer.rank for peer in members]).encode()) << 40
+    return zlib.crc32((repr([peer.rank for peer in members]) + name).encode()) << 40

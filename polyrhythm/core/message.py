@@ -39,6 +39,11 @@ class Message:
 class Reply(ABC):
     """The reply to a request, once it arrives."""
 
+    @property
+    @abstractmethod
+    def arrived(self) -> bool:
+        """True if `wait` does not block."""
+
     @abstractmethod
     def wait(self) -> Message:
         """Blocks until the reply is here and `into` is filled. Raises `PeerLost` if it never will be."""

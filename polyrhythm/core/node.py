@@ -119,8 +119,8 @@ class Node(ABC):
     stopping: Stopping  # whether the run ends early, and where this worker stops
     cohort: int = 0  # which set of workers shared the data when this one joined (see `coordination.leases`)
     mesh: Mesh  # set when it has joined the run
-    # By kind of notice: called in any thread when another worker is done or waits. Returns an error that ends
-    # the run, or an empty string.
+    # By kind of notice: called in any thread when another node has left, is done or waits. Returns an error
+    # that ends the run, or an empty string.
     on_notice: dict[str, Callable[[Notice], str]]
 
     @property

@@ -21,6 +21,7 @@ class Notice(msgspec.Struct, frozen=True):
     incarnation: int = 0
     reason: str = ""  # of one that has left; the call of one that waits
     address: str = ""  # of one that has joined
+    replaced: bool = False  # one that has left: another process will take its place
     steps: int = 0  # of one that is done; the exchanges that one which waits has begun
     calls: int = 0  # that one which waits has made before
     step: int = -1  # the step after which all workers stop; -1: they report where they are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import msgspec
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import EventPolicy
-from polyrhythm.core.mesh import Mesh
+from polyrhythm.core.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,17 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The place of every worker. Without sites all are at one."""
-        return Mesh.of_sites(list(self.sites.values()) or [range(self.workers)])
+        return self.mesh_of({})
+
+    def mesh_of(self, model: Mapping[Axis, int]) -> Mesh:
+        """The place of every worker, where each model is divided along axes of these sizes."""
+        return Mesh.of_sites(list(self.sites.values()) or [range(self.workers)], model)
+
+    def by_models(self, size: int) -> Plan:
+        """The plan as the workers of the strategy see it, where `size` processes hold one model."""
+        sites = {name: sorted({rank // size for rank in ranks}) for name, ranks in self.sites.items()}
+        here = None if self.here is None else self.here // size
+        return replace(self, workers=self.workers // size, sites=sites, here=here) if size > 1 else self
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values, for `config.json` and for messages."""

@@ -12,17 +12,20 @@ from polyrhythm.core import extensions, grammar
 from polyrhythm.core.codec import Codec
 from polyrhythm.core.errors import UnknownName, UsageError
 from polyrhythm.core.grammar import Configured
+from polyrhythm.core.split import ModelSplit
 from polyrhythm.core.strategy import Strategy
 
-# Makes one strategy of two, by the symbol between them.
-OPERATORS: dict[str, Callable[[Strategy, Strategy], Strategy]] = {}
+# Makes one strategy of what is on the two sides of a symbol.
+OPERATORS: dict[str, Callable[..., Strategy]] = {}
+WITH_SPLIT = "allreduce"  # the strategy of a text that names only how the model is divided
 
-Kind = Literal["strategy", "codec"]
+Kind = Literal["strategy", "codec", "split"]
+_BASES: dict[str, type[Configured]] = {"strategy": Strategy, "codec": Codec, "split": ModelSplit}
 
 
 def registered(kind: str) -> Mapping[str, type[Configured]]:
     """The classes of a kind that this process has defined or imported, by name."""
-    return Codec.registry if kind == "codec" else Strategy.registry
+    return _BASES[kind].registry
 
 
 def is_builtin(cls: type) -> bool:
@@ -36,6 +39,8 @@ def parse(text: str) -> Strategy:
         raise UsageError(f"a strategy is named by a string such as 'local:8', not by {text!r}")
     text = text.strip(" ")
     load_builtins()
+    if "@" in text or grammar.name_of(text) in ModelSplit.registry:
+        return _divided(text)
     if len(sides := grammar.levels(text)) > 1:
         return _composed(text, sides)
     choice, *codecs = re.split(grammar.PLUS, text)
@@ -53,6 +58,21 @@ def _composed(text: str, sides: Sequence[str]) -> Strategy:
             raise UsageError("takes two levels at most, one inside sites and one between them")
         within, across = map(parse, sides)
         return OPERATORS["/"](within, across)
+
+
+def _divided(text: str) -> Strategy:
+    """A strategy on models that are divided: `ssp:3@pipeline:2`."""
+    with _naming(text):
+        strategy, splits = _sides(text)
+        made = [grammar.make(grammar.find("split", ModelSplit.registry, each), each) for each in splits]
+        return OPERATORS["@"](parse(strategy), tuple(made))
+
+
+def _sides(text: str) -> tuple[str, list[str]]:
+    """The texts of a strategy, and of the ways in which it divides models."""
+    first, *rest = (side.strip(" ") for side in text.split("@"))
+    alone = grammar.name_of(first) in ModelSplit.registry
+    return (WITH_SPLIT, [first, *rest]) if alone else (first, rest)
 
 
 def _without_spaces(text: str) -> str:
@@ -103,7 +123,9 @@ def check_known(text: str) -> None:
 def _choices(text: str) -> Iterator[tuple[Kind, str]]:
     """The choices that a text consists of, with their kinds."""
     load_builtins()
-    for level in grammar.levels(text.strip(" ")):
+    strategy, splits = _sides(text.strip(" "))
+    yield from (("split", split) for split in splits)
+    for level in grammar.levels(strategy):
         choice, *codecs = re.split(grammar.PLUS, level.strip(" "))
         yield "strategy", choice
         yield from (("codec", codec) for codec in codecs)
@@ -173,6 +195,7 @@ def load_builtins() -> None:
     import importlib
     import pkgutil
 
+    importlib.import_module("polyrhythm.parallel.splits")
     for package in ("polyrhythm.strategies", "polyrhythm.compress.codecs"):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)

@@ -34,7 +34,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     strategy: ResolvedStrategy
     seed: int
-    peers: list[tuple[str, int, Location]]  # role, rank and location of all nodes
+    peers: list[tuple[str, int, Location]]  # role, rank and location of all nodes that have been announced
     workers: int  # that the run began with
     incarnation: int
     batch_norm: str
@@ -97,6 +97,7 @@ class ReplicaDifference(msgspec.Struct, frozen=True):
     tensor: int = 0
     count: int = 0  # how many tensors differ
     rounding: bool = False  # they differ by no more than rounding
+    batches: int | None = None  # the replicas are equal, but the other worker has got so many batches
 
 
 class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
@@ -238,17 +239,13 @@ class EnterCall(Request[None], frozen=True, tag="call"):
     exchanges: int = 0  # that this worker has begun in training
 
 
-class FileSaved(Request[None], frozen=True, tag="saved"):
-    """The script has saved a file by `session.save`, after so many steps of this worker."""
-
-    path: str
-    step: int
-
-
 class FileWritten(Request[None], frozen=True, tag="written"):
-    """The script has written a file by `torch.save`."""
+    """The script has written a file by `torch.save` or `session.save`, after so many steps of this worker."""
 
     path: str
+    step: int = 0
+    inode: int = 0  # by which it is found when the script has renamed it
+    once: bool = False  # no other worker writes it: `session.save`
 
 
 class ShowNote(Request[None], frozen=True, tag="note"):
@@ -275,6 +272,14 @@ class LeaveRun(Request[Farewell], frozen=True, tag="bye"):
 
     reply: ClassVar[Any] = Farewell
 
+    result: bool = True  # False: the workers have no final parameters to send
+
+
+class TrainedBy(Request[None], frozen=True, tag="trained by"):
+    """The script trains by another tool than `session.prepare`."""
+
+    tool: str
+
 
 class WhoIsLate(Request[WorkerNames], frozen=True, tag="late"):
     """Requests the workers that others wait for, at the start of an epoch or at the end."""
@@ -298,6 +303,7 @@ class CompareReplica(Request[ReplicaDifference], frozen=True, tag="compare"):
     tensors: list[TensorSummary]
     settings: list[dict[str, str]]  # of each parameter group
     over: bool = False  # the script has ended
+    batches: int = 0  # that the script has got so far
 
 
 class StepsTaken(Request[None], frozen=True, tag="steps"):
@@ -320,6 +326,13 @@ class NodeFailed(Request[None], frozen=True, tag="failed"):
 
     error: str
     exit_code: int
+    waited: bool = False  # too long for a worker that is named in the error
+
+
+class ScriptAt(Request[None], frozen=True, tag="script at"):
+    """The run has failed, and this is the line in which the script of a worker was then."""
+
+    place: str
 
 
 class ReleaseMemory(Request[None], frozen=True, tag="release"):
@@ -343,9 +356,9 @@ REQUESTS: dict[str, type[Request[Any]]] = {
     str(each.__struct_config__.tag): each
     for each in (
         JoinRun, Prepared, TakeLease, ReturnLease, WhereIsData, ResumeData, OrderDrawn, ShareEpoch,
-        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileSaved, FileWritten, ShowNote,
+        ExamplesDue, BeginEpoch, LogMetrics, Gather, EnterCall, FileWritten, ShowNote,
         LastStep, StepsDone, LeaveRun, WhoIsLate, WhoIsLost, CompareReplica, StepsTaken, OfferResult,
-        NodeFailed, ReleaseMemory, Report,
+        NodeFailed, ScriptAt, ReleaseMemory, Report, TrainedBy,
     )
 }  # fmt: skip
 

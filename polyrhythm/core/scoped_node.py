@@ -33,7 +33,7 @@ class ScopedNode(Node):
         self._node, self._suffix = node, f"@{part}" if part else ""
         self.me, self.seed, self.members, self.mesh = node.me, node.seed, node.members, node.mesh
         self.incarnation, self.cohort, self.stopping = node.incarnation, node.cohort, node.stopping
-        self.memory = _ScopedMemory(node.memory, self._suffix)
+        self.memory = ScopedMemory(node.memory, self._suffix)
 
     @property
     def everyone(self) -> Group:
@@ -94,7 +94,7 @@ class ScopedNode(Node):
         return message
 
 
-class _ScopedMemory(Memory):
+class ScopedMemory(Memory):
     """Memory whose shared tensors and locks are those of one part."""
 
     def __init__(self, memory: Memory, suffix: str) -> None:

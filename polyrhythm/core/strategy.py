@@ -7,6 +7,7 @@ strategy is one new file.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -15,6 +16,8 @@ from polyrhythm.core.codec import Codec
 from polyrhythm.core.compose import refusal
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.grammar import Configured
+from polyrhythm.core.mesh import Axis
+from polyrhythm.core.split import ModelSplit
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +47,7 @@ class Traits:
     parameters_held_by_peers: bool = False  # workers hold the parameters: none leaves before all are done
     inside_sites: bool = False  # workers are equal after each synchronization, so they can be one site
     between_sites: bool = False  # whole sites can be its workers
+    stale_momentum: bool = False  # one momentum takes in gradients of all workers, however stale they are
     optimizer: str = "any"  # or the class in torch.optim that it needs
     sparse_gradients: bool = False  # sparse gradients stay sparse, outside the flat gradient
     steps_in_place: bool = (
@@ -54,11 +58,19 @@ class Traits:
     closures: bool = False  # workers can evaluate loss and gradient several times per step, as LBFGS does
     rebuilds_parameters: bool = False  # each step computes parameters from the initial ones and a log
     max_lease: int = 8  # batches that a worker takes at a time, at most, outside lockstep
+    model_axes: tuple[
+        tuple[Axis, int], ...
+    ] = ()  # the axes along which one model is divided, and their sizes
 
     @property
     def survives(self) -> bool:
         """True if the other workers continue when one dies."""
         return not self.lockstep if self.survives_loss is None else self.survives_loss
+
+    @property
+    def model_size(self) -> int:
+        """How many workers hold one model together."""
+        return math.prod(size for _, size in self.model_axes)
 
     @property
     def settable(self) -> bool:
@@ -89,6 +101,13 @@ class Strategy(Configured):
     def __str__(self) -> str:
         return super().__str__() + (f"+{self.codec}" if self.codec else "")
 
+    def __matmul__(self, split: ModelSplit) -> Strategy:
+        """This strategy on models that are divided: `pr.parse("async") @ pr.Pipeline(2)`."""
+        from polyrhythm.core.registry import OPERATORS, load_builtins
+
+        load_builtins()
+        return OPERATORS["@"](self, (split,))
+
     @property
     def traits(self) -> Traits:
         """Its properties that the rest of the program uses."""
@@ -98,6 +117,11 @@ class Strategy(Configured):
     def parts(self) -> tuple[Strategy, ...]:
         """The strategies that it is composed of: itself, or one inside sites and one between them."""
         return (self,)
+
+    @property
+    def splits(self) -> tuple[ModelSplit, ...]:
+        """How each model is divided over several workers; empty if each worker holds a whole one."""
+        return ()
 
     def check(self, plan: Plan) -> None:
         """Raises UsageError, before any process starts, if it cannot work as planned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["ddp", "keras", "lightning", "transformers"]
+__all__ = ["ddp", "keras", "lightning", "process_group", "transformers"]
 
 
 # Imported on first use, because each imports its framework, which is slow.

@@ -21,6 +21,7 @@ from polyrhythm.launch.quick_imports import import_torch
 from polyrhythm.record.folder import RunFolder, name_run
 from polyrhythm.record.memory import RunMemory
 from polyrhythm.record.result import RunResult, kept
+from polyrhythm.worlds.cluster import ASSUMED
 
 if TYPE_CHECKING:
     from polyrhythm.coordination.coordinator import Coordinator
@@ -184,7 +185,11 @@ class Output:
         if self.runs is None:
             return RunMemory()
         say = (self.console or Console(quiet=True)).line
-        return RunFolder(Path(self.runs), self.name or name_run(plan.strategy or "script"), plan.events, say)
+        name = self.name or name_run(plan.strategy or "script")
+        made = RunFolder(Path(self.runs), name, plan.events, say)
+        if self.name is not None and made.path.name != name:
+            say(f"{Path(self.runs) / name} exists already: this run is in {made.path}")
+        return made
 
 
 def run_plan(program: Program, plan: Plan, output: Output) -> RunResult:
@@ -247,6 +252,8 @@ def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:
         world.loop.on_progress = lambda: console.progress(_progress(world.coordinator, world.loop.now))
         with stoppable(world.coordinator.stop, console.line), _prefixed(console, record):
             coordinator = world.run()
+        if plan.cluster is None and output.console is not None and coordinator.failure is None:
+            console.line(ASSUMED)
         return _finish(coordinator, record)
     finally:
         torch.set_num_threads(before)
@@ -299,5 +306,5 @@ def _prefixed(console: Console, record: RunFolder | RunMemory) -> Iterator[None]
 def _progress(coordinator: Coordinator, now: float) -> str:
     tally = coordinator.tally
     steps, samples = tally.progress()
-    parts = [str(coordinator.strategy), f"{now:.2f} virtual s", *format_metrics(tally.metrics.reduced())]
+    parts = [str(coordinator.strategy), f"{now:.2f} simulated s", *format_metrics(tally.metrics.reduced())]
     return "  ".join([*parts, f"{samples:,} samples", f"step {steps:,}"])

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from polyrhythm.core.compile_note import compile_note
-from polyrhythm.core.errors import PolyrhythmError
+from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import NodeFailed
 from polyrhythm.launch import program
@@ -56,7 +56,8 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
         what, code = _explain(me, error)
         with contextlib.suppress(PolyrhythmError):
             node.flush()
-            here.request(NodeFailed(what, code))
+            waited = isinstance(error, WaitError) and not isinstance(error, PeerLost)
+            here.request(NodeFailed(what, code, waited))
             salvage(error)
     finally:
         with contextlib.suppress(OSError, ValueError):

@@ -138,6 +138,7 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
 
 
 HEAD = ("strategy", "wall time", "samples/s", "accuracy", "staleness mean", "max", "bytes sent")
+SIMULATED_HEAD = (HEAD[0], "simulated time", "samples/simulated s", *HEAD[3:])
 
 
 def row(summary: Mapping[str, Any]) -> list[str]:

@@ -252,7 +252,7 @@ class Launcher:
         steps, samples = tally.progress()
         seconds = max(coordinator.clock() - tally.began, 1e-9)
         epoch, epochs = tally.epoch
-        parts = [str(coordinator.strategy), f"{seconds:.0f} s"]
+        parts = [tally.trained_by or str(coordinator.strategy), f"{seconds:.0f} s"]
         parts += [f"epoch {epoch} of {epochs}"] if epochs else []
         parts += format_metrics(tally.metrics.reduced())
         parts += [f"{samples / seconds:,.0f} samples/s", f"step {steps:,}"]

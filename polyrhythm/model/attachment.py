@@ -53,9 +53,12 @@ class Attachment:
                     "the model before prepare()"
                 )
             if not settable and not torch.equal(data, place):
+                remedy = "set parameters before prepare()"
+                if not parameter.requires_grad:
+                    remedy = "leave parameters that the script computes itself out of the optimizer"
                 raise UsageError(
                     f"{piece.name} was given other values after session.prepare(), and the next step would "
-                    "overwrite them: set parameters before prepare()"
+                    f"overwrite them: {remedy}"
                 )
             place.copy_(data)
             parameter.data = place

@@ -1,1 +1,1 @@
-"""Ways to divide one model or one batch over several devices."""
+"""Dividing one model over several workers: pipelines, tensors, branches, replicas in one process."""

@@ -31,6 +31,7 @@ from polyrhythm.record.background import BackgroundWriter
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.record.event_file import EventFile
 from polyrhythm.record.result import PARAMETERS, RunResult
+from polyrhythm.record.saved_file import with_saved_file
 
 MAX_BUFFERED = 10 * BATCH  # events; beyond this the thread that logs drains the buffer itself
 METRICS = "metrics.jsonl"
@@ -132,7 +133,7 @@ class RunFolder:
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes the summary; returns it with the folder, and the path of parameters saved elsewhere."""
-        places = {"folder": str(self.path)}
+        summary, places = with_saved_file(summary), {"folder": str(self.path)}
         if self.fallback is not None:
             places["parameters"] = str(self.fallback / PARAMETERS)
         self._write("summary.json", summary | places)

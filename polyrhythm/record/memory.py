@@ -7,6 +7,7 @@ from typing import Any
 
 from polyrhythm.core.events import Event, Metrics
 from polyrhythm.record.result import RunResult
+from polyrhythm.record.saved_file import with_saved_file
 
 
 class RunMemory:
@@ -39,7 +40,7 @@ class RunMemory:
         self._file = b"".join(file)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
-        return summary
+        return with_saved_file(summary)
 
     def result(self, summary: dict[str, Any]) -> RunResult:
         """The result of the run."""

@@ -60,6 +60,8 @@ class RunResult(Mapping[str, Any]):
         """The parameters and buffers of the model that the workers agreed on, for `model.load_state_dict`."""
         import safetensors.torch
 
+        if not self.summary["digest"]:
+            raise UsageError("the run has left no model: load the files that its script has saved")
         if self.folder is None:
             return safetensors.torch.load(self._file)
         return safetensors.torch.load_file(self.summary.get("parameters", self.folder / PARAMETERS))

@@ -9,7 +9,7 @@ share of the batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import ConsensusModel, one_or_all
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
-from polyrhythm.session.context import session, world_context
+from polyrhythm.session.context import EndedInPrepare, ends_in_prepare, session, world_context
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
 from polyrhythm.session.places import Call, script_call
@@ -41,6 +41,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     `strategy` decides how workers synchronize, such as "async", "local:8" or an instance of your own class.
     `batch_norm` is the policy for BatchNorm's statistics: "rank0" (the consensus has those of worker 0; the
     default), "mean", "sync", "recompute" or "local". The command line overrides both.
+
+    In a run a later call returns the same session, because a run trains once. In a single process it makes
+    another one.
     """
     if batch_norm is not None:
         norms.check_name(batch_norm)
@@ -49,9 +52,9 @@ def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = Non
     if here is None:
         mine = Session()
     else:
-        from polyrhythm.session.distributed import DistributedSession  # imports this module
+        from polyrhythm.session.distributed import join_run  # imports this module
 
-        mine = DistributedSession(here, chosen, batch_norm)
+        mine = join_run(here, chosen, batch_norm)
     session.set(mine)
     return mine
 
@@ -74,17 +77,22 @@ class Session:
         self._copies: ConsensusModel | None = None
         self._counting = Counting()
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
+    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
         """Call it with the model, its optimizer and the training loader; use the objects that it returns.
 
         A script may have any number of each: all models and optimizers are given in one call. The order of
         the arguments does not matter; the results have the same order. A later call takes loaders only.
         Loaders in `evaluate`, one or a list, come last: each of their examples is on exactly one worker. A
         loader that is not passed stays whole on every worker.
+
+        `example` is needed only where the model is divided over workers and its inputs cannot be told from a
+        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
         """
-        given = Arguments(objects, evaluate, again=self._copies is not None)
+        given = Arguments(objects, evaluate, again=self._copies is not None, example=example)
         if self._copies is None:
             given.check()
+            if ends_in_prepare.get():
+                raise EndedInPrepare(given)
             self._given, self._copies = given, ConsensusModel(given.models)
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)
@@ -93,11 +101,19 @@ class Session:
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         """Called when a scheduler takes a step; a single process needs no word about it."""
 
+    def past_end(self, scheduler: LRScheduler) -> str:
+        """What to do about a scheduler that cannot take one more step; "" if PyTorch's error says it."""
+        return ""
+
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Called when any optimizer is about to take a step."""
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """Called when a GradScaler is about to step an optimizer."""
+
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """Called when the norm of some gradients was computed: returns that of the whole model."""
+        return norm
 
     def epochs(self, start: int, stop: int | None = None) -> Iterator[int]:
         """Counts epochs like `range(stop)` or `range(start, stop)`, and shows them in the progress line."""
@@ -140,9 +156,14 @@ class Session:
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print` on worker 0 only."""
-        if self.is_main:
+        """`print` on worker 0 only, or if it has died on the first worker that is alive."""
+        if self._speaks:
             print(*values, **options)
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the worker that prints for all."""
+        return True
 
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean of a number or tensor over all workers, exact and the same on all of them.
@@ -179,11 +200,11 @@ class Session:
         call = script_call(f'session.save("{Path(path).name}")')
         if self.rank == min(self._gather(self.rank, call)):
             save_atomically(value, path)
-            self._note_saved(path)
+            self.file_written(path, once=True)
         self._gather(None, call)
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        """Worker 0 has saved a file."""
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        """Called when the script has written a file; `once`: no other worker writes it."""
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         """The values of all workers that are alive, by rank."""

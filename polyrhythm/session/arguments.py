@@ -21,8 +21,11 @@ Evaluated = DataLoader[Any] | Sequence[DataLoader[Any]]  # loaders to evaluate o
 class Arguments:
     """The objects that a script passes to `prepare`, in any order, and then its evaluation loaders."""
 
-    def __init__(self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False) -> None:
+    def __init__(
+        self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False, example: Any = None
+    ) -> None:
         """UsageError if one of them is of no use; `again`: in a later call."""
+        self.example = example  # of what the model is called with
         self.evaluated = [evaluate] if isinstance(evaluate, DataLoader) else list(evaluate)
         for loader in self.evaluated:
             if not isinstance(loader, DataLoader):
@@ -33,7 +36,8 @@ class Arguments:
         if again and any(map(_trains, self._objects)):
             raise UsageError(
                 "session.prepare() was called twice: pass all models, optimizers and schedulers to one call; "
-                "a later one takes loaders only"
+                "a later one takes loaders only; a run trains once, so train each fold or seed in a run of "
+                "its own"
             )
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []

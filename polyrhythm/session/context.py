@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyrhythm.session.api import Session
+    from polyrhythm.session.arguments import Arguments
 
 R = TypeVar("R")
 
 
 class ServerDone(BaseException):
     """Ends the script on a server, which runs no code after `prepare`."""
+
+
+class EndedInPrepare(BaseException):
+    """Ends a script in `prepare`, for a caller that only wants what it has prepared."""
+
+    def __init__(self, given: Arguments) -> None:
+        super().__init__()
+        self.given = given
 
 
 class WorldContext(ABC):
@@ -93,4 +102,6 @@ class WorldContext(ABC):
 world_context: ContextVar[WorldContext | None] = ContextVar("world_context", default=None)
 # Called before a backward pass that the script runs in a run, but outside a session.
 without_session: ContextVar[Callable[[], None] | None] = ContextVar("without_session", default=None)
+# True: the script ends in `prepare`, which raises EndedInPrepare.
+ends_in_prepare: ContextVar[bool] = ContextVar("ends_in_prepare", default=False)
 session: ContextVar[Session | None] = ContextVar("session", default=None)

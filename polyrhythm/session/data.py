@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.given import GivenBatch
 from polyrhythm.session.order import Order, SampledOrder, copy_of, order_of
+from polyrhythm.session.pace import Count, Progress
 from polyrhythm.session.random_states import OwnNumbers
-from polyrhythm.session.schedules import Count, Progress
 from polyrhythm.session.sharing import Position, Sharing
 
 AHEAD = 2  # batches that a trainer may draw before it puts the model into training mode

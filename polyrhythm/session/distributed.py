@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -17,45 +16,66 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.requests import (
     BeginEpoch,
-    FileSaved,
-    LastStep,
-    LeaveRun,
+    FileWritten,
     LogMetrics,
-    OfferResult,
     ShowNote,
-    StepsDone,
     WhoIsLost,
 )
-from polyrhythm.core.resolve import ResolvedStrategy, load
+from polyrhythm.core.resolve import load
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.core.worker import FetchOptimizerState, Worker
-from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
+from polyrhythm.core.worker import Worker
+from polyrhythm.model.consensus import joined, one_or_all
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.agreement import agree
 from polyrhythm.session.api import Session, check_reduce, plain
-from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
+from polyrhythm.session.arguments import Arguments, Evaluated
 from polyrhythm.session.backward import BackwardPasses
 from polyrhythm.session.balance import planned_balance
 from polyrhythm.session.batch_norm.borrowed import protect_statistics
 from polyrhythm.session.batch_norm.choose import choose
-from polyrhythm.session.batch_norm.policies import Policy, tracking
-from polyrhythm.session.context import ServerDone, WorldContext
+from polyrhythm.session.batch_norm.policies import Policy
+from polyrhythm.session.closing import Closing
+from polyrhythm.session.context import WorldContext, session
 from polyrhythm.session.data import SharedLoader
-from polyrhythm.session.exchange import Exchange
-from polyrhythm.session.grad_scaler import check_scaler, keep_from_scaler
-from polyrhythm.session.loading import check_saved, refuse_state
-from polyrhythm.session.part import Parts, TrainingPart, check_optimizers, serve
+from polyrhythm.session.exchange import Exchange, inode_of
+from polyrhythm.session.external import ExternalTraining
+from polyrhythm.session.grad_scaler import check_scaler
+from polyrhythm.session.loading import check_saved
+from polyrhythm.session.model_context import model_context
+from polyrhythm.session.optimizer_hooks import watch_optimizer
+from polyrhythm.session.part import Parts, check_optimizers
+from polyrhythm.session.placement import placement
 from polyrhythm.session.places import Call, script_call
 from polyrhythm.session.replica_check import replica_check
-from polyrhythm.session.result import digest, left_out, safetensors
-from polyrhythm.session.salvage import salvage_beside, salvaged
+from polyrhythm.session.result import left_out
+from polyrhythm.session.salvage import salvage_beside
 from polyrhythm.session.script_calls import ScriptCalls
-from polyrhythm.session.strategy_check import check_strategy, planned
+from polyrhythm.session.serving import serve_run
+from polyrhythm.session.start_notes import start_notes
+from polyrhythm.session.strategy_check import proposed
+from polyrhythm.session.survivors import Survivors
 from polyrhythm.session.training_data import TrainingData
 from polyrhythm.session.write_check import write_check
+
+
+def join_run(here: WorldContext, *asked: Any) -> DistributedSession:
+    """Joins the run; returns the session of this node. `asked`: the script's strategy and BatchNorm policy.
+
+    A later call returns the session of the first one: a second one would have exchanges of its own, which
+    nobody answers.
+    """
+    before = session.get()
+    if not isinstance(before, DistributedSession) or before._context is not here:
+        return DistributedSession(here, *asked)
+    for first, later in zip(before.asked, asked, strict=True):
+        if later is not None and later != first:
+            raise UsageError(
+                f"pr.init() was called with {later}, and before with {first}: a run has one of them; start "
+                "another run for the other"
+            )
+    return before
 
 
 class DistributedSession(Session):
@@ -65,34 +85,47 @@ class DistributedSession(Session):
         self, here: WorldContext, strategy: Strategy | None = None, batch_norm: str | None = None
     ) -> None:
         super().__init__()
-        self._context, self._node = here, here.node
+        self.asked = strategy, batch_norm  # for, by the script
         self.strategy: Strategy
-        self.strategy, proposed = _propose(here, strategy)
+        self.strategy, mine = proposed(here, strategy)
         self._batch_norm_chosen = (here.plan.batch_norm or batch_norm) is not None
         self.batch_norm = here.plan.batch_norm or batch_norm or norms.DEFAULT
         norms.check(self.batch_norm, self.strategy)
-        welcome = here.join(proposed, self.batch_norm)
-        if welcome.strategy.text != proposed.text:  # another node joined first, and decided
+        welcome = here.join(mine, self.batch_norm)
+        if welcome.strategy.text != mine.text:  # another node joined first, and decided
             self.strategy = load(welcome.strategy.text, welcome.strategy.classes)
         self.batch_norm = welcome.batch_norm
-        self._node.mesh = here.plan.mesh
+        here.node.mesh = here.plan.mesh
+        self._context = here = model_context(here, self.strategy)
+        self._node = here.node
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
-        self._exchange, self._calls = Exchange(here, welcome.workers), ScriptCalls(here)
-        self.rank, self.workers = here.me.rank, welcome.workers
+        self.rank, self.workers = here.me.rank, here.plan.workers
+        self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
+        self._placement = placement(here, self.strategy, self.batch_norm, self._exchange)
         self._late = welcome.incarnation > 0  # replaces a worker that died
+        self._survivors = Survivors(here, self.workers)
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
-        self.stopping, self._salvaging = self._node.stopping, threading.Lock()
-        self.stopping.on_abandoned = salvage_beside(self.stopping, lambda: self.salvage(untouched=False))
+        self._closing: Closing | None = None
+        self.stopping = self._node.stopping
+        self.stopping.on_abandoned = salvage_beside(
+            self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
+        )
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
+        self.external: ExternalTraining | None = None
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = ()) -> Any:
-        given = Arguments(objects, evaluate, again=self._data is not None)
+    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None, example=example)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
         replaced = dict(zip(given.loaders, shared, strict=True))
         return given.returned(replaced | self._data.share_evaluation(given.evaluated))
+
+    def train_by(self, tool: str) -> None:
+        """The script trains by another tool than `prepare`, unless it calls that, too."""
+        if self._parts is None:
+            self.external = ExternalTraining(self._context, self.strategy, tool)
 
     def _begin(self, given: Arguments) -> list[SharedLoader]:
         """Starts the workers of the strategy, one for each optimizer; returns the shared loaders."""
@@ -100,14 +133,17 @@ class DistributedSession(Session):
         node, optimizers, model = self._node, given.optimizers, joined(given.models)
         check_optimizers(self.strategy, optimizers)
         runner = OptimizerRunner(self._context.install_random_state, node.now)
+        self._placement.plan(given)
         if self._context.me.role == "server":
-            self._serve(given, runner)
+            serve_run(self._context, self.strategy, given, self._placement, runner, self.seed)
         if self.rank == 0 and not self._late:
-            self._note_left_out(model)
-            if tracking(model) and self.workers > 1 and not self._batch_norm_chosen:
-                self._context.request(ShowNote(norms.unchosen_note(self.strategy)))
+            self._note(left_out(model))
+            notes = start_notes(self.strategy, model, optimizers, self._batch_norm_chosen)
+            for note in notes if self.workers > 1 else ():
+                self._note(note)
+        self._placement.begin(self.seed)
         parts = self._parts = Parts(self.strategy, node, model, optimizers, runner)
-        self._given, self._copies = given, ConsensusModel(given.models, parts.replicas)
+        self._given = given
         with self._calls.entered(script_call("session.prepare()", anywhere=True)):
             self.seed = agree(self._context, [each.layout for each in parts.replicas], given, self.seed)
         self._calls.exchanges = lambda: parts.exchanges
@@ -119,7 +155,7 @@ class DistributedSession(Session):
         with self._blocking():
             parts.attach(self._context, given.models, peers)
             for part in parts:
-                _watch(part, self._late, self._blocking)
+                watch_optimizer(part, self._late, self._blocking)
                 data.watch(part)
                 part.driver.check_exchange = self._calls.check
             data.watch_models()
@@ -131,12 +167,16 @@ class DistributedSession(Session):
             for number, part in enumerate(parts):
                 part.worker.start()
                 part.driver.writes = write_check(part.worker, part.replica)
-                part.driver.check = replica_check(self._context, part.worker, part.replica, number)
-        waits = self._norms is not None and self._norms.waits_in_pass
+                part.driver.check = replica_check(
+                    self._context, part.worker, part.replica, number, lambda: data.batches
+                )
+        waits = self._placement.measured_by(driver.meter)
+        waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
             # Its collectives run inside backward. Exchanges of buckets in between would come in another order
             # on each worker.
             driver.disable_overlap()
+        self._closing = Closing(self._context, self.strategy, parts, self._placement, given, self._norms)
         self.backward_passes = BackwardPasses(self._context, [part.driver for part in parts], waits)
         for scheduler in given.schedulers if self.workers > 1 else ():
             data.schedules.prepare(scheduler, self._gather)
@@ -157,6 +197,13 @@ class DistributedSession(Session):
         return None if self._parts is None else self._parts.first.replica
 
     @property
+    def _steps(self) -> int:
+        """The steps that this worker has taken."""
+        if self._parts is not None:
+            return self._parts.steps
+        return 0 if self.external is None else self.external.steps
+
+    @property
     def _worker(self) -> Worker | None:
         return None if self._parts is None else self._parts.first.worker
 
@@ -165,25 +212,40 @@ class DistributedSession(Session):
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0 and self._context.me.role == "worker"
+        return self.rank == 0 and self._context.me.role == "worker" and self._placement.leads
+
+    @property
+    def _speaks(self) -> bool:
+        return self._survivors.first and self._placement.leads
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         if self._data is not None and self.workers > 1 and self._trains(scheduler.optimizer):
             self._data.schedules.on_step(scheduler)
 
+    def past_end(self, scheduler: LRScheduler) -> str:
+        return self._data.schedules.past_end(scheduler) if self._data is not None and self.workers > 1 else ""
+
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._data is not None and not self._trains(optimizer):
             self._data.check_other(optimizer)
+        elif self._data is None and self.external is not None:
+            self.external.on_step()
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trains(optimizer):
             check_scaler(self.strategy)
 
+    def whole_norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        with self._blocking():
+            return self._placement.norm(norm, gradients, kind)
+
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(part.optimizer is optimizer for part in self._parts or ())
 
-    def _note_saved(self, path: str | os.PathLike[str]) -> None:
-        self._context.request(FileSaved(str(path), self._parts.steps if self._parts else 0))
+    def file_written(self, path: str | os.PathLike[str], once: bool = False) -> None:
+        if self._context.me.role == "worker":
+            written = FileWritten(os.path.abspath(path), self._steps, inode_of(path), once)
+            self._context.request(written)
 
     def _gather(self, value: Any, call: Call) -> list[Any]:
         parts = self._parts
@@ -196,7 +258,7 @@ class DistributedSession(Session):
         check_reduce(reduce)
         if self._context.me.role == "server":
             return  # its script runs to prepare() only
-        step, samples = (self._parts.steps, self._parts.samples) if self._parts else (0, 0)
+        step, samples = self._steps, self._parts.samples if self._parts else 0
         if self._late and self._parts is not None and not step:
             return  # this epoch was over before the replacement started
         values = {name: plain(value) for name, value in metrics.items()}
@@ -219,22 +281,18 @@ class DistributedSession(Session):
         with waits, self._blocking():
             parts.reattach()
             parts.check_writes()
+            self._note(parts.own.note if self.workers > 1 else "")
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
-            return one_or_all(self._consensus_models(parts.consensus()))
-
-    def _consensus_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
-        assert self._copies is not None
-        models = self._copies.copy(*vectors)
-        if self._norms is not None:
-            self._norms.show(joined(models))
-        return models
+            assert self._closing is not None
+            return one_or_all(self._closing.models(parts.consensus()))
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts
         if parts is None:
             return {}
+        self._placement.refuse("session.state_dict()")
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -257,6 +315,7 @@ class DistributedSession(Session):
             )
         if not state:
             return
+        self._placement.refuse("session.load_state_dict()")
         check_saved(state, self.strategy, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
@@ -270,67 +329,31 @@ class DistributedSession(Session):
     def close(self) -> None:
         """The script is done: the worker finishes, and one worker sends the result."""
         parts = self._parts
-        if parts is None:
+        if parts is None and self.external is None:
             raise UsageError("the script never called session.prepare(model, optimizer, loader)")
-        meter = parts.first.driver.meter
         for each in self.before_close:
             each()
+        if parts is None:
+            assert self.external is not None
+            return self.external.close()
         parts.reattach()
-        if self.rank == 0 and (note := parts.last_change()):
-            self._context.request(ShowNote(note))
-        self._context.request(LastStep(parts.steps))
-        with torch.no_grad():
-            self._node.stopping.stepping = True  # it may fail half-way
-            for part in parts:
-                part.replica.leaves_early = self._data is not None and self._data.left_early
-                part.worker.finish()
-                if part.driver.check is not None:
-                    part.driver.check.compare(over=True)
-            self._node.stopping.stepping = False
-            if self._norms is not None:
-                self._norms.finish()
-            if self.strategy.traits.parameters_held_by_peers:
-                self._context.request(StepsDone())  # until all are, others may need replies
-            meter.report()
-            self._context.flush()
-            if self._context.request(LeaveRun()).last:
-                final = [part.worker.consensus(final=True) for part in parts]
-                if self._norms is not None:
-                    self._norms.collect()
-                meter.report()
-                self._context.flush()
-                result = joined(self._consensus_models(final))
-                self._note_left_out(result)
-                vectors = [vector for each in final for vector in each]
-                self._context.send_result(digest(vectors), self._file(result))
+        self._note(parts.last_change() if self.rank == 0 else "")
+        self._note(parts.own.note if self.workers > 1 else "")
+        assert self._closing is not None
+        self._closing.close(left_early=self._data is not None and self._data.left_early)
 
     def salvage(self, untouched: bool) -> None:
         """The run has failed: sends the parameters that this worker has, or can get from servers.
 
         `untouched`: the exchange that failed has changed none of them.
         """
-        parts, copies = self._parts, self._copies
-        if parts is None or copies is None or not parts.steps:
-            return
-        with self._salvaging, self._blocking():
-            intact = untouched or not self._node.stopping.stepping
-            workers = [part.worker for part in parts]
-            found = salvaged(self.strategy, self._context.me, workers, intact, in_step=untouched)
-            parts.first.driver.meter.report()
-            self._context.flush()
-            if found is not None and self._context.request(OfferResult(found.source)).last:
-                vectors = [vector for each in found.parameters for vector in each]
-                self._context.send_result(digest(vectors), self._file(joined(copies.copy(*found.parameters))))
+        if self._closing is not None:
+            self._closing.salvage(untouched)
 
-    def _file(self, result: nn.Module) -> list[Tensor]:
-        """A copy of the models as a file, with the names of the originals: some models rename copies."""
-        assert self._given is not None
-        return safetensors(result, joined(self._given.models).state_dict())
-
-    def _note_left_out(self, model: nn.Module) -> None:
-        note = left_out(model)
-        if note is not None:
-            self._context.request(ShowNote(note))
+    def _note(self, text: str | None) -> None:
+        """Tells the person something, if there is something to tell."""
+        if text:
+            self._context.request(ShowNote(text))
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -340,46 +363,3 @@ class DistributedSession(Session):
     def _gradient_peers(self) -> Group:
         """The workers that exchange gradients with this one: those of its site under two levels, or all."""
         return self._node.group("data") if len(self.strategy.parts) > 1 else self._node.everyone
-
-    # --- a server -----------------------------------------------------------------------------------
-
-    def _serve(self, given: Arguments, runner: OptimizerRunner) -> None:
-        node, count, model = self._node, len(self._node.members.servers), joined(given.models)
-        shards = [
-            Shard(model, each, self.rank, count, node.memory.empty, runner) for each in given.optimizers
-        ]
-        agree(self._context, [shard.layout for shard in shards], given, self.seed)
-        with torch.no_grad():
-            serve(self.strategy, node, shards)
-        steps = sum(shard.version for shard in shards)
-        node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
-        self._context.flush()
-        self._context.request(LeaveRun())
-        raise ServerDone
-
-
-def _watch(part: TrainingPart, late: bool, blocking: Callable[[], AbstractContextManager[None]]) -> None:
-    """Registers hooks on the optimizer of a part."""
-    worker, optimizer = part.worker, part.optimizer
-    refuse_groups(optimizer)
-    keep_from_scaler(optimizer)
-    if isinstance(worker, FetchOptimizerState):
-
-        def fetch(_: object) -> None:
-            with blocking():
-                worker.fetch_optimizer_state()
-
-        optimizer.register_state_dict_pre_hook(fetch)
-    if worker.strategy.traits.uses_servers:
-        refuse_state(optimizer)
-    if late:  # it skips past epochs without a step, and schedulers would warn
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _propose(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
-    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
-    resolved = here.strategy
-    if resolved is not None:
-        return load(resolved.text, resolved.classes), resolved
-    strategy = planned(here.plan, script)
-    return strategy, check_strategy(here.plan, strategy)

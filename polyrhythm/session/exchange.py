@@ -127,6 +127,13 @@ def save_atomically(value: Any, path: str | os.PathLike[str]) -> None:
         raise
 
 
+def inode_of(path: str | os.PathLike[str]) -> int:
+    """The inode of a file; 0 if it is gone: another worker may have renamed it."""
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_ino
+    return 0
+
+
 def _encoded(value: Any) -> bytes:
     text, *tensors = pack(value)
     flat = [(str(each.dtype).removeprefix("torch."), _bytes(each)) for each in tensors]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -147,6 +148,8 @@ class GivenBatches:
 def _tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in a value, but for those that have no storage, such as sparse ones."""
     if isinstance(value, Tensor):
+        while functorch.is_functorch_wrapped_tensor(value):  # inside `torch.func.grad` or `vmap`
+            value = functorch.get_unwrapped(value)
         if value.layout is torch.strided:
             yield value
     elif type(value) in (tuple, list):

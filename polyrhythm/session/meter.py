@@ -48,6 +48,10 @@ class Meter:
         yield
         self._exchange += self._node.now() - before
 
+    def waited(self, seconds: float) -> None:
+        """The worker has waited for others inside a forward or backward pass."""
+        self._exchange += seconds
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context for the strategy's step: all of it except the optimizer's work counts as waiting."""

@@ -21,10 +21,10 @@ from polyrhythm.core.strategy import Strategy
 from polyrhythm.core.worker import OnMeeting, OnMembership, State, Worker
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.replica import Replica
-from polyrhythm.model.shard import Shard
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
+from polyrhythm.session.own_parameters import OwnParameters
 from polyrhythm.session.step import StepDriver
 
 
@@ -47,6 +47,8 @@ class TrainingPart:
 
 class Parts:
     """The parts of a session, in the order of their optimizers."""
+
+    own: OwnParameters  # those that no part has
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class Parts:
             part.driver = StepDriver(context, part.worker, part.replica, peers, meter, len(self) == 1)
             part.driver.attach(models, part.optimizer)
             part.driver.loads = self._loads
+        owned = [each for replica in self.replicas for each in replica.layout.parameters]
+        self.own = OwnParameters(self._strategy, models, owned)
 
     @property
     def first(self) -> TrainingPart:
@@ -89,6 +93,10 @@ class Parts:
     @property
     def replicas(self) -> list[Replica]:
         return [part.replica for part in self]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [part.optimizer for part in self]
 
     @property
     def layout(self) -> str:
@@ -194,18 +202,6 @@ def scoped(node: Node, count: int) -> list[Node]:
 def joined_hash(hashes: Sequence[str]) -> str:
     """One hash of the layouts of several parts."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
-
-
-def serve(strategy: Strategy, node: Node, shards: Sequence[Shard]) -> None:
-    """Serves the parameters of all parts until the run is over, several ones side by side."""
-    servers = [
-        strategy.server(each, shard) for each, shard in zip(scoped(node, len(shards)), shards, strict=True)
-    ]
-    if len(servers) == 1:
-        servers[0].serve()
-        return
-    for task in [node.serve(server.serve) for server in servers]:
-        task.join()
 
 
 def check_optimizers(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:

@@ -15,14 +15,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.requests import FileWritten
-from polyrhythm.session.context import session, without_session, world_context
+from polyrhythm.session.context import session, without_session
 
 Function = Callable[..., Any]
 
@@ -65,12 +65,18 @@ def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kw
 
 def _save(original: Function, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
     original(obj, f, *args, **kwargs)
-    here = world_context.get()
-    if session.get() is None or here is None or here.me.role != "worker" or here.plan.workers == 1:
-        return
+    mine = session.get()
     # Processes and threads that the script has started cannot send requests.
-    if isinstance(f, str | os.PathLike) and (os.getpid(), threading.get_ident()) in _scripts.values():
-        here.request(FileWritten(os.path.abspath(f)))
+    script = (os.getpid(), threading.get_ident()) in _scripts.values()
+    if mine is not None and isinstance(f, str | os.PathLike) and script:
+        mine.file_written(f)
+
+
+def _total_norm(original: Function, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+    """`clip_grad_norm_` looks this function up at each call."""
+    gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norm, mine = original(gradients, norm_type, *args, **kwargs), session.get()
+    return norm if mine is None else mine.whole_norm(norm, gradients, float(norm_type))
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -84,19 +90,17 @@ def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
     try:
         return original(scheduler)
     except ValueError as error:
-        if session.get() is None or "Tried to step" not in str(error):
+        mine = session.get()
+        if mine is None or "Tried to step" not in str(error) or not (advice := mine.past_end(scheduler)):
             raise
-        raise UsageError(
-            f"OneCycleLR ends after {scheduler.total_steps} steps, but this worker takes more: build it for "
-            "the steps of a single process and pass it to session.prepare(model, optimizer, loader, "
-            "scheduler), which lets it follow the whole run"
-        ) from error
+        raise UsageError(advice) from error
 
 
 _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (torch.autograd, "backward", _backward),
     (torch.amp.GradScaler, "step", _step_scaler),
     (torch, "save", _save),
+    (clip_grad, "_get_total_norm", _total_norm),
     *(
         (cls, "step", _step_scheduler)
         for cls in vars(lr_scheduler).values()

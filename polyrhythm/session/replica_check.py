@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +36,16 @@ class ReplicaCheck:
     """
 
     def __init__(
-        self, context: WorldContext, worker: Worker, replica: Replica, every: int, part: int
+        self,
+        context: WorldContext,
+        worker: Worker,
+        replica: Replica,
+        every: int,
+        part: int,
+        batches: Callable[[], int],
     ) -> None:
         self._context, self._worker, self._replica = context, worker, replica
-        self._every, self._part = every, part
+        self._every, self._part, self._batches = every, part, batches
         self._compares_parameters = worker.replicas_equal  # at the start no round has begun
         self._next = 1  # the step to check next: the first one shows different arguments of scripts
 
@@ -63,17 +69,25 @@ class ReplicaCheck:
                 summaries(tensors) if self._worker.replicas_equal else [],
                 settings,
                 over,
+                self._batches(),
             )
         )
         if not found.other:
             return
-        if found.rounding:
+        if found.rounding or found.batches is not None:
             self._context.request(ShowNote(self._describe(found)))
         else:
             raise UsageError(self._describe(found, over))
 
     def _describe(self, found: ReplicaDifference, over: bool = False) -> str:
         step, me = self._replica.steps, self._context.me
+        if found.batches is not None:
+            return (
+                f"after step {step} {me} has got {self._batches()} batches and {found.other} "
+                f"{found.batches}: a worker that skips a batch takes fewer steps than the others, which ends "
+                "the run with an error; skip it on all workers, by a value that is equal on all, such as "
+                "session.mean(loss)"
+            )
         if found.setting:
             mine = self._replica.settings()[found.group][found.setting]
             return (
@@ -98,14 +112,16 @@ class ReplicaCheck:
         )
 
 
-def replica_check(context: WorldContext, worker: Worker, replica: Replica, part: int) -> ReplicaCheck | None:
+def replica_check(
+    context: WorldContext, worker: Worker, replica: Replica, part: int, batches: Callable[[], int]
+) -> ReplicaCheck | None:
     """The check of one part; None where workers go at their own pace, and in a replacement of a dead worker,
-    whose schedulers begin again."""
+    whose schedulers begin again. `batches`: how many the script has got."""
     plan, traits = context.plan, worker.strategy.traits
     if plan.check_replicas == 0 or plan.workers == 1 or context.node.incarnation or not traits.lockstep:
         return None
     every = EVERY if plan.check_replicas is None else plan.check_replicas
-    return ReplicaCheck(context, worker, replica, every, part)
+    return ReplicaCheck(context, worker, replica, every, part, batches)
 
 
 def summaries(tensors: Sequence[Tensor]) -> list[TensorSummary]:

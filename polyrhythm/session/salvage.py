@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 SCRIPT = 1.0  # seconds for the script to come to a call of the session, which then saves
 
 
-def salvage_beside(stopping: Stopping, salvage: Callable[[], None]) -> Callable[[], None]:
+def salvage_beside(
+    stopping: Stopping, salvage: Callable[[], None], say_where: Callable[[], None]
+) -> Callable[[], None]:
     """A function for a thread of a run that has failed: saves what there is while the script is elsewhere.
 
-    The script may be in an evaluation, or anywhere else where no call of the session can stop it.
+    The script may be in an evaluation, or anywhere else where no call of the session can stop it. Others may
+    have waited for it, so it says where that is.
     """
 
     def save() -> None:
-        if not stopping.salvaging.wait(SCRIPT):
-            with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be saved
+        with contextlib.suppress(PolyrhythmError):  # there is nothing more that could be said or saved
+            say_where()
+            if not stopping.salvaging.wait(SCRIPT):
                 salvage()
 
     return save

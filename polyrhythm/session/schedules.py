@@ -1,20 +1,10 @@
 """Learning rate schedules by the examples that the whole run has seen.
 
-A script steps its scheduler once per batch, once every few batches or once per epoch. N workers share the
-batches, so each of them takes 1/N of the steps, and outside lockstep a fast one takes more than a slow one. A
-scheduler that was passed to `session.prepare()` is therefore advanced, at each `scheduler.step()` between two
-batches, to where it would be in a single process after as many batches as the run has used:
-
-    steps += (batches used by the run since the last call) / (batches of this worker since the last call)
-
-In lockstep that is N, and what is left in the last round of an epoch. Otherwise the number of the batch in
-the order of a single process says how far the run is; a scheduler that is stepped once per batch is also
-advanced when the worker gets its next batch, so each batch is trained with the rate that it has in a single
-process. A call after an epoch, or at the last batch of each epoch, is one step, as alone.
-
-All of this is relative: a scheduler goes on from the step at which the script has left it. Its own
-`state_dict` is that of a plain scheduler, and what the run has used since its last step is part of
-`session.state_dict()`. So either may be loaded without the other, and in any order.
+A scheduler that was passed to `session.prepare()` is advanced, at each `scheduler.step()`, to where it would
+be in a single process after as many batches as the run has used; `pace` has the rule. It goes on from the
+step at which the script has left it. Its own `state_dict` is that of a plain scheduler, and what the run has
+used since its last step is part of `session.state_dict()`. So either may be loaded without the other, and in
+any order.
 """
 
 from __future__ import annotations
@@ -22,19 +12,24 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.exchange import weighted_mean
+from polyrhythm.session.own_rates import OwnRates
+from polyrhythm.session.pace import Pace, Paced
 from polyrhythm.session.places import Call, script_call
 
 OVER = (
     "{name} was built for {total} steps and takes more: a prepared scheduler counts the batches of all "
     "workers, so if the script counts its own steps, build it for session.workers times as many"
+)
+UNPREPARED = (
+    "{name} ends after {total} steps, but this worker takes more: build it for the steps of a single process "
+    "and pass it to session.prepare(model, optimizer, loader, scheduler), which lets it follow the whole run"
 )
 PLATEAU = (
     "each worker steps its own ReduceLROnPlateau: give all the same value, as in "
@@ -47,165 +42,12 @@ PER_BATCH = (
 )
 
 
-class Count(NamedTuple):
-    """How much a loader has given out since this process began."""
-
-    own: int = 0  # batches of this worker
-    run: int = 0  # batches that a single process would have had by now
-    examples: int = 0  # of this worker; borrowed ones do not count
-
-    def minus(self, other: Count) -> Count:
-        return Count(*(one - two for one, two in zip(self, other, strict=True)))
-
-
-class Progress:
-    """How far the run is in its training data, as the loader of one worker sees it."""
-
-    def __init__(self) -> None:
-        self.count = Count()
-        self.iterating = False  # the script is between two batches of an epoch
-        self.epochs = 0  # of which this worker has had batches
-        self.given = 0  # batches of the present epoch
-        self._start: int | None = None  # the position from which `run` counts; None: the next epoch's first
-        self.ahead = 0  # batches of the run that this worker had not seen when it was saved
-        self.on_batch: list[Callable[[], None]] = []  # called before each batch
-
-    def begin(self) -> None:
-        self.iterating, self.given = True, 0
-
-    def give(self, position: int, first: int, examples: int) -> None:
-        """The script gets a batch.
-
-        `position`: how many batches a single process would have had; `first`: those before this epoch.
-        """
-        own, run, before = self.count
-        if self._start is None:
-            self._start = first - run
-        self.epochs += not self.given
-        self.given += 1
-        self.count = Count(own, max(run, position - self._start), before)
-        for each in self.on_batch:
-            each()
-        self.count = Count(own + 1, self.count.run, before + examples)
-
-    def undo(self, count: Count) -> None:
-        """The script has only looked at the batches of this epoch, before which the count was this."""
-        self.count = count
-        self.epochs -= bool(self.given)
-
-    def leave(self, run: int) -> None:
-        """The script has left an epoch early, and only what all workers have used of it counts."""
-        self.count = self.count._replace(run=max(self.count.run, run))
-        self._start = None
-
-    def position(self, count: Count) -> int | None:
-        """The position in the run to save for a count; None at the beginning of an epoch."""
-        return None if self._start is None else self._start + count.run
-
-    def resume(self, position: int | None, reached: int, within: bool) -> None:
-        """Continues from a position, `within` an epoch or not; `reached`: the position of the run."""
-        self._start = None if position is None else position - self.count.run
-        self.ahead = 0 if position is None else max(0, reached - position)
-        self.epochs = -1 if within else 0
-
-
-class Paced(Protocol):
-    """A training loader."""
-
-    progress: Progress
-
-    def __len__(self) -> int: ...
-
-    def trained(self) -> Count:
-        """The count without batches that the script has got and not trained on."""
-
-
-class Pace:
-    """How many steps of a single process one `scheduler.step()` of this worker stands for."""
-
-    def __init__(self, loaders: Sequence[Paced]) -> None:
-        self._loaders = loaders  # more may come
-        self._last: list[Count] = []  # of each loader at the last call
-        self._due = Fraction(0)  # of a step
-        self._leader: int | None = None  # the loader whose batches are one step each
-        self._at_ends: bool | None = None  # calls come at the last batch of each epoch; None: no call so far
-        self._resumed: list[Count] = []  # of each loader, as the run had reached it when it was saved
-
-    def _before(self) -> list[Count]:
-        return self._last + [Count()] * (len(self._loaders) - len(self._last))
-
-    def news(self) -> list[Count]:
-        """What each loader has given since the last call; this is the call."""
-        before, self._last = self._before(), [each.progress.count for each in self._loaders]
-        return [now.minus(then) for now, then in zip(self._last, before, strict=True)]
-
-    def steps(self) -> int:
-        """Called at each `scheduler.step()`."""
-        news, leader, self._leader = self.news(), self._leader, None
-        own = max((each.own for each in news), default=0)
-        if not own:
-            return 1
-        at = [each.own for each in news].index(own)
-        progress = self._loaders[at].progress
-        if not progress.iterating and not (own == 1 and at == leader):  # else it is of the last batch
-            return 1  # once per epoch
-        begins = self._at_ends is None and progress.epochs <= 1
-        self._at_ends = (begins or self._at_ends is True) and _whole(self._loaders[at])
-        if self._at_ends:
-            return 1
-        if own == 1:
-            self._leader = at
-        self._due += Fraction(news[at].run, own)
-        steps = int(self._due)
-        self._due -= steps
-        return steps
-
-    def catch_up(self, loader: Paced) -> int:
-        """Called before a worker outside lockstep gets a batch: the steps of other workers' batches since."""
-        if self._leader is None or self._loaders[self._leader] is not loader:
-            return 0
-        last, now = self._last[self._leader], loader.progress.count
-        if last.own != now.own or now.run - 1 <= last.run:
-            return 0
-        self._last[self._leader] = last._replace(run=now.run - 1)
-        return now.run - 1 - last.run
-
-    def state_dict(self) -> dict[str, Any]:
-        news = zip(self._loaders, self._before(), strict=True)
-        return {
-            "news": [list(loader.trained().minus(then)) for loader, then in news],
-            "due": list(self._due.as_integer_ratio()),
-            "leader": self._leader,
-            "at_ends": self._at_ends,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        progress = [loader.progress for loader in self._loaders]
-        self._last = [
-            each.count.minus(Count(*news)) for each, news in zip(progress, state["news"], strict=False)
-        ]
-        self._resumed = [each.count._replace(run=each.count.run + each.ahead) for each in progress]
-        self._due = Fraction(*state["due"])
-        self._leader, self._at_ends = state["leader"], state["at_ends"]
-
-    def begin(self) -> None:
-        """The scheduler is another than the one that was saved: it begins where the run was then."""
-        self._last, self._due, self._leader = self._resumed, Fraction(0), None
-
-
-def _whole(loader: Paced) -> bool:
-    """True if the script has had all batches of an epoch of more than one."""
-    try:
-        return loader.progress.given >= len(loader) > 1
-    except TypeError:  # a stream
-        return False
-
-
 @dataclass
 class _Prepared:
     scheduler: LRScheduler
     step: Callable[..., None]  # the scheduler's own
     pace: Pace
+    ahead: int = 0  # its steps beyond the calls of the script, each of which is a step in a single process
     saved: Sequence[int | None] | None = None  # its steps in the saved state, until it is used
 
     @property
@@ -217,6 +59,7 @@ class _Prepared:
         """Called at each use: the script may load the state of the scheduler after that of the session."""
         if self.saved is not None and self.saved != self.steps:
             self.pace.begin()
+            self.ahead = 0
         self.saved = None
         return self.pace
 
@@ -236,6 +79,7 @@ class Schedules:
         self._prepared: list[_Prepared] = []
         self._exempt: list[LRScheduler] = []
         self._others: dict[int, int] = {}  # the batches at the last step of other schedulers, by id
+        self.own_rates = OwnRates(lambda: sum(each.progress.epochs for each in loaders), note)
 
     def follow(self, loader: Paced) -> None:
         """A loader is new."""
@@ -244,7 +88,7 @@ class Schedules:
 
     def _catch_up(self, loader: Paced) -> None:
         for each in self._prepared:
-            self._take_steps(each, each.settle().catch_up(loader))
+            self._take_steps(each, each.settle().catch_up(loader), calls=0)
 
     def exempt(self, scheduler: LRScheduler) -> None:
         """The scheduler counts the steps of one worker, and was built for these."""
@@ -252,6 +96,7 @@ class Schedules:
 
     def on_step(self, scheduler: LRScheduler) -> None:
         """Called at each step of any scheduler; notes those that a script should have prepared."""
+        self.own_rates.scheduled()
         known = [*self._exempt, *(each.scheduler for each in self._prepared)]
         if any(scheduler is each for one in known for each in _nested(one)):
             return
@@ -265,6 +110,14 @@ class Schedules:
             and own - last == 1
         ):
             self._note(PER_BATCH.format(name=type(scheduler).__name__))
+
+    def past_end(self, scheduler: LRScheduler) -> str:
+        """What to do about a scheduler that cannot take one more step; "" if it is an error alone, too."""
+        if any(scheduler is each.scheduler for each in self._prepared):
+            return ""
+        inside = any(scheduler is each for one in self._prepared for each in _nested(one.scheduler))
+        total = getattr(scheduler, "total_steps", None)
+        return (OVER if inside else UNPREPARED).format(name=type(scheduler).__name__, total=total)
 
     def prepare(self, scheduler: LRScheduler, gather: Callable[[Any, Call], list[Any]]) -> None:
         """From here on the scheduler follows the run, not the steps of this worker."""
@@ -287,19 +140,29 @@ class Schedules:
         def paced(scheduler: LRScheduler, *epoch: Any, **named: Any) -> None:
             if epoch or named:  # the script says where
                 return prepared.step(scheduler, *epoch, **named)
-            self._take_steps(prepared, prepared.settle().steps())
+            self._take_steps(prepared, prepared.settle().steps(), calls=1)
 
         return paced
 
-    def _take_steps(self, prepared: _Prepared, count: int) -> None:
-        """Takes so many steps, and none beyond the end of a schedule that has one."""
+    def _take_steps(self, prepared: _Prepared, count: int, calls: int) -> None:
+        """Takes so many steps for so many calls of the script.
+
+        A schedule that has an end stops there, because a script that counts its own steps would not go beyond
+        it in a single process. If it would, its next step is taken, which is an error under OneCycleLR.
+        """
         scheduler: Any = prepared.scheduler
-        end = getattr(scheduler, "total_steps", None)
+        end, before = getattr(scheduler, "total_steps", None), getattr(scheduler, "last_epoch", 0)
         usual = end or (scheduler.T_max if isinstance(scheduler, CosineAnnealingLR) else None)
-        if usual is not None and scheduler.last_epoch + count > usual and (end or count > 1):
+        alone = before - prepared.ahead + calls  # its steps in a single process, at least
+        beyond = end is not None and alone > end
+        if usual is not None and before >= usual and (end or count > 1) and count and not beyond:
             self._note(OVER.format(name=type(scheduler).__name__, total=usual))
-        for _ in range(count if end is None else min(count, end - scheduler.last_epoch)):
+        if end is not None:
+            count = calls if beyond else max(0, min(count, end - before))
+        self.own_rates.scheduled()
+        for _ in range(count):
             prepared.step(scheduler)
+        prepared.ahead = before + count - alone
 
     def _averaging(
         self, prepared: _Prepared, gather: Callable[[Any, Call], list[Any]]
@@ -316,7 +179,10 @@ class Schedules:
         return averaged
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [{**each.settle().state_dict(), "steps": each.steps} for each in self._prepared]
+        return [
+            {**each.settle().state_dict(), "steps": each.steps, "ahead": each.ahead}
+            for each in self._prepared
+        ]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Continues from a saved state; nothing is to be loaded where either run has no schedulers."""
@@ -327,7 +193,7 @@ class Schedules:
             )
         for each, state in zip(self._prepared, states, strict=False):
             each.pace.load_state_dict(state)
-            each.saved = state["steps"]
+            each.saved, each.ahead = state["steps"], state.get("ahead", 0)
 
 
 def mean_metric(found: Sequence[tuple[float, int, int]]) -> float:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from polyrhythm.core.errors import PeerLost, UsageError, WaitError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import EnterCall
+from polyrhythm.core.requests import EnterCall, ScriptAt
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.places import Call, located, place_of_frame
 
@@ -45,6 +45,10 @@ class ScriptCalls:
         for notice in list(self._waiting.values()):
             if self._made <= notice.calls and (wrong := self._left_out(notice)):
                 raise UsageError(wrong)
+
+    def say_where(self) -> None:
+        """Called in another thread when the run has failed: others may have waited for this worker."""
+        self._context.request(ScriptAt(place_of_frame(self._context.script_frame())))
 
     def _on_waits(self, notice: Notice) -> str:
         assert notice.peer is not None

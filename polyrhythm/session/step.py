@@ -31,6 +31,11 @@ from polyrhythm.session.replica_check import ReplicaCheck
 from polyrhythm.session.step_hooks import StepHooks
 from polyrhythm.session.write_check import WriteCheck
 
+IN_BACKWARD = (
+    "optimizer.step() was called inside backward(), as by a hook of a parameter: workers exchange gradients "
+    "when the pass is complete; call step() after it"
+)
+
 
 class StepDriver:
     """Calls a worker at the right points of each training step."""
@@ -212,6 +217,8 @@ class StepDriver:
 
     def _make_step(self, take: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self._depth:
+                raise UsageError(IN_BACKWARD)
             self.on_training()
             loss = take(closure)
             self._replica.stepped()

@@ -7,6 +7,7 @@ and the first node if the script defines or chooses it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from polyrhythm.collectives import choose
 from polyrhythm.core.codec import Reduction
@@ -16,6 +17,9 @@ from polyrhythm.core.resolve import ResolvedStrategy, load, resolved
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session import batch_norm as norms
 
+if TYPE_CHECKING:
+    from polyrhythm.session.context import WorldContext
+
 DEFAULT = "allreduce"
 
 
@@ -24,6 +28,15 @@ def planned(plan: Plan, script: Strategy | None = None) -> Strategy:
     if plan.strategy is not None:
         return load(plan.strategy, plan.classes)
     return script if script is not None else load(DEFAULT)
+
+
+def proposed(here: WorldContext, script: Strategy | None) -> tuple[Strategy, ResolvedStrategy]:
+    """The strategy that this node proposes when it joins: that of the run, if it is known already."""
+    known = here.strategy
+    if known is not None:
+        return load(known.text, known.classes), known
+    strategy = planned(here.plan, script)
+    return strategy, check_strategy(here.plan, strategy)
 
 
 def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
@@ -40,7 +53,9 @@ def check_strategy(plan: Plan, strategy: Strategy) -> ResolvedStrategy:
     choose.check_codec(plan.collective, strategy)
     if plan.balance:
         _check_balance(strategy)
-    strategy.check(replace(plan, servers=(plan.servers or 1) if traits.uses_servers else 0))
+    _check_models(plan, strategy)
+    seen = plan.by_models(traits.model_size)
+    strategy.check(replace(seen, servers=(plan.servers or 1) if traits.uses_servers else 0))
     if traits.one_host and (plan.local_workers != plan.workers or plan.listen != "unix:"):
         raise UsageError(
             f"{strategy} needs memory that all workers share, so they must be on one host: leave out --here "
@@ -62,6 +77,27 @@ def _check_balance(strategy: Strategy) -> None:
             f"--balance needs workers that stay the same, and under {strategy} they may die and be replaced: "
             "leave it out, or use allreduce or local"
         )
+
+
+def _check_models(plan: Plan, strategy: Strategy) -> None:
+    """The workers must be enough for whole models, and those of a model at one site."""
+    size = strategy.traits.model_size
+    if plan.workers % size:
+        fewer = plan.workers // size * size
+        either = f"{fewer} or {fewer + size}" if fewer else str(size)
+        raise UsageError(
+            f"{strategy} divides each model over {size} workers, and {plan.workers} is no multiple of "
+            f"{size}: use {either} workers"
+        )
+    for name, ranks in plan.sites.items():
+        if apart := {rank // size for rank in ranks} & {
+            rank // size for other, theirs in plan.sites.items() if other != name for rank in theirs
+        }:
+            first = min(apart) * size
+            raise UsageError(
+                f"{strategy}: the workers {first} to {first + size - 1} hold one model, and are at two "
+                f"sites; give each site a multiple of {size} workers"
+            )
 
 
 def _notes(plan: Plan, strategy: Strategy) -> tuple[str, ...]:

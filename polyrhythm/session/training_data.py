@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch.utils.data import DataLoader
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.group import Group
 from polyrhythm.core.last_step import ended_early
-from polyrhythm.core.lease import Lease
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.requests import (
-    DataPosition,
     ExamplesDue,
     OrderDrawn,
     ResumeData,
-    ReturnLease,
     ShareEpoch,
     ShowNote,
-    TakeLease,
-    WhereIsData,
 )
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.hooks import Hook
@@ -34,6 +28,7 @@ from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.evaluation import EvaluationLoader
 from polyrhythm.session.given import GivenBatch, GivenBatches
+from polyrhythm.session.lease_requests import LeaseRequests
 from polyrhythm.session.loading import NO_POSITION
 from polyrhythm.session.pairs import Pairs
 from polyrhythm.session.part import Parts, TrainingPart
@@ -43,7 +38,6 @@ from polyrhythm.session.seeds import Separation, equally_seeded, mix
 from polyrhythm.session.sharing import (
     CohortPlace,
     CohortSharing,
-    Coordination,
     LeasedSharing,
     LockstepSharing,
     Position,
@@ -92,11 +86,14 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
-        self._ended: tuple[Peer, int] | None = (
-            None  # in lockstep: a worker that has ended, after so many steps
-        )
+        self._ended: tuple[Peer, int] | None = None  # in lockstep: who has ended, after how many steps
         if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
             context.node.on_notice["done"] = self._on_done
+
+    @property
+    def batches(self) -> int:
+        """How many batches the script has got."""
+        return sum(loader.progress.count.own for loader in self.loaders)
 
     @property
     def left_early(self) -> bool:
@@ -134,8 +131,10 @@ class TrainingData:
         if self._workers > 1:
             if not self.loaders:
                 self.note(NO_LOADER)
-            elif not any(loader.progress.count.own for loader in self.loaders):
+            elif not self.batches:
                 self.note(NOT_USED)
+            if not self._strategy.traits.lockstep:
+                self.schedules.own_rates.check(self._parts.optimizers)
         for replica in self._parts.replicas:
             if name := replica.gradients.densified:
                 self.note(
@@ -269,7 +268,7 @@ class TrainingData:
     def _sharing(self, number: int) -> Sharing:
         traits = self._strategy.traits
         if not traits.lockstep:
-            return LeasedSharing(self._workers, _LeaseRequests(self._context, self._parts, number))
+            return LeasedSharing(self._workers, LeaseRequests(self._context, self._parts, number))
         if traits.survives:
             return self._by_cohort(number)
         averaged_with = self._averaged_with() if traits.weighted_by_examples else None
@@ -375,26 +374,3 @@ class _LoaderTraining(Training):
 
     def note(self, text: str) -> None:
         self._data.note(text)
-
-
-class _LeaseRequests(Coordination):
-    """The requests of one loader to the coordinator."""
-
-    def __init__(self, context: WorldContext, parts: Parts, number: int) -> None:
-        self._context, self._parts, self._number = context, parts, number
-
-    def take(self, epoch: int, batches: int, unseen: int) -> Lease | None:
-        steps, samples = self._parts.steps, self._parts.samples
-        request = TakeLease(self._number, epoch, batches, unseen, steps=steps, samples=samples)
-        return self._context.request(request).lease
-
-    def give_back(self, leases: list[Lease], peeked: bool) -> None:
-        self._context.request(ReturnLease(self._number, leases, peeked))
-
-    def position(self) -> dict[str, Any]:
-        state: dict[str, Any] = msgspec.to_builtins(self._context.request(WhereIsData(self._number)))
-        return state
-
-    def resume(self, position: Position, held: list[Lease]) -> None:
-        leased = msgspec.convert(position.shared, DataPosition)
-        self._context.request(ResumeData(self._number, position.epoch, position.batches, leased, held))

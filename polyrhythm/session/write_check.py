@@ -22,7 +22,7 @@ from polyrhythm.session.loading import WORDS, checksum
 
 FIRST, EVERY = 3, 100  # the steps before which all elements are compared
 SAMPLED = 16  # elements of each parameter that are compared before all others
-_EVALUATE = "after evaluating other values, put the trained ones back"
+_EVALUATE = "after evaluating other values, put the trained ones back from a copy"
 
 
 class WriteCheck:
@@ -44,6 +44,11 @@ class WriteCheck:
         name, strategy = self.changed(), self._worker.strategy
         if name is None:
             return
+        if self._frozen(name):
+            raise UsageError(
+                f"the script changed {name}, which is frozen, and under {strategy} the next step overwrites "
+                "that: leave parameters that the script computes itself out of the optimizer"
+            )
         if strategy.traits.uses_servers:
             raise UsageError(
                 f"the script changed {name} outside optimizer.step(), and under {strategy} servers overwrite "
@@ -75,6 +80,11 @@ class WriteCheck:
             ),
             None,
         )
+
+    def _frozen(self, name: str) -> bool:
+        layout = self._replica.layout
+        pairs = zip(layout.pieces, layout.parameters, strict=True)
+        return any(piece.name == name and not parameter.requires_grad for piece, parameter in pairs)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from polyrhythm.strategies.reduce_ops import agree
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyrhythm.core.group import Coding
+    from polyrhythm.core.group import Coding, Use
     from polyrhythm.core.node import Node
     from polyrhythm.core.plan import Plan
     from polyrhythm.model.replica import Replica
@@ -214,7 +214,10 @@ class SiteGroup(Group):
             self._firsts.broadcast(*tensors, root=root)
         self.spread(tensors)
 
-    def split(self, members: Sequence[Peer]) -> Group:
+    def exchange(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use) -> None:
+        raise UsageError("sites can average and broadcast, but not exchange tensors one by one")
+
+    def split(self, members: Sequence[Peer], name: str = "") -> Group:
         raise UsageError("a group of sites cannot be split")
 
     def spread(self, tensors: Sequence[Tensor]) -> None:

@@ -60,6 +60,10 @@ class Crash:
 
 
 SERVER = Host(step_time=StepTime("constant", (0.0,)))
+ASSUMED = (
+    "without --cluster FILE all workers are equally fast: each step takes 10 ms of simulated time, servers "
+    "and the network take none; examples/cluster.toml shows how to describe machines and links"
+)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from polyrhythm.core.codec import Codec
 from polyrhythm.core.docstrings import plain, read
 from polyrhythm.core.registry import describe
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.worlds.cost_model import Host
 
 ROOT = Path(__file__).parents[2]
 DIGITS, FASHION = ROOT / "examples" / "digits.py", ROOT / "examples" / "fashion_mnist.py"
@@ -203,3 +204,23 @@ def test_cli_help_and_errors_do_not_import_torch(command: list[str], said: str) 
     assert done.returncode == 0
     assert "Error" not in done.stderr
     assert said in done.stdout + done.stderr
+
+
+def test_a_simulation_says_whose_seconds_it_prints_and_where_it_writes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Time is simulated, at costs that are named if nobody gave any; a name that is taken is said at once."""
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('[[hosts]]\nstep_time = "3 ms"\n')
+    command = ["simulate", str(TRAIN), "--runs", str(tmp_path), "--name", "mine"]
+    for options in ([], ["--cluster", str(cluster)]):
+        assert main([*command, *options]) == 0
+    first, second = capfd.readouterr().err.split("folder: ")[:2]
+    assert "each step takes 10 ms of simulated time" in first
+    assert Host().step_time.parameters == (0.010,)
+    assert "strategy   simulated time  samples/simulated s" in first
+    assert "exists already" not in first
+    assert "10 ms" not in second
+    said, *_, last = (line for line in second.splitlines() if "mine" in line or "simulated time" in line)
+    assert f"{tmp_path / 'mine'} exists already: this run is in {tmp_path / 'mine-2'}" in second
+    assert "simulated time" in last and "simulated time" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -208,3 +209,48 @@ def test_a_dtype_that_is_refused_stays_refused() -> None:
     for _ in range(2):
         with pytest.raises(PolyrhythmError, match="cannot reduce"):
             team.members[0].begin([team.lend(0, values)], "sum")
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(2, 4), tensors=st.integers(0, 9), data=st.data())
+def test_each_member_of_an_exchange_gets_what_the_others_gave_it(n: int, tensors: int, data: Any) -> None:
+    """Any number of tensors of any length, in lists that fit in a slot and in longer ones, several times."""
+    team = Team(n)
+    counts = [[[data.draw(st.integers(0, 40)) for _ in range(tensors)] for _ in range(n)] for _ in range(n)]
+
+    def given_to(sender: int, to: int, step: int) -> list[Tensor]:
+        return [
+            numbers(count, DTYPES[(at + sender) % len(DTYPES)], 100 * sender + 10 * to + step)
+            for at, count in enumerate(counts[sender][to])
+        ]
+
+    def work(rank: int, member: SharedMemory) -> None:
+        for step in range(3):
+            got: list[list[Tensor]] = []
+
+            def use(lent: Sequence[Sequence[Tensor]], got: list[list[Tensor]] = got) -> None:
+                got.extend([each.clone() for each in row] for row in lent)
+
+            member.exchange("all-to-all", [given_to(rank, to, step) for to in range(n)], use)
+            for sender in range(n):
+                expected = given_to(sender, rank, step)
+                assert [each.dtype for each in got[sender]] == [each.dtype for each in expected]
+                assert all(torch.equal(*pair) for pair in zip(got[sender], expected, strict=True))
+
+    assert team.all(work) == []
+
+
+@pytest.mark.parametrize("theirs", ["sum", "broadcast"])
+def test_an_exchange_and_another_collective_are_told_apart(theirs: str) -> None:
+    team = Team(2)
+
+    def work(rank: int, member: SharedMemory) -> None:
+        if rank and theirs == "sum":
+            member.begin([torch.ones(3)], theirs).join()
+        else:
+            member.exchange(theirs if rank else "barrier", [[torch.ones(3)]] * 2, lambda lent: None)
+
+    errors = team.all(work)
+    assert len(errors) == 2
+    for error in errors:
+        assert re.search(f"is in (barrier but .* is in {theirs}|{theirs} but .* is in barrier)", str(error))

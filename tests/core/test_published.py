@@ -32,6 +32,10 @@ class HeldReply(Reply):
 
     message: Message | None
 
+    @property
+    def arrived(self) -> bool:
+        return self.lost or self.message is not None
+
     def wait(self) -> Message:
         if self.lost:
             raise PeerLost("gone")

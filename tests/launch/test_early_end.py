@@ -18,7 +18,7 @@ from torch import Tensor
 
 import polyrhythm as pr
 from polyrhythm.session import context
-from tests.support.combine import few
+from tests.support.combine import each_value, few
 from tests.support.programs import Steps
 from tests.support.runs import WORLDS, run_in
 
@@ -150,13 +150,32 @@ def test_a_worker_that_hangs_does_not_keep_the_others_from_saving(tmp_path: Path
     check_kept(summary, error)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_last_line_names_what_the_script_has_saved_itself(world: str, tmp_path: Path) -> None:
+def by_session(session: pr.Session, path: Path) -> None:
+    session.save("a checkpoint", path)
+
+
+def by_torch(session: pr.Session, path: Path) -> None:
+    session.save("an older one", path.with_name("old.pt"))
+    if session.is_main:
+        torch.save("a checkpoint", path)
+
+
+def by_renaming(session: pr.Session, path: Path) -> None:
+    if session.is_main:
+        torch.save("a checkpoint", f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+
+@each_value(("world", WORLDS), ("save", [by_torch, by_session, by_renaming]))
+def test_the_last_line_names_what_the_script_has_saved_itself(
+    world: str, save: Callable[[pr.Session, Path], None], tmp_path: Path
+) -> None:
     def script() -> None:
         Steps(AT, slope, lr=0.1, size=5)()
         session = context.session.get()
         assert session is not None
-        session.save("a checkpoint", tmp_path / "own.pt")
+        save(session, tmp_path / "own.pt")
+        session.barrier()
         fail()
 
     with pytest.raises(pr.PolyrhythmError) as caught:

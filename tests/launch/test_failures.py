@@ -23,14 +23,16 @@ SOON = 60.0  # seconds in which a run that cannot go on has to be over
 LOCKSTEP = ["allreduce", "sync", "local:4"]
 
 
-def run_to_the_end(strategy: str, timeout: float = 60.0, **how: Any) -> tuple[str, str, dict[str, Any]]:
+def run_to_the_end(
+    strategy: str, timeout: float = 60.0, runs: Path | None = None, **how: Any
+) -> tuple[str, str, dict[str, Any]]:
     """The error, if any, what the nodes printed, and the summary."""
     output = io.StringIO()
     began = time.monotonic()
     error, summary = "", {}
     try:
         summary = pr.run(
-            partial(train, **how), workers=3, strategy=strategy, runs=None, timeout=timeout,
+            partial(train, **how), workers=3, strategy=strategy, runs=runs, timeout=timeout,
             console=Console(output),
         )  # fmt: skip
     except pr.PolyrhythmError as failure:
@@ -90,6 +92,13 @@ def test_timeout_error_says_who_waited_for_whom_and_how_long(strategy: str, who:
     error, _, _ = run_to_the_end(strategy, do="hang", timeout=2.0)
     assert re.match(r"(worker [02]|server 0) waited \d+\.\d+ s for ", error)
     assert who in error
+
+
+@few("do, place", [("hang", r"; worker 1 is at train\.py, line \d+"), ("stuck", "")], quick=1)
+def test_timeout_error_says_where_the_late_worker_is(do: str, place: str, tmp_path: Path) -> None:
+    """Unless it cannot say so."""
+    error, _, _ = run_to_the_end("allreduce", do=do, timeout=2.0, runs=tmp_path)
+    assert re.fullmatch(r"worker \d waited \d\.\d s for worker 1 in a collective" + place, error), error
 
 
 def test_a_worker_that_exits_mid_training_counts_as_lost() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -83,6 +85,46 @@ def test_pairwise_strategies_replace_two_workers_killed_at_once(tmp_path: Path, 
 @few("strategy", ["adpsgd", "push", "noloco:3"], quick=1)
 def test_pairwise_strategies_finish_with_one_surviving_worker(tmp_path: Path, strategy: str) -> None:
     run_with_kills(tmp_path, strategy, {0: 5, 1: 9, 3: 14}, 0)
+
+
+def load_until_the_other_trains(folder: Path) -> None:
+    """Workers 1 and 0 die. The replacement of 1 joins before 0 dies, and prepares after that of 0 trains."""
+
+    def await_file(name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (folder / name).exists():
+            assert time.monotonic() < deadline, f"{name!r} did not happen"
+            time.sleep(0.002)
+
+    session = pr.init()
+    mine = session.rank, session._node.incarnation
+    if mine == (1, 1):
+        (folder / "1 has joined").touch()
+        await_file("0 trains")
+    model = mlp()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(10):
+        if mine == (1, 0) and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mine == (0, 0) and step == 4:
+            await_file("1 has joined")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if mine == (0, 1):
+            (folder / "0 trains").touch()
+    if mine in ((2, 0), (3, 0)):  # there must be something left to do for the replacements
+        await_file("0 trains")
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "noloco:3", "push:1"])
+def test_a_replacement_does_not_wait_for_another_that_still_loads(tmp_path: Path, strategy: str) -> None:
+    summary = pr.run(
+        partial(load_until_the_other_trains, tmp_path), workers=4, strategy=strategy, threads=1, restarts=2,
+        runs=tmp_path, timeout=30.0, console=Console(io.StringIO(), quiet=True),
+    )  # fmt: skip
+    assert summary["joined"] == 2 and set(summary["lost"]) == {"worker 0", "worker 1"}
 
 
 def downhill(count: int) -> None:

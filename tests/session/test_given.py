@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
@@ -208,3 +209,27 @@ def test_a_state_that_is_saved_while_a_batch_is_ahead_has_that_batch(tmp_path: P
         return seen
 
     assert sorted(set(part(begin=True) + part(begin=False))) == list(range(11))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sync"])
+def test_gradients_of_single_examples_have_the_weight_of_their_batch(strategy: str, tmp_path: Path) -> None:
+    """Inside `torch.func` the tensors of a batch are wrapped, and the script sets `.grad` itself."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(11, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, batches = session.prepare(model, optimizer, loader())
+
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            found: Tensor = functional_call(model, {"weight": weight}, (x[None],))
+            return found.sum()
+
+        for (x,) in batches:
+            each = vmap(grad(loss), in_dims=(None, 0))(model.weight.detach(), x)
+            model.weight.grad = each.mean(0)
+            optimizer.step()
+
+    summary = run_in("simulated", main, strategy=strategy, workers=2, runs=tmp_path)
+    assert [round(-each, 4) for each in trained(summary)["weight"][0].tolist()] == ONCE

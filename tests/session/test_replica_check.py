@@ -263,3 +263,31 @@ def test_different_settings_are_told_when_they_are_prepared(
         run_in(world, main, strategy=strategy, workers=2)
     told = "parameter group 0 has lr=0.1 on worker 1 and 0.02 on worker 0: if that is not on purpose"
     assert capfd.readouterr().err.count(told) == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("on_all", "strategy"), [(False, "allreduce"), (False, "gossip"), (True, "allreduce")]
+)
+def test_a_batch_that_one_worker_skips_is_noted_before_the_end(
+    world: str, on_all: bool, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It takes a step less, so the run ends with an error, after all the training."""
+
+    def main() -> None:
+        here, model = pr.init(), mlp()
+        loader = DataLoader(Examples(48), batch_size=2)
+        model, optimizer, loader = here.prepare(model, SGD(model.parameters()), loader)
+        for number, (x, y) in enumerate(loader):
+            if number == 3 and (on_all or here.rank == 1):
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    with contextlib.nullcontext() if on_all else pytest.raises(pr.PolyrhythmError, match="worker 1"):
+        run_in(world, main, strategy=strategy, workers=2, check_replicas=5)
+    said = re.findall(
+        r"after step 5 worker \d has got (\d) batches and worker \d (\d): a", capfd.readouterr().err
+    )
+    assert said == [] if on_all else [sorted(each) for each in said] == [["5", "6"]]

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import polyrhythm as pr
 from polyrhythm.session import patches
-from polyrhythm.session.schedules import Count, Pace, Progress, mean_metric
+from polyrhythm.session.pace import Count, Pace, Progress
+from polyrhythm.session.schedules import mean_metric
 from tests.support.programs import Examples, mlp
 from tests.support.runs import WORLDS, run_in
 
@@ -97,6 +98,50 @@ def test_a_step_counter_goes_across_epochs_on_real_processes(tmp_path: Path) -> 
     plain = script.alone()
     run_in("real", script)
     assert script.seen() == [plain] * 3
+
+
+@dataclass
+class Accumulated:
+    """Steps every few batches of an epoch. What is left over at its end is a step too, or dropped."""
+
+    folder: Path
+    batches: int
+    every: int
+    keeps: bool
+
+    def __call__(self) -> None:
+        here = pr.init()
+        model = mlp()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(Examples(BATCH * self.batches), BATCH, shuffle=True)
+        steps = math.ceil(self.batches / self.every) if self.keeps else self.batches // self.every
+        scheduler: Any = OneCycleLR(optimizer, 0.5, total_steps=3 * steps)
+        model, optimizer, loader, scheduler = here.prepare(model, optimizer, loader, scheduler)
+        for _ in range(3):
+            for number, (x, y) in enumerate(loader, 1):
+                F.cross_entropy(model(x), y).backward()
+                if number % self.every == 0 or (self.keeps and number == len(loader)):
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            optimizer.zero_grad()
+        torch.save((scheduler.last_epoch, 3 * steps), self.folder / f"{here.rank}.pt")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("batches", "every", "workers"), [(10, 4, 2), (11, 4, 2), (13, 4, 2), (14, 2, 3)])
+def test_what_accumulation_leaves_over_counts_as_alone(
+    strategy: str, keeps: bool, batches: int, every: int, workers: int, tmp_path: Path, capfd: Any
+) -> None:
+    """Each worker has fewer batches, and another number left over, than a single process."""
+    run_in("simulated", Accumulated(tmp_path, batches, every, keeps), strategy=strategy, workers=workers)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(workers)]
+    if strategy == "allreduce" and keeps:
+        assert all(steps == wanted for steps, wanted in found)
+    else:  # a worker knows what the run has used when it makes a call, and not at the end
+        assert all(wanted - max(every, workers) <= steps <= wanted for steps, wanted in found)
+    assert "takes more" not in capfd.readouterr().err
 
 
 def test_a_stream_without_a_length_has_a_schedule(tmp_path: Path) -> None:

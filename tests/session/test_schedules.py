@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import describe
-from polyrhythm.session.schedules import Pace, Progress
+from polyrhythm.session.pace import Pace, Progress
+from tests.support.combine import each_value
 from tests.support.programs import Examples, mlp
 from tests.support.rows import Row
 from tests.support.runs import WORLDS, run_in
@@ -211,6 +212,58 @@ def test_alone_the_error_of_pytorch_stays() -> None:
         for _ in range(5):
             scheduler.optimizer.step()
             scheduler.step()
+
+
+PAST = "ValueError: Tried to step 3 times"
+
+
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "async"]), ("every", [0, 1]), ("workers", [2, 1]))
+def test_a_script_that_steps_past_the_end_alone_ends_in_a_run_as_well(
+    world: str, strategy: str, every: int, workers: int, tmp_path: Path
+) -> None:
+    """By its own calls, once per epoch or per batch. Until then it may be one that counts its own steps."""
+    script = Scheduled(tmp_path, lambda optimizer, _: OneCycleLR(optimizer, 0.5, total_steps=2), every=every)
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        script.alone()
+    with pytest.raises(pr.PolyrhythmError, match=PAST):
+        run_in(world, script, strategy=strategy, workers=workers)
+
+
+def test_a_script_that_steps_past_the_end_after_it_was_resumed_ends_as_well(tmp_path: Path) -> None:
+    """4 calls of 6 were made, of each of 2 workers, and the 12 steps of the schedule are those of 6."""
+    saved = {}
+
+    def main(calls: int) -> None:
+        here = pr.init()
+        model = mlp()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(Examples(800), batch_size=4)
+        scheduler: Any = OneCycleLR(optimizer, 0.5, total_steps=6)
+        model, optimizer, loader, scheduler = here.prepare(model, optimizer, loader, scheduler)
+        if here.rank in saved:
+            scheduler.load_state_dict(saved[here.rank][0])
+            here.load_state_dict(saved[here.rank][1])
+        for (x, y), _ in zip(loader, range(calls), strict=False):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+        saved[here.rank] = scheduler.state_dict(), here.state_dict()
+
+    for calls in (4, 2):
+        run_in("simulated", lambda calls=calls: main(calls), workers=2)
+    with pytest.raises(pr.PolyrhythmError, match="Tried to step 7 times"):
+        run_in("simulated", lambda: main(1), workers=2)
+
+
+def test_the_end_of_a_schedule_inside_another_says_what_to_do(tmp_path: Path) -> None:
+    def build(optimizer: Any, batches: int) -> LRScheduler:
+        first = LinearLR(optimizer, 0.1, total_iters=2)
+        return SequentialLR(optimizer, [first, OneCycleLR(optimizer, 0.5, total_steps=12)], [2])
+
+    script = Scheduled(tmp_path, build, every=3)
+    script.alone()
+    with pytest.raises(UsageError, match=r"^OneCycleLR was built for 12 steps and takes more: a prepared"):
+        run_in("simulated", Scheduled(tmp_path, build), workers=3)
 
 
 def test_a_prepared_scheduler_saves_loads_copies_and_pickles_as_before(tmp_path: Path) -> None:

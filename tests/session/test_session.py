@@ -60,3 +60,58 @@ def test_epochs_count_in_a_run(world: Any, strategy: str) -> None:
     summary = world(epochs, workers=2, strategy=strategy, runs=None)
     assert summary["metrics"] == {"epochs": "[0, 1, 2]", "workers": 2}
     assert summary["samples"] == 3 * 8
+
+
+@pytest.mark.parametrize("world", [pr.run, pr.simulate])
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_a_later_init_returns_the_session_of_the_run(world: Any, strategy: str) -> None:
+    """A helper module may call it too: its exchanges are those of the script."""
+
+    def main() -> None:
+        first = pr.init()
+        model, optimizer, loader = first.prepare(*parts())
+        assert first.gather(first.rank) == [0, 1]
+        later = pr.init()
+        assert later is first and later.gather(10 * later.rank) == [0, 10]
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert pr.init().mean(later.rank) == 0.5
+
+    world(main, workers=2, strategy=strategy, runs=None)
+
+
+@pytest.mark.parametrize("world", [pr.run, pr.simulate])
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_a_run_trains_once(world: Any, strategy: str) -> None:
+    """The second fold of a cross-validation would go on from the parameters of the first on the servers."""
+
+    def main() -> None:
+        for _ in range(2):
+            session = pr.init()
+            model, optimizer, loader = session.prepare(*parts())
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+    main()  # alone each fold has a session of its own
+    with pytest.raises(
+        pr.UsageError, match="a run trains once, so train each fold or seed in a run of its own"
+    ):
+        world(main, workers=2, strategy=strategy, runs=None)
+
+
+def test_a_later_init_cannot_ask_for_something_else() -> None:
+    def main(*later: str | None) -> None:
+        pr.init("local:4", batch_norm="mean")
+        pr.init(*later[:1], batch_norm=later[1])
+        pr.init().prepare(*parts())
+
+    for same in ((None, None), ("local:4", "mean")):
+        pr.simulate(lambda same=same: main(*same), workers=2)
+    with pytest.raises(
+        pr.UsageError, match="called with async, and before with local:4: a run has one of them"
+    ):
+        pr.simulate(lambda: main("async", None), workers=2)

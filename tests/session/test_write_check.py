@@ -131,7 +131,7 @@ class Writing:
 def test_a_change_that_the_next_step_would_overwrite_is_refused(
     world: str, strategy: str, write: Callable[..., None], dtype: torch.dtype
 ) -> None:
-    message = r"changed 0\.weight outside .* such as allreduce; .* ones back( \(\w+\.py, line \d+\))?$"
+    message = r"changed 0\.weight outside .* such as allreduce; .* back from a copy( \(\w+\.py, line \d+\))?$"
     with pytest.raises(pr.PolyrhythmError, match=message):
         run_in(world, Writing(write, dtype), strategy=strategy, workers=2)
 

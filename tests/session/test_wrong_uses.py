@@ -160,6 +160,16 @@ def a_scaler_where_workers_differ(session: pr.Session) -> None:
         scaler.update()
 
 
+def a_step_inside_backward(session: pr.Session) -> None:
+    model = network()
+    optimizers = {each: SGD([each], lr=0.1) for each in model.parameters()}
+    model, batches, *_ = session.prepare(model, loader(), *optimizers.values())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: optimizers[each].step())
+    for (x,) in batches:
+        model(x).square().mean().backward()
+
+
 # --- what is done to the data -----------------------------------------------------------------------
 
 
@@ -260,6 +270,7 @@ WRONG: dict[Callable[[pr.Session], None], tuple[str, str]] = {
     a_rate_of_its_own: ("allreduce", "lr.*worker [01].*ReduceLROnPlateau"),
     not_a_number: ("gossip", "worker 1.*not finite.*lower the learning rate"),
     a_scaler_where_workers_differ: ("async", "GradScaler.*(bfloat16|allreduce)"),
+    a_step_inside_backward: ("allreduce", r"inside backward\(\).*call step\(\) after it"),
     the_test_loader_shared_out: ("async", r"prepare\(\.\.\., evaluate=loader\)"),
     an_older_iterator: ("local:2", "one iteration at a time.*make a second DataLoader"),
     one_worker_ends_early: ("gossip", "worker 1"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
@@ -143,6 +144,32 @@ def test_a_crash_runs_none_of_the_script(tmp_path: Path) -> None:
     assert set(summary["metrics"]) == {"worker 0 ended", "worker 2 ended"}
 
 
+@pytest.mark.parametrize("strategy", ["adpsgd", "noloco:3", "push:1", "gossip", "choco:0.5+topk:0.5"])
+def test_replacements_that_start_together_do_not_wait_for_each_other(tmp_path: Path, strategy: str) -> None:
+    """With three optimizers each knows of the other before it copies the last parameters."""
+
+    def script() -> None:
+        session = pr.init()
+        models = [torch.nn.Linear(2, 1) for _ in range(3)]
+        for model in models:
+            torch.nn.init.ones_(model.weight)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        session.prepare(*models, *optimizers)
+        if session._node.incarnation:
+            copied.append([bool((model.weight < 1).all()) for model in models])
+        for _ in range(20):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    copied: list[list[bool]] = []
+    links = '[[hosts]]\nlatency = "2 ms"\nbandwidth = "1 Gbit/s"\nstep_time = "10 ms"\n'
+    failures = links + crash([0, 1], "100 ms", "110 ms")
+    summary = simulate_failures(tmp_path, failures, strategy, program=script, workers=4)
+    assert summary["joined"] == 2 and copied == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "sync", "local:4"])
 @pytest.mark.parametrize("back", ["", "200 ms"])
 def test_lockstep_fails_as_on_processes(tmp_path: Path, strategy: str, back: str) -> None:
@@ -245,6 +272,20 @@ def test_coordinator_names_the_last_worker_only_if_none_is_expected() -> None:
     assert not told.here.finished
     told.say(SERVER, LeaveRun())
     assert told.here.finished and told.here.summary()["joined"] == 1
+
+
+def test_a_replacement_is_not_told_of_another_that_still_loads_its_data() -> None:
+    """It would wait for that one, perhaps in vain: nobody answers before `prepare`."""
+    told = Told(restarts=2)
+    for peer in (W0, W1):
+        told.here.died(peer, "fell")
+    first, second = told.say(W1, told.join, 1), told.say(W0, told.join, 1)
+    assert [rank for role, rank, _ in first.peers if role == "worker"] == [1]
+    assert [rank for role, rank, _ in second.peers if role == "worker"] == [0]
+    told.say(W1, Prepared("x"), 1)
+    assert told.notices[-1] == ("joined", 1, 0)
+    told.here.died(W0, "fell")
+    assert not told.members.loading
 
 
 def test_coordinator_counts_replacements_that_die_before_joining() -> None:

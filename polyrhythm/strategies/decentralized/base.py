@@ -1,8 +1,10 @@
 """Workers that exchange with each other, without a server.
 
 Each worker replies to requests while its script computes. Only the script's own thread sends requests, so no
-reply waits for another. No worker holds the one model: it is the mean of all replicas, so none leaves before
-the last has finished.
+reply waits for another. A replacement first copies the parameters of another worker. Until it has them, it
+replies only to other replacements that copy: with nothing, so that none waits for one that waits.
+
+No worker holds the one model: it is the mean of all replicas, so none leaves before the last has finished.
 """
 
 from __future__ import annotations
@@ -51,11 +53,12 @@ class DecentralizedWorker(Worker):
     def __init__(self, strategy: Strategy, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
         self.published = Published(node, self.kind, self.returned)
+        self._has_parameters = not node.incarnation  # False while a replacement copies them
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of messages that `on_message` takes."""
-        return "read", *self.published.kinds
+        return "read", "adopt", *self.published.kinds
 
     @property
     @abstractmethod
@@ -66,8 +69,15 @@ class DecentralizedWorker(Worker):
         node = self.node
         if not node.incarnation:
             self.group.broadcast(*self.replica.parameters)
-        elif not self.adopt(self.replica.parameters):
-            raise PeerLost(f"{node.me} is a replacement, and no worker is left to copy the parameters from")
+        else:
+            # Before it copies: two replacements that start at the same time may ask each other.
+            node.subscribe(self.on_adopt, "adopt")
+            if not self.adopt(self.replica.parameters):
+                raise PeerLost(
+                    f"{node.me} is a replacement, and no worker is left to copy the parameters from"
+                )
+            with node.lock():
+                self._has_parameters = True
         self.begin()
         node.subscribe(self.on_message, *self.kinds)
 
@@ -76,6 +86,8 @@ class DecentralizedWorker(Worker):
 
     def on_message(self, message: Message | None) -> None:
         """Handles a message of another worker while the script computes; None if one joined or left."""
+        if message is not None and message.kind == "adopt":
+            return self.on_adopt(message)
         if message is None or message.kind != "read":
             return self.published.on_message(message)
         start, stop, total = message["start"], message["stop"], self.replica.layout.total
@@ -85,6 +97,17 @@ class DecentralizedWorker(Worker):
             parameters = self.read_parameters(start, stop)
         self.node.reply(message, *parameters)
 
+    def on_adopt(self, message: Message | None) -> None:
+        """Gives a replacement all parameters, or nothing while this worker is copying them itself."""
+        if message is None:
+            return
+        with self.node.lock():
+            parameters = self.read_parameters(0, self.replica.layout.total) if self._has_parameters else None
+        if parameters is None:
+            self.node.reply(message, nothing=True)
+        else:
+            self.node.reply(message, *parameters)
+
     def read_parameters(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """A copy of a range of this worker's parameters. They change inside `node.lock()` only."""
         return tuple(part.clone() for part in cut(self.replica.parameters, start, stop))
@@ -93,13 +116,14 @@ class DecentralizedWorker(Worker):
         """Called inside `node.lock()` when a publication cannot arrive because its reader died."""
 
     def adopt(self, into: Sequence[Tensor]) -> bool:
-        """Takes the parameters of the first worker that replies; False if there is none."""
+        """Takes the parameters of the first worker that has some; False if there is none."""
         for peer in others(self.node):
             try:
-                self.node.request(peer, "read", into=into, start=0, stop=self.replica.layout.total).wait()
+                reply = self.node.request(peer, "adopt", into=into).wait()
             except PeerLost:
                 continue
-            return True
+            if "nothing" not in reply.fields:  # otherwise it is copying them itself
+                return True
         return False
 
     # --- the mean of all ----------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class GapAware(StalenessCorrection):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, optimizer="SGD")
+        return replace(super().traits, optimizer="SGD", stale_momentum=False)
 
     def server(self, node: Node, shard: Shard) -> Server:
         return GapAwareServer(self, node, shard)

@@ -46,7 +46,7 @@ class AsynchronousMomentum(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, optimizer="SGD")
+        return replace(super().traits, optimizer="SGD", stale_momentum=False)
 
     def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
         return DecayingWorker(self, node, replica, group)

@@ -104,7 +104,9 @@ class ParameterServer(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=self.together and self.max_staleness == 0, uses_servers=True)
+        stale = not self.together and self.weight == "1" and self.exchanges == "gradients"
+        lockstep = self.together and self.max_staleness == 0
+        return Traits(lockstep=lockstep, uses_servers=True, stale_momentum=stale)
 
     @property
     def feedback(self) -> bool:

@@ -28,11 +28,10 @@ from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import Location, NodeFailed, ReleaseMemory, Request, StepsTaken, pack
 from polyrhythm.core.stopping import Stopping
 from polyrhythm.wire.buffers import Buffer
-from polyrhythm.wire.frame import DTYPES
 from polyrhythm.wire.incoming import Incoming
-from polyrhythm.wire.requests import Pending
 from polyrhythm.wire.transport import Transport
 from polyrhythm.worlds.processes.memory import ProcessMemory
+from polyrhythm.worlds.processes.messages import NAMES, FailedReply, ProcessReply, ReceivedMessage, message_of
 from polyrhythm.worlds.processes.process_group import NodeLocation, ProcessGroup
 from polyrhythm.worlds.processes.reporter import Reporter
 from polyrhythm.worlds.processes.thread_task import ThreadTask
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 
     from polyrhythm.wire.arena import Arenas
 
-_DTYPES = {name: getattr(torch, name) for name in DTYPES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 
 @dataclass
 class _PendingNotice:
@@ -52,33 +48,6 @@ class _PendingNotice:
 
     notice: Notice
     arrived: int
-
-
-class _ReceivedMessage(Message):
-    """A message with what is needed to reply to it."""
-
-    origin: Incoming
-
-
-class _ProcessReply(Reply):
-    def __init__(self, pending: Pending, staged: list[tuple[Tensor, Tensor]]) -> None:
-        self._pending, self._staged = pending, staged
-
-    def wait(self) -> Message:
-        message = _message(self._pending.wait())
-        for target, host in self._staged:
-            target.copy_(host)
-        return message
-
-
-class _FailedReply(Reply):
-    """The reply to a request that could not be sent because the peer is lost."""
-
-    def __init__(self, error: PeerLost) -> None:
-        self._error = error
-
-    def wait(self) -> Message:
-        raise self._error
 
 
 class ProcessNode(Node):
@@ -109,9 +78,7 @@ class ProcessNode(Node):
         self.one_host = True  # all workers are on this host
         self._notices: deque[_PendingNotice] = deque()  # not yet seen by the strategy, in order
         self._changes = 0  # of membership
-        self._changed: list[
-            tuple[int, Notice]
-        ] = []  # changes by number, not yet handled by all threads that serve
+        self._changed: list[tuple[int, Notice]] = []  # by number; some serving threads have yet to see them
         self._seen = threading.local()  # how many of these changes each thread has seen
         self._handled: dict[int, int] = {}  # how many of them each thread that serves has handled
         self._handler_lock = threading.RLock()
@@ -145,13 +112,17 @@ class ProcessNode(Node):
         assert self._group is not None
         return self._group
 
-    def check_wait(self, missing: Sequence[Peer], waited: float) -> None:
-        """Raises if a collective need not wait any longer for the missing workers."""
+    @property
+    def left(self) -> dict[Peer, str]:
+        """The nodes that have left the run since `members` was updated, and why."""
         notices = [each.notice for each in list(self._notices)]
-        left = {notice.peer: notice.reason for notice in notices if notice.kind == "left"}
-        workers = self.members.workers
+        return {each.peer: each.reason for each in notices if each.kind == "left" and each.peer is not None}
+
+    def check_wait(self, missing: Sequence[Peer], waited: float, what: str = "a collective") -> None:
+        """Raises if a collective need not wait any longer for the missing workers."""
+        left, workers = self.left, self.members.workers
         died = [peer for peer in self.members.lost if peer not in workers]
-        died += [peer for peer, reason in left.items() if peer and reason != "finished"]
+        died += [peer for peer, reason in left.items() if reason != "finished"]
         # If any worker has died the collective fails: the missing workers wait for the dead one too.
         gone = next(iter(died), None) or next(
             (peer for peer in missing if peer in left or peer not in workers), None
@@ -161,11 +132,11 @@ class ProcessNode(Node):
                 "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
             )
             # If it has not come, no worker has begun to write results.
-            what = f"{self.me} waited {waited:.1f} s for {gone} in a collective; {why}"
-            raise PeerLost(what, untouched=gone in missing)
+            message = f"{self.me} waited {waited:.1f} s for {gone} in {what}; {why}"
+            raise PeerLost(message, untouched=gone in missing)
         if missing and (waited > self.transport.wait or self.transport.closed or self.stopping.alone):
             names = ", ".join(map(str, missing))
-            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in a collective")
+            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in {what}")
 
     def _on_notice(self, incoming: Incoming) -> None:
         """Handles a notice: ends waits for a node that left, learns the address of one that joined.
@@ -173,10 +144,10 @@ class ProcessNode(Node):
         `members` changes later, in `receive`, in the order of arrival.
         """
         notice = Notice.of(incoming.kind, incoming.fields)
+        check = self.on_notice.get(notice.kind)
+        if check is not None and (wrong := check(notice)):
+            self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
         if notice.kind in ("done", "waits"):
-            check = self.on_notice.get(notice.kind)
-            if check is not None and (wrong := check(notice)):
-                self._tell_coordinator(NodeFailed(wrong, UsageError.exit_code))
             return
         if notice.peer is not None and notice.kind == "left":
             self.transport.lost(notice.peer, notice.reason)
@@ -256,9 +227,9 @@ class ProcessNode(Node):
             targets.append(self.buffer(host))
         buffers = [self.buffer(tensor) for tensor in tensors]
         try:
-            return _ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
+            return ProcessReply(self.transport.request(to, kind, buffers, targets, fields), staged)
         except PeerLost as error:
-            return _FailedReply(error)
+            return FailedReply(error)
 
     def receive(self, *kinds: str) -> Message | None:
         self._note_handled()
@@ -272,7 +243,7 @@ class ProcessNode(Node):
             else:
                 incoming = self.transport.receive(kinds, timeout=0, wake_count=wakes, before=next_.arrived)
             if incoming is not None:
-                message = _message(incoming)
+                message = message_of(incoming)
                 late = self.members.outdated(message)
                 kind = DeliveredLate if late else Delivered
                 self.log(kind(str(message.sender), message.sequence, message.kind))
@@ -335,7 +306,7 @@ class ProcessNode(Node):
         return self.transport.expect(sender, kind, [self.buffer(tensor) for tensor in into])
 
     def reply(self, message: Message, *tensors: Tensor, **fields: Field) -> bool:
-        assert isinstance(message, _ReceivedMessage)
+        assert isinstance(message, ReceivedMessage)
         same_count = message.tensors and len(tensors) == len(message.tensors)
         if same_count and all(a is b for a, b in zip(tensors, message.tensors, strict=True)):
             buffers = message.origin.buffers  # the reply was computed in place
@@ -348,9 +319,9 @@ class ProcessNode(Node):
         offset = tensor.data_ptr() - self._base
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]
-            return Buffer(_NAMES[tensor.dtype], view, self.arena, offset)
+            return Buffer(NAMES[tensor.dtype], view, self.arena, offset)
         host = tensor.detach().cpu().contiguous()
-        return Buffer(_NAMES[host.dtype], host.view(torch.uint8).numpy().data)
+        return Buffer(NAMES[host.dtype], host.view(torch.uint8).numpy().data)
 
     # --- threads, events and shutdown ---------------------------------------------------------------
 
@@ -378,18 +349,3 @@ class ProcessNode(Node):
         self.transport.close()
         if self._group is not None:
             self._group.close()
-
-
-def _message(incoming: Incoming) -> _ReceivedMessage:
-    message = _ReceivedMessage(
-        incoming.sender, incoming.kind, incoming.sequence, incoming.fields,
-        tuple(_tensor(buffer) for buffer in incoming.buffers),
-    )  # fmt: skip
-    message.origin = incoming
-    return message
-
-
-def _tensor(buffer: Buffer) -> Tensor:
-    if not len(buffer.view):
-        return torch.empty(0, dtype=_DTYPES[buffer.dtype])
-    return torch.frombuffer(buffer.view, dtype=_DTYPES[buffer.dtype])

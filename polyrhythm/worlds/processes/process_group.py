@@ -12,7 +12,8 @@ from polyrhythm.collectives import direct, hierarchical, ring
 from polyrhythm.collectives.arithmetic import elements_sent, elements_sent_to, flat_views, reduce
 from polyrhythm.collectives.choose import choose
 from polyrhythm.collectives.shared_memory import BOARD, SharedMemory
-from polyrhythm.core.group import Coding, Group, Task, first_number
+from polyrhythm.collectives.shared_messages import SharedMessages, board_bytes
+from polyrhythm.core.group import Coding, Group, Task, Use, first_number
 from polyrhythm.core.peer import Peer
 
 if TYPE_CHECKING:
@@ -36,12 +37,17 @@ class ProcessGroup(Group):
     """
 
     def __init__(
-        self, node: ProcessNode, locations: dict[Peer, NodeLocation], algorithm: str, subgroup: bool = False
+        self,
+        node: ProcessNode,
+        locations: dict[Peer, NodeLocation],
+        algorithm: str,
+        subgroup: bool = False,
+        name: str = "",
     ) -> None:
         self._node, self._locations = node, locations
         self.members = self._workers = tuple(sorted(locations))
-        first = first_number(self._workers) if subgroup else 0
-        self._subgroups: dict[tuple[Peer, ...], ProcessGroup] = {}
+        first = first_number(self._workers, name) if subgroup else 0
+        self._subgroups: dict[tuple[tuple[Peer, ...], str], ProcessGroup] = {}
         self._hosts = [locations[worker].host for worker in self._workers]
         self._algorithm = algorithm
         self._number = first
@@ -60,7 +66,7 @@ class ProcessGroup(Group):
                 node.arenas,
                 {str(worker): locations[worker].arena for worker in here},
                 here.index(node.me),
-                _boards(node, here, first) if first else [node.board] * len(here),
+                _boards(node, here, str(first), BOARD) if first else [node.board] * len(here),
                 lambda missing, waited: node.check_wait([here[index] for index in missing], waited),
             )
         # A worker that shares no memory counts as a host of its own.
@@ -122,14 +128,49 @@ class ProcessGroup(Group):
             source = self._workers[root].rank
             self._executor.run(lambda: direct.broadcast(self._node, self._workers, tensors, source, number))
 
-    def split(self, members: Sequence[Peer]) -> ProcessGroup:
+    def exchange(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use) -> None:
+        number = self._next()
+        algorithm = self._choose([])
+        if algorithm == "alone":
+            use([outgoing[0]])
+        elif algorithm == "shared":
+            assert self._shared_memory is not None
+            nbytes = [sum(tensor.nbytes for tensor in each) for each in outgoing]
+            nbytes[self.rank] = 0
+            remote = self._at_other_sites(self._workers)
+            self._node.transport.traffic.count(sum(nbytes), sum(nbytes[index] for index in remote))
+            self._shared_memory.exchange(what, outgoing, use)
+        else:
+            self._executor.run(lambda: self._send(what, outgoing, use, number))
+
+    def _send(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use, number: int) -> None:
+        """An exchange by messages. To workers of this host tensors in shared memory are sent by reference."""
+        memory = self._shared_memory
+        rows, staged = memory.stage_rows(outgoing, self.rank) if memory else (outgoing, [])
+        direct.exchange(self._node, self._workers, what, rows, use, number)
+        if memory:
+            memory.release(staged)
+
+    def split(self, members: Sequence[Peer], name: str = "") -> ProcessGroup:
         workers = tuple(sorted(members))
-        if workers == self._workers:
+        if workers == self._workers and not name:
             return self
-        if workers not in self._subgroups:
+        if (workers, name) not in self._subgroups:
             locations = {worker: self._locations[worker] for worker in workers}
-            self._subgroups[workers] = ProcessGroup(self._node, locations, self._algorithm, subgroup=True)
-        return self._subgroups[workers]
+            self._subgroups[workers, name] = ProcessGroup(
+                self._node, locations, self._algorithm, subgroup=True, name=name
+            )
+        return self._subgroups[workers, name]
+
+    def shared_messages(self) -> tuple[list[Peer], SharedMessages | None]:
+        """The members on this host, and messages to them in shared memory. Each of them calls this, once."""
+        here = sorted([self._node.me, *self._others])
+        arenas = self._node.arenas
+        if len(here) < 2 or arenas is None:
+            return [], None
+        boards = _boards(self._node, here, "messages", board_bytes(len(here)))
+        members = {str(worker): self._locations[worker].arena for worker in here}
+        return here, SharedMessages(arenas, members, here.index(self._node.me), boards)
 
     def close(self) -> None:
         self._executor.close()
@@ -167,16 +208,16 @@ class ProcessGroup(Group):
             )
 
 
-def _boards(node: ProcessNode, here: Sequence[Peer], number: int) -> list[int]:
-    """Allocates a board of this group in each member's arena. Returns their offsets, which members exchange.
+def _boards(node: ProcessNode, here: Sequence[Peer], name: str, nbytes: int) -> list[int]:
+    """Allocates a board in each member's arena. Returns their offsets, which members exchange.
 
     Only the board of the group of all workers has the same offset in every arena.
     """
     arenas = node.arenas
     assert arenas is not None
-    mine = arenas.allocate(node.arena, BOARD)
-    arenas.view(node.arena)[mine : mine + BOARD] = bytes(BOARD)  # the memory may have been used before
-    kind, boards = f"board {number}", {node.me: mine}
+    mine = arenas.allocate(node.arena, nbytes)
+    arenas.view(node.arena)[mine : mine + nbytes] = bytes(nbytes)  # the memory may have been used before
+    kind, boards = f"board {name}", {node.me: mine}
     replies = [node.request(other, kind, board=mine) for other in here if other != node.me]
     for request in direct.gather(node, kind, here):
         boards[request.sender] = request["board"]

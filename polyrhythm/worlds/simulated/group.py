@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyrhythm.collectives import coded_ring as hops
-from polyrhythm.collectives import ring
+from polyrhythm.collectives import direct, ring
 from polyrhythm.collectives.arithmetic import elements_sent, elements_sent_to, flat_views, reduce
 from polyrhythm.core.errors import PeerLost, PolyrhythmError
-from polyrhythm.core.group import Coding, Group, Task, first_number
+from polyrhythm.core.group import Coding, Group, Task, Use, first_number
 from polyrhythm.core.peer import Peer
 from polyrhythm.worlds.simulated.fibers import Fiber
 
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from polyrhythm.worlds.simulated.world import Simulated
 
 
-class SimulatedGroup(Group):
-    """Some workers, by rank. `name` holds their ranks; it is empty for the group of all workers."""
+GroupName = tuple[int | str, ...]
 
-    def __init__(self, node: SimulatedNode, members: Sequence[Peer], name: tuple[int, ...] = ()) -> None:
+
+class SimulatedGroup(Group):
+    """Some workers, by rank. `name` has their ranks and their name; it is empty for the group of all."""
+
+    def __init__(self, node: SimulatedNode, members: Sequence[Peer], name: GroupName = ()) -> None:
         self.node, self.members, self.name = node, members, name
         self.rank = members.index(node.me) if node.me in members else -1
         self.count = len(members)  # does not shrink: a collective that lacks a dead member never completes
-        self._first, self._number = first_number(members) if name else 0, 0
-        self._parts: dict[tuple[Peer, ...], SimulatedGroup] = {}
+        self._first, self._number = first_number(members, str(name)) if name else 0, 0
+        self._parts: dict[GroupName, SimulatedGroup] = {}
 
     def begin_all_reduce(self, *tensors: Tensor, op: str = "sum") -> Task:
         if not self.node.world.ring:
@@ -53,13 +56,17 @@ class SimulatedGroup(Group):
     def broadcast(self, *tensors: Tensor, root: int = 0) -> None:
         self._enter("broadcast", tensors, str(self.members[root].rank)).join()
 
-    def split(self, members: Sequence[Peer]) -> SimulatedGroup:
+    def exchange(self, what: str, outgoing: Sequence[Sequence[Tensor]], use: Use) -> None:
+        direct.exchange(self.node, self.members, what, outgoing, use, self._first + self.next())
+
+    def split(self, members: Sequence[Peer], name: str = "") -> SimulatedGroup:
         part = tuple(sorted(members))
-        if part == tuple(self.members):
+        if part == tuple(self.members) and not name:
             return self
-        if part not in self._parts:
-            self._parts[part] = SimulatedGroup(self.node, part, tuple(peer.rank for peer in part))
-        return self._parts[part]
+        label: GroupName = (*(peer.rank for peer in part), *([name] if name else []))
+        if label not in self._parts:
+            self._parts[label] = SimulatedGroup(self.node, part, label)
+        return self._parts[label]
 
     def next(self) -> int:
         """The number of the next collective."""
@@ -124,8 +131,8 @@ class OpenCollectives:
     def __init__(self, world: Simulated) -> None:
         self._world = world
         # By group and number, then by rank.
-        self._open: dict[tuple[tuple[int, ...], int], dict[int, _Collective]] = {}
-        self._free: dict[tuple[int, ...], float] = {}  # when the last collective of each group ends
+        self._open: dict[tuple[GroupName, int], dict[int, _Collective]] = {}
+        self._free: dict[GroupName, float] = {}  # when the last collective of each group ends
 
     def enter(self, mine: _Collective) -> _Collective:
         """Enters a collective; the last member to enter completes it."""
@@ -145,7 +152,7 @@ class OpenCollectives:
             for part in parts.values():
                 part.lose()
 
-    def _complete(self, parts: dict[int, _Collective], group: tuple[int, ...]) -> None:
+    def _complete(self, parts: dict[int, _Collective], group: GroupName) -> None:
         ranks = sorted(parts)
         first = parts[ranks[0]]
         for rank, part in sorted(parts.items()):

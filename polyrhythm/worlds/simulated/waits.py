@@ -27,6 +27,10 @@ class SimulatedReply(Reply):
         self.fiber: Fiber | None = None
         self.lost = False
 
+    @property
+    def arrived(self) -> bool:
+        return self.message is not None or self.lost
+
     def wait(self) -> Message:
         while self.message is None:
             if self.lost:

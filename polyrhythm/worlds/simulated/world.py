@@ -87,7 +87,7 @@ class Simulated:
 
             def is_over() -> bool:
                 # The run may be finished before the last failure of the cluster file.
-                return here.ending.over or (here.digest != "" and here.finished)
+                return here.ending.over or here.finished
 
             with self.foreign_threads.guarded():
                 self.loop.run(is_over)
@@ -122,11 +122,11 @@ class Simulated:
         if notice.kind in ("stop", "abandon"):
             return self._stop(notice)
         peer = notice.peer
+        for other in self.coordinator.membership.members:
+            check = self.nodes[other].on_notice.get(notice.kind)
+            if other != peer and check is not None and (wrong := check(notice)):
+                self.coordinator.fail(wrong, UsageError.exit_code)
         if notice.kind in ("done", "waits"):
-            for other in self.coordinator.membership.members:
-                check = self.nodes[other].on_notice.get(notice.kind)
-                if other != peer and check is not None and (wrong := check(notice)):
-                    self.coordinator.fail(wrong, UsageError.exit_code)
             return
         if peer is not None:
             others = [each for each in self.present[peer.role] if each != peer]

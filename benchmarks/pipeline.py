@@ -1,0 +1,173 @@
+"""Models divided over two processes, against one process with one thread.
+
+In one run of two workers the first trains a plain copy of the model alone, while the other waits, and then
+both train the divided one: by turns, so that a busy minute hits both. `torch.distributed.pipelining` over
+Gloo trains the same layers in the same way, in a run of its own with its own turns alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import Together, apart, together
+from benchmarks.report import Row, ratio
+
+MICRO_BATCHES = 8
+BAR = 1.5
+Speeds = dict[str, list[float]]
+
+
+def measure(quick: bool) -> tuple[list[Row], list[str]]:
+    rounds = 3 if quick else 9
+    rows = []
+    for name, steps in (
+        ("MLP, 8 layers of 512, batch 2048", 1),
+        ("transformer, 8 layers of 256, 32 × 64", 1),
+    ):
+        ours: Speeds = apart(_run, name, rounds, steps)
+        theirs = together(2, _torch, name, rounds, steps)[0]
+        gained = ratio(ours["divided"], ours["alone"])
+        other = ratio(theirs["divided"], theirs["alone"])
+        rows.append(
+            Row(
+                f"{name}: steps/s, 2 stages against one process",
+                statistics.median(ours["divided"]), "/s", statistics.median(ours["alone"]), gained, BAR,
+                more={"torch.distributed.pipelining, 1F1B": f"{other:.3f}×"},
+            )
+        )  # fmt: skip
+    return rows, [
+        f"{MICRO_BATCHES} micro-batches, so (K-1)/(M+K-1) = 1/9 of the time is idle and 1.78× is the most; "
+        "one thread for each process; forward, backward and a step of SGD"
+    ]
+
+
+def _model(name: str) -> tuple[Any, Any, Any]:
+    """The layers in order, a batch, and targets."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if name.startswith("MLP"):
+        layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)]
+        return nn.Sequential(*layers), torch.randn(2048, 512), torch.randn(2048, 512)
+    layers = [nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(8)]
+    return nn.Sequential(*layers), torch.randn(32, 64, 256), torch.randn(32, 64, 256)
+
+
+def _timed(train: Callable[[], None], steps: int) -> float:
+    began = time.perf_counter()
+    for _ in range(steps):
+        train()
+    return steps / (time.perf_counter() - began)
+
+
+def _run(name: str, rounds: int, steps: int) -> Speeds:
+    """Steps per second by turns, alone and divided."""
+    import tempfile
+
+    import polyrhythm as pr
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "speeds.json"
+        strategy = f"pipeline:2,micro_batches={MICRO_BATCHES}"
+        pr.run(_Script(name, rounds, steps, file), workers=2, strategy=strategy, threads=1, runs=None)
+        found: Speeds = json.loads(file.read_text())
+        return found
+
+
+class _Script:
+    """Trains by turns; worker 0 writes what it has measured."""
+
+    def __init__(self, name: str, rounds: int, steps: int, file: Path) -> None:
+        self.name, self.rounds, self.steps, self.file = name, rounds, steps, file
+
+    def __call__(self) -> None:
+        import copy
+
+        import torch
+        from torch.nn import functional as F
+        from torch.utils.data import DataLoader, TensorDataset
+
+        import polyrhythm as pr
+
+        session = pr.init()
+        model, x, y = _model(self.name)
+        plain = copy.deepcopy(model)
+        alone = torch.optim.SGD(plain.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(x, y), len(x))
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        speeds: Speeds = {"alone": [], "divided": []}
+
+        def by(model: Any, optimizer: Any) -> Callable[[], None]:
+            def train() -> None:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+            return train
+
+        for number in range(self.rounds + 1):
+            if session.is_main:
+                speed = _timed(by(plain, alone), self.steps)
+                if number:  # not the first
+                    speeds["alone"].append(speed)
+            session.barrier()
+            for batch in loader:
+                assert len(batch[0]) == len(x)
+                break
+            speed = _timed(by(model, optimizer), self.steps)
+            if number:
+                speeds["divided"].append(speed)
+            session.barrier()
+        if session.is_main:
+            self.file.write_text(json.dumps(speeds))
+
+
+def _torch(here: Together, name: str, rounds: int, steps: int) -> Speeds:
+    """The same by the schedule 1F1B of torch over Gloo."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(here.folder / "store"), here.count)
+    dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.count)
+    plain, x, y = _model(name)
+    whole, _, _ = _model(name)
+    half = nn.Sequential(*list(whole)[4 * here.rank : 4 * here.rank + 4])
+    optimizer = torch.optim.SGD(half.parameters(), lr=0.01)
+    alone = torch.optim.SGD(plain.parameters(), lr=0.01)
+    stage = PipelineStage(half, here.rank, here.count, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.mse_loss)
+    speeds: Speeds = {"alone": [], "divided": []}
+
+    def train_alone() -> None:
+        alone.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        alone.step()
+
+    def train() -> None:
+        optimizer.zero_grad()
+        schedule.step(x) if here.rank == 0 else schedule.step(target=y)
+        optimizer.step()
+
+    for number in range(rounds + 1):
+        if here.rank == 0:
+            speed = _timed(train_alone, steps)
+            if number:
+                speeds["alone"].append(speed)
+        here.barrier()
+        speed = _timed(train, steps)
+        if number:
+            speeds["divided"].append(speed)
+        here.barrier()
+    dist.destroy_process_group()
+    return speeds

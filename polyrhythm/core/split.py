@@ -1,0 +1,27 @@
+"""ModelSplit: how one model is divided over several workers, as a value.
+
+`allreduce@pipeline:2` trains copies of a model whose stages are on two workers each. The workers that hold
+one model together are to the strategy, on the data axis, one worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from polyrhythm.core.grammar import Configured
+from polyrhythm.core.mesh import Axis
+
+
+@dataclass(frozen=True)
+class ModelSplit(Configured):
+    """How one model is divided over several workers."""
+
+    kind = "split"
+    registry: ClassVar[dict[str, type[ModelSplit]]] = {}
+    axis: ClassVar[Axis]
+
+    @property
+    def size(self) -> int:
+        """How many workers hold one model on this axis."""
+        raise NotImplementedError(f"{type(self).__name__} has no size")

@@ -1,0 +1,78 @@
+"""The ways to divide a model over several workers: their configuration, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.mesh import Axis
+from polyrhythm.core.split import ModelSplit
+
+
+@dataclass(frozen=True)
+class Pipeline(ModelSplit):
+    r"""Consecutive layers of the model are on different workers; batches stream through them in pieces.
+
+    A batch is cut into M micro-batches, which pass through the K stages one behind the other; the backward
+    passes follow in the opposite direction (GPipe). The gradient is that of the whole batch. Of each pass a
+    stage is idle for
+
+    $$\frac{K-1}{M+K-1}$$
+
+    of the time. Where `split_at` names no layers, the model is cut where the slowest stage is fastest.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("async") @ pr.Pipeline(2, micro_batches=4))
+    async@pipeline:2,micro_batches=4
+    """
+
+    name = "pipeline"
+    main = "stages"
+    shows_main = True
+    paper = "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+    axis: ClassVar[Axis] = "stage"
+
+    stages: int | None = None  # None: one more than the layers in `split_at`, or 2
+    micro_batches: int = 8
+    recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
+    split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        return super().__new__(cls, *values, **_joined(named))
+
+    def __post_init__(self) -> None:
+        names = _names(self.split_at)
+        object.__setattr__(self, "split_at", "/".join(names))
+        if self.stages is None:
+            object.__setattr__(self, "stages", len(names) + 1 if names else 2)
+        if self.size < 1:
+            raise UsageError(f"pipeline: stages is {self.stages}; there must be 1 or more")
+        if names and len(names) != self.size - 1:
+            raise UsageError(
+                f"pipeline: {self.size} stages begin at {self.size - 1} layers, but split_at names "
+                f"{len(names)}; leave stages out, or name one layer less than there are stages"
+            )
+        if self.micro_batches < 1:
+            raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
+
+    @property
+    def size(self) -> int:
+        assert self.stages is not None
+        return self.stages
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers that begin a stage, if they were named."""
+        return _names(self.split_at)
+
+
+def _names(layers: str | Sequence[str]) -> list[str]:
+    return layers.split("/") if isinstance(layers, str) and layers else list(layers)
+
+
+def _joined(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with lists of layers as the text that the grammar has for them."""
+    layers = fields.get("split_at", "")
+    return fields if isinstance(layers, str) else {**fields, "split_at": "/".join(layers)}

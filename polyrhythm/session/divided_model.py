@@ -1,0 +1,270 @@
+"""DividedModel: the part of a script's model that one worker holds, where several hold it together.
+
+`prepare` captures the operations of the model (`parallel.graph`), worker 0 decides where it is cut, and each
+worker keeps the tensors of its own stage. The script's model object stays: calling it runs the pipeline, and
+tensors of other stages have no data here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.split import ModelSplit
+from polyrhythm.model.hooks import Hook
+from polyrhythm.parallel.cut import choose_cuts, estimated_costs
+from polyrhythm.parallel.example import Call
+from polyrhythm.parallel.graph import ModelGraph, Signature, capture
+from polyrhythm.parallel.partition import Partition, split
+from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
+from polyrhythm.parallel.splits import Pipeline
+from polyrhythm.session.arguments import Arguments
+from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.seeds import mix
+from polyrhythm.session.stage_link import StageLink, fingerprint
+
+_TENSORS = "tensors of model"  # the kind of messages with the tensors of a part
+_SAVE = (
+    "the model is divided over several workers, and each holds a part of it and of its optimizer: save "
+    "session.consensus().state_dict(), or use the consensus.safetensors of the run"
+)
+Decide = Callable[[Callable[[], list[int]], str], list[int]]
+
+
+class Stages:
+    """A model cut into stages, as every node of the run knows it."""
+
+    def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
+        """`decide` lets worker 0 choose the cuts for all nodes."""
+        [pipeline] = splits
+        assert isinstance(pipeline, Pipeline)
+        self.pipeline = pipeline
+        if len(given.models) > 1 or len(given.optimizers) > 1:
+            raise UsageError(
+                f"{pipeline} divides one model with one optimizer, and session.prepare() got "
+                f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
+                "whole models, such as allreduce"
+            )
+        self.model, self.optimizer = given.models[0], given.optimizers[0]
+        self.graph: ModelGraph = capture(self.model, *call)
+        inputs = self.graph.signature.values(*call)
+        self.inputs = list(inputs)  # their names
+        owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
+        cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
+        self.split: Partition = split(self.graph, cuts)
+        costs = estimated_costs(self.graph.train, inputs)
+        bounds = [0, *cuts, len(costs)]
+        self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
+        if idle := sorted(set(range(pipeline.size)) - {self.owner(name) for name in trained}):
+            raise UsageError(
+                f"stage {idle[0]} of {pipeline} would have no parameter to train: use fewer stages, or name "
+                "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
+            )
+
+    def users(self, name: str) -> tuple[int, ...]:
+        """The stages that use a tensor of the model."""
+        return self.split.owners.get(self.graph.names.get(name, name), ()) or (0,)
+
+    def owner(self, name: str) -> int:
+        """The stage that owns a tensor: the first that uses it."""
+        return self.users(name)[0]
+
+    def groups(self, stage: int) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer with the parameters that a stage owns."""
+        names = {id(each): name for name, each in self.model.named_parameters()}
+        return [
+            {**group, "params": [each for each in group["params"] if self.owner(names[id(each)]) == stage]}
+            for group in self.optimizer.param_groups
+        ]
+
+    def optimizer_of(self, stage: int) -> torch.optim.Optimizer:
+        """A copy of the optimizer for the parameters of one stage."""
+        copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
+        copy.__dict__.update(self.optimizer.__dict__)
+        copy.param_groups, copy.state = self.groups(stage), self.optimizer.state.copy()
+        return copy
+
+
+class DividedModel:
+    """One worker's stage of a model."""
+
+    def __init__(self, context: ModelContext, stages: Stages, seed: int) -> None:
+        self._context, self._model, pipeline = context, stages.model, stages.pipeline
+        self.stage = stage = context.coordinate("stage")
+        self.link = StageLink(context, stage, stages.shares[stage], mix("stage", seed, stage))
+        self.signature: Signature = stages.graph.signature
+        self._batched = [
+            name
+            for name, each in zip(stages.inputs, self.signature.inputs, strict=True)
+            if each.rows is not None
+        ]
+        self._plans = {mode: _plan(stages.split, mode, stage) for mode in ("train", "eval")}
+        self._first_names = dict(stages.graph.names)
+        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        self._mine = {name for name in tensors if stages.owner(name) == stage}
+        used = {name for name in tensors if stage in stages.users(name)}
+        kept = [each for name, each in self._model.named_parameters() if name in used]
+        self._runner = StageRunner(
+            stage, self.link, pipeline.micro_batches, pipeline.recompute, kept, _tied(stages, stage)
+        )
+        stages.optimizer.param_groups[:] = stages.groups(stage)
+        self._release(used)
+        self._modules = list(self._model.modules())
+        self._model.forward = Forward(self)
+        self._model.register_state_dict_pre_hook(Hook(_refuse_saving))  # type: ignore[no-untyped-call]
+        stages.optimizer.register_state_dict_pre_hook(_refuse_saving)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the whole model. All workers that hold it call this."""
+        inputs = self.signature.values(args, kwargs)
+        self.link.fingerprint = fingerprint(inputs)
+        return self._runner(self._plans[self._mode], inputs, self._batched)
+
+    def has(self, gradients: Sequence[Tensor]) -> bool:
+        """True if these are gradients of this model."""
+        mine = {id(each.grad) for each in self._model.parameters() if each.grad is not None}
+        return not gradients or any(id(each) in mine for each in gradients)
+
+    @property
+    def _mode(self) -> str:
+        modes = {module.training for module in self._modules}
+        if len(modes) > 1:
+            raise UsageError(
+                "some layers of a divided model are in training mode and others are not: call model.train() "
+                "or model.eval() on the whole model, and freeze layers by requires_grad_(False)"
+            )
+        return "train" if modes == {True} else "eval"
+
+    def _release(self, used: set[str]) -> None:
+        """Frees the tensors that other stages hold. What remains has a shape, and no data.
+
+        Copies of parameters that another stage owns are in the operations of this stage only.
+        """
+        for prefix, module in self._model.named_modules():
+            for tensors, make in ((module._parameters, _without_data), (module._buffers, _empty)):
+                for name, tensor in list(tensors.items()):
+                    full = f"{prefix}.{name}" if prefix else name
+                    first = self._first_names.get(full, full)
+                    if tensor is not None and first not in (
+                        self._mine if make is _without_data else self._mine | used
+                    ):
+                        tensors[name] = make(tensor)
+
+    # --- the whole model ----------------------------------------------------------------------------
+
+    def complete(self, copy: nn.Module, on_all: bool) -> None:
+        """Gives a copy of the model the tensors of all stages: on all workers of the model, or on the first.
+
+        All workers of the model call this at the same time.
+        """
+        copy.__dict__.pop("forward", None)
+        tensors = {
+            name: each.detach()
+            for name, each in (*copy.named_parameters(), *copy.named_buffers())
+            if name in self._mine
+        }
+        node, me = self._context.worker_node, self.stage
+        others = [stage for stage in range(len(self._context.model)) if stage != me]
+        for stage in others if on_all else [0] * (me != 0):
+            node.send(
+                self._context.model[stage],
+                f"{_TENSORS} {me}",
+                *(each.reshape(-1) for each in tensors.values()),
+                names=list(tensors),
+            )
+        for stage in others if on_all or not me else ():
+            message = receive_from(node, self._context.model[stage], f"{_TENSORS} {stage}")
+            for name, flat in zip(message["names"], message.tensors, strict=True):
+                tensors[name] = flat.clone()
+        if on_all or not me:
+            self._fill(copy, tensors)
+
+    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        made: dict[str, nn.Parameter] = {}
+        for prefix, module in copy.named_modules():
+            for name, parameter in module._parameters.items():
+                first = self._first(prefix, name)
+                if parameter is not None and parameter.is_meta:
+                    value = tensors[first].view(parameter.shape)
+                    module._parameters[name] = made.setdefault(first, nn.Parameter(value, requires_grad=True))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = tensors[self._first(prefix, name)].view(buffer.shape)
+
+    def _first(self, prefix: str, name: str) -> str:
+        full = f"{prefix}.{name}" if prefix else name
+        return self._first_names.get(full, full)
+
+
+class Forward:
+    """The forward method of a divided model."""
+
+    def __init__(self, divided: DividedModel) -> None:
+        self._divided = divided
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided.forward(args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> Forward:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(_SAVE)
+
+
+def _plan(split: Partition, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
+    """What a stage must know of one mode of a divided model."""
+    assert mode in ("train", "eval")
+    stages = split.train if mode == "train" else split.eval
+    home = {name: number for number, each in enumerate(stages) for name in each.outputs}
+    mine, result = stages[stage], split.results[mode]
+    later = {number: each for number, each in enumerate(stages) if number > stage}
+    results: dict[int, tuple[str, ...]] = {}
+    for name in dict.fromkeys(result.leaves):
+        if name is not None and name in home:  # or it is an input
+            results[home[name]] = (*results.get(home[name], ()), name)
+
+    def sent(to: int, source: int) -> tuple[str, ...]:
+        return tuple(name for name in stages[to].inputs if home.get(name) == source)
+
+    return StagePlan(
+        run=mine.module,
+        inputs=mine.inputs,
+        outputs=mine.outputs,
+        sources={number: names for number in range(stage) if (names := sent(stage, number))},
+        sinks={number: names for number in later if (names := sent(number, stage))},
+        results=dict(sorted(results.items())),
+        build=result.build,
+    )
+
+
+def _tied(stages: Stages, stage: int) -> Tied:
+    """The parameters that this stage lends to later ones, and those that it borrows."""
+    lent: dict[int, dict[str, nn.Parameter]] = {}
+    borrowed: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in stages.model.named_parameters():
+        first, *others = stages.users(name)
+        if first == stage:
+            for other in others:
+                lent.setdefault(other, {})[name] = parameter
+        elif stage in others:
+            borrowed.setdefault(first, {})[name] = parameter
+    return Tied(lent, borrowed)
+
+
+def _without_data(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(_empty(parameter), requires_grad=False)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _refuse_saving(*_: object) -> NoReturn:
+    raise UsageError(_SAVE)

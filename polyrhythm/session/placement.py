@@ -1,0 +1,160 @@
+"""Placement: whether the models of a session are whole on each worker, or divided over several.
+
+This module has the session's side of it: which nodes agree on what, and what changes for the script. A
+`DividedModel` is one worker's part of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.node import Node
+from polyrhythm.core.requests import ShowNote
+from polyrhythm.core.strategy import Strategy
+from polyrhythm.model.consensus import joined
+from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
+from polyrhythm.session.arguments import Arguments
+from polyrhythm.session.batch_norm.policies import tracking
+from polyrhythm.session.context import WorldContext
+from polyrhythm.session.divided_model import DividedModel, Stages
+from polyrhythm.session.exchange import Exchange
+from polyrhythm.session.meter import Meter
+from polyrhythm.session.model_context import ModelContext
+from polyrhythm.session.part import scoped
+
+_MICRO_BATCHES = (
+    "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
+    "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
+)
+
+
+class Placement:
+    """Each worker holds whole models."""
+
+    divided = False
+    leads = True  # this worker acts for all that hold one model together
+
+    def plan(self, given: Arguments) -> None:
+        """Called in `prepare` on every node: decides which part of the model is where."""
+
+    def begin(self, seed: int) -> None:
+        """Called on every worker after `plan`: it keeps its own part of the model."""
+
+    def on_server(
+        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
+        """The node and the optimizer of each part that a server serves."""
+        return scoped(node, len(optimizers)), optimizers
+
+    def measured_by(self, meter: Meter) -> bool:
+        """True if workers wait for each other inside forward and backward passes, which this meter counts."""
+        return False
+
+    def norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """The norm of the gradients of a whole model, from the norm of those here."""
+        return norm
+
+    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
+        """Makes copies of the models whole: on all workers, or only on those that lead."""
+
+    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the digest of a result is of."""
+        return own
+
+    def refuse(self, what: str) -> None:
+        """Raises UsageError if something is not possible with parts of a model."""
+
+
+class DividedPlacement(Placement):
+    """Several workers hold one model together."""
+
+    divided = True
+
+    def __init__(
+        self, context: ModelContext, strategy: Strategy, batch_norm: str, exchange: Exchange
+    ) -> None:
+        self._context, self._strategy, self._batch_norm = context, strategy, batch_norm
+        self._exchange = exchange
+        self.leads = context.leads
+        self._stages: Stages | None = None
+        self._model: DividedModel | None = None
+
+    def plan(self, given: Arguments) -> None:
+        if tracking(joined(given.models)) and self._batch_norm in ("sync", "recompute"):
+            raise UsageError(
+                f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
+                "divides it: use batch_norm=rank0, mean or local"
+            )
+        if tracking(joined(given.models)):
+            self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
+        self._stages = Stages(self._strategy.splits, given, _example(given), self._decide)
+
+    def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
+        """Lets worker 0 choose the cuts for all nodes, which have captured the same operations."""
+        me = self._context.me
+        decides = me.role == "worker" and me.rank == 0
+        found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
+        cuts, theirs = found[0]
+        if theirs != captured:
+            raise UsageError(
+                f"{me} and worker 0 capture different operations of the model: all must build the same "
+                "model, with the same version of torch"
+            )
+        return list(cuts)
+
+    def begin(self, seed: int) -> None:
+        assert self._stages is not None
+        self._model, self._stages = DividedModel(self._context, self._stages, seed), None
+
+    def on_server(
+        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
+        assert self._stages is not None
+        places = range(self._context.size)
+        return [*map(self._context.node_at, places)], [*map(self._stages.optimizer_of, places)]
+
+    def measured_by(self, meter: Meter) -> bool:
+        assert self._model is not None
+        self._model.link.meter = meter
+        return True
+
+    def norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        if self._model is None or not self._model.has(gradients):
+            return norm
+        return self._model.link.norm(norm, kind)
+
+    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
+        assert self._model is not None
+        self._model.complete(models[0], on_all)
+
+    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [each.detach().reshape(-1) for each in result.parameters()]
+
+    def refuse(self, what: str) -> None:
+        raise UsageError(
+            f"{what} is not supported where a model is divided: save session.consensus().state_dict() by "
+            "session.save(), and load it into the model before session.prepare()"
+        )
+
+
+def _example(given: Arguments) -> Call:
+    """A call of the model: what the script gave as an example, or from the first batch of its loader."""
+    if given.example is not None:
+        return given_call(given.example)
+    if not given.loaders:
+        raise UsageError(
+            "a model that is divided needs an example of its inputs, and no loader was given: pass it as in "
+            "session.prepare(model, optimizer, example=(x,))"
+        )
+    return model_inputs(given.models[0], example_batch(given.loaders[0]))
+
+
+def placement(context: WorldContext, strategy: Strategy, batch_norm: str, exchange: Exchange) -> Placement:
+    """How the models of a session are divided under a strategy."""
+    if isinstance(context, ModelContext):
+        return DividedPlacement(context, strategy, batch_norm, exchange)
+    return Placement()

@@ -1,0 +1,113 @@
+"""StageLink: the messages between the workers that hold one model, inside its forward and backward passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.events import MicroBatch
+from polyrhythm.core.peer import Peer
+from polyrhythm.session.meter import DIGITS, Meter
+from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.random_states import OwnNumbers
+
+FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as long
+
+
+class StageLink:
+    """Connects the stages of one model. `share`: of the computation of the model that this stage has."""
+
+    def __init__(self, context: ModelContext, stage: int, share: float, seed: int) -> None:
+        self._context, self._node = context, context.worker_node
+        self._stages: Sequence[Peer] = context.model
+        self._stage, self._share = stage, share
+        self._group = self._node.everyone.split(self._stages)
+        # All workers of a model draw the same numbers in the script, and their own in dropout.
+        self._random = OwnNumbers(seed)
+        self.meter: Meter | None = None
+        self.fingerprint: list[Any] = []  # of the present batch
+
+    def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
+        tensors = {name: each.detach() for name, each in values.items() if isinstance(each, Tensor)}
+        self._node.send(
+            self._stages[to],
+            f"{kind} of stage {self._stage}",
+            *(each.contiguous().view(-1) for each in tensors.values()),
+            shapes={name: list(each.shape) for name, each in tensors.items()},
+            plain={name: each for name, each in values.items() if name not in tensors},
+            batch=self.fingerprint,
+        )
+
+    def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
+        for stage in range(len(self._stages)):
+            if stage != self._stage:
+                self.send(stage, kind, values)
+
+    def receive(self, sender: int, kind: str) -> dict[str, Any]:
+        peer, found = self._stages[sender], []
+        self._wait(lambda: found.append(receive_from(self._node, peer, f"{kind} of stage {sender}")))
+        [message] = found
+        if message["batch"] != self.fingerprint:
+            raise UsageError(
+                f"{self._node.me} and {peer} hold one model, but call it with different batches: all workers "
+                "of a model must get the same, as from a loader of session.prepare(); to divide "
+                "data by hand, use session.rank and session.workers, which count models"
+            )
+        shapes: dict[str, list[int]] = message["shapes"]
+        tensors = zip(shapes.items(), message.tensors, strict=True)
+        return {**message["plain"], **{name: flat.clone().view(shape) for (name, shape), flat in tensors}}
+
+    def sum(self, *tensors: Tensor) -> None:
+        self._wait(lambda: self._group.all_reduce(*tensors))
+
+    def norm(self, part: Tensor, kind: float) -> Tensor:
+        """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
+        largest = math.isinf(kind)
+        total = (part.detach() if largest else part.detach() ** kind).reshape(1).cpu()
+        self._group.all_reduce(total, op="max" if largest else "sum")
+        return (total if largest else total ** (1 / kind)).reshape(()).to(part)
+
+    @contextmanager
+    def compute(self, backward: bool, micro_batches: int) -> Iterator[None]:
+        began = self._node.now()
+        with self._random:
+            yield
+        phase = (1 - FORWARD) if backward else FORWARD
+        seconds = self._context.step_time() * self._share * phase / micro_batches
+        if seconds:
+            self._wait(lambda: self._context.advance_time(seconds), computes=True)
+        took = round(self._node.now() - began, DIGITS)
+        self._node.log(
+            MicroBatch("backward" if backward else "forward", self._stage, round(began, DIGITS), took)
+        )
+
+    def _wait(self, function: Callable[[], object], computes: bool = False) -> None:
+        """Blocks inside a pass. In simulation other nodes run meanwhile, on this thread."""
+
+        def wait() -> None:
+            before = self._node.now()
+            with torch.autocast("cpu", enabled=False), torch.no_grad(), self._context.blocking():
+                function()
+            if self.meter is not None and not computes:
+                self.meter.waited(self._node.now() - before)
+
+        self._context.wait_in_pass(wait)
+
+
+def fingerprint(inputs: Mapping[str, Any]) -> list[Any]:
+    """What the workers of a model compare of a batch: its shapes, and a few of its numbers."""
+    found: list[Any] = []
+    for each in inputs.values():
+        if isinstance(each, Tensor):
+            places = torch.linspace(0, max(each.numel() - 1, 0), min(each.numel(), 4)).long()
+            some = each.detach().reshape(-1)[places.to(each.device)]
+            found += [list(each.shape), some.cpu().contiguous().view(torch.uint8).tolist()]
+        else:
+            found.append(repr(each)[:80])
+    return found

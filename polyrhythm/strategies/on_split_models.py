@@ -1,0 +1,74 @@
+"""A strategy on models that are divided over several workers each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.registry import OPERATORS
+from polyrhythm.core.split import ModelSplit
+from polyrhythm.core.strategy import Strategy, Traits
+from polyrhythm.core.worker import Server, Worker
+
+if TYPE_CHECKING:
+    from polyrhythm.core.group import Group
+    from polyrhythm.core.node import Node
+    from polyrhythm.core.plan import Plan
+    from polyrhythm.model.replica import Replica
+    from polyrhythm.model.shard import Shard
+
+
+@dataclass(frozen=True)
+class OnSplitModels(Strategy):
+    """A strategy whose workers are groups of processes, each of which hold one model together.
+
+    `ssp:3@pipeline:2`: two processes hold one model, and are one worker of `ssp:3`. Each process has the
+    replica of its part of the model, and its own worker of the strategy, which exchanges with those that
+    hold the same part of other models and does not know that there are other parts.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("pipeline:4"))
+    allreduce@pipeline:4
+    """
+
+    on: Strategy
+    how: tuple[ModelSplit, ...]
+
+    def __post_init__(self) -> None:
+        most, times = Counter(each.axis for each in self.how).most_common(1)[0]
+        if times > 1:
+            raise UsageError(f"the model is divided twice on the axis {most}; each can be used once")
+
+    def __str__(self) -> str:
+        return "@".join(map(str, (self.on, *self.how)))
+
+    def __matmul__(self, split: ModelSplit) -> Strategy:
+        return OnSplitModels(self.on, (*self.how, split))
+
+    @property
+    def parts(self) -> tuple[Strategy, ...]:
+        return self.on.parts
+
+    @property
+    def splits(self) -> tuple[ModelSplit, ...]:
+        return self.how
+
+    @property
+    def traits(self) -> Traits:
+        # The others of a model cannot continue without a part of it, nor can one process replace a model.
+        axes = tuple((each.axis, each.size) for each in self.how)
+        return replace(self.on.traits, model_axes=axes, survives_loss=False)
+
+    def check(self, plan: Plan) -> None:
+        self.on.check(plan)
+
+    def worker(self, node: Node, replica: Replica, group: Group) -> Worker:
+        return self.on.worker(node, replica, group)
+
+    def server(self, node: Node, shard: Shard) -> Server:
+        return self.on.server(node, shard)
+
+
+OPERATORS["@"] = OnSplitModels
