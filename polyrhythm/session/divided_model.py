@@ -56,7 +56,7 @@ class Stages:
         self.model, self.optimizer = given.models[0], given.optimizers[0]
         if needs_closure(self.optimizer):
             raise UsageError(
-                f"{type(self.optimizer).__name__} looks at the whole model, and {pipeline} divides it: use an "
+                f"{type(self.optimizer).__name__} sees whole models, and {pipeline} divides one: use an "
                 "optimizer such as SGD or Adam, or allreduce without @"
             )
         if pipeline.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
