@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.mesh import Axis
@@ -37,6 +37,7 @@ class Pipeline(ModelSplit):
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
+    schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -56,6 +57,22 @@ class Pipeline(ModelSplit):
             )
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
+
+        if self.schedule == "pipedream":
+            if self.micro_batches not in (1, type(self).micro_batches):
+                raise UsageError(
+                    "pipeline: schedule=pipedream updates after each batch and does not cut it: leave "
+                    "micro_batches out, or use schedule=2bw"
+                )
+            object.__setattr__(self, "micro_batches", 1)
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.schedule != "gpipe"
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.schedule in ("pipedream", "2bw")
 
     @property
     def size(self) -> int:

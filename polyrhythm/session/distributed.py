@@ -115,8 +115,14 @@ class DistributedSession(Session):
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
         self.external: ExternalTraining | None = None
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
-        given = Arguments(objects, evaluate, again=self._data is not None, example=example)
+    def prepare(
+        self,
+        *objects: Any,
+        evaluate: Evaluated = (),
+        example: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None, example=example, loss=loss)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
         replaced = dict(zip(given.loaders, shared, strict=True))
@@ -170,6 +176,7 @@ class DistributedSession(Session):
                 part.driver.check = replica_check(
                     self._context, part.worker, part.replica, number, lambda: data.batches
                 )
+        self._scheduled = self._placement.scheduled(parts.first)
         waits = self._placement.measured_by(driver.meter)
         waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
@@ -276,6 +283,7 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
+        self._flush()
         together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
@@ -336,11 +344,17 @@ class DistributedSession(Session):
         if parts is None:
             assert self.external is not None
             return self.external.close()
+        self._flush()
         parts.reattach()
         self._note(parts.last_change() if self.rank == 0 else "")
         self._note(parts.own.note if self.workers > 1 else "")
         assert self._closing is not None
         self._closing.close(left_early=self._data is not None and self._data.left_early)
+
+    def _flush(self) -> None:
+        """Makes the updates of batches that are still in a pipeline."""
+        if self._scheduled is not None:
+            self._scheduled.flush()
 
     def salvage(self, untouched: bool) -> None:
         """The run has failed: sends the parameters that this worker has, or can get from servers.
