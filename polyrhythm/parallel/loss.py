@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.micro_batches import MicroBatchOf, Values
-from polyrhythm.parallel.partition import Mode, Partition, Segment
+from polyrhythm.parallel.partition import GraphSegment, Mode, Partition
 from polyrhythm.parallel.untouched import random_states_kept
 
 LOSS, TARGETS = "loss", "targets"  # the names of these values
@@ -66,20 +66,24 @@ def with_loss(parts: Partition, loss: Loss) -> Partition:
     return replace(parts, train=_with_loss(parts, "train", loss), eval=_with_loss(parts, "eval", loss))
 
 
-def _with_loss(parts: Partition, mode: Mode, loss: Loss) -> tuple[Segment, ...]:
+def _with_loss(parts: Partition, mode: Mode, loss: Loss) -> tuple[GraphSegment, ...]:
     *before, last = parts.segments(mode)
     leaves = dict.fromkeys(name for name in parts.results[mode].leaves if name is not None)
     others = tuple(name for name in leaves if name not in last.outputs)  # of earlier segments, or inputs
     assert isinstance(last.module, nn.Module)
     module = StageWithLoss(last, others, parts.results[mode].build, loss)
-    return (*before, Segment(last.place, module, (*last.inputs, *others, TARGETS), (LOSS,)))
+    return (*before, GraphSegment(last.place, module, (*last.inputs, *others, TARGETS), (LOSS,)))
 
 
 class StageWithLoss(nn.Module):
     """The last stage of a model, and then the loss."""
 
     def __init__(
-        self, stage: Segment, others: tuple[str, ...], build: Callable[[Mapping[str, Any]], Any], loss: Loss
+        self,
+        stage: GraphSegment,
+        others: tuple[str, ...],
+        build: Callable[[Mapping[str, Any]], Any],
+        loss: Loss,
     ) -> None:
         super().__init__()
         self.stage = stage.module

@@ -283,7 +283,8 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
-        self._flush()
+        if self._scheduled is not None:
+            self._scheduled.flush()
         together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
@@ -344,17 +345,13 @@ class DistributedSession(Session):
         if parts is None:
             assert self.external is not None
             return self.external.close()
-        self._flush()
+        if self._scheduled is not None:
+            self._scheduled.close()
         parts.reattach()
         self._note(parts.last_change() if self.rank == 0 else "")
         self._note(parts.own.note if self.workers > 1 else "")
         assert self._closing is not None
         self._closing.close(left_early=self._data is not None and self._data.left_early)
-
-    def _flush(self) -> None:
-        """Makes the updates of batches that are still in a pipeline."""
-        if self._scheduled is not None:
-            self._scheduled.flush()
 
     def salvage(self, untouched: bool) -> None:
         """The run has failed: sends the parameters that this worker has, or can get from servers.

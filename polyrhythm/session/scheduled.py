@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,12 @@ class ScheduledTraining:
     def flush(self) -> None:
         """Makes all updates that are left."""
 
+    def close(self) -> None:
+        """Makes all updates that are left when the script is over; the run may be stopped meanwhile."""
+        with suppress(RunStopped):
+            self.flush()
+        self.flush()
+
 
 @dataclass
 class _Given:
@@ -110,6 +117,7 @@ class AsynchronousTraining(ScheduledTraining):
         self._given: deque[_Given] = deque()
         self._ready: tuple[GivenPass, _Given] | None = None  # the gradients that the next step applies
         self._stepped, self._weight = True, 1.0
+        self._samples = 0  # examples of the updates so far
         self._part, self._driver, self._replica = part, part.driver, part.replica
         self._on_backward, self._driver.on_backward = self._driver.on_backward, self._weigh
         self._take_step = part.optimizer.step
@@ -162,6 +170,7 @@ class AsynchronousTraining(ScheduledTraining):
     def _apply(self) -> None:
         assert self._ready is not None
         (ready, given), self._ready = self._ready, None
+        self._samples = given.samples
         self._take_step()
         staleness, self._pipeline.version = self._pipeline.version - ready.version, self._pipeline.version + 1
         me = self._part.node.me.rank
@@ -181,23 +190,18 @@ class AsynchronousTraining(ScheduledTraining):
         self._given[-1].after.append(act) if self._given else act()
 
     def flush(self) -> None:
-        self._ready = None
-        try:
-            for ready in self._pipeline.drain():
-                # Others count the exchanges of these updates where the pipeline was filled.
-                self._driver.exchanges -= self._driver.exchanges_per_step
-                self._part.optimizer.zero_grad()
-                self._deliver(ready)
-                self._apply()
-        except RunStopped:  # the others have stopped after the same update
-            self._drop()
-            raise
-        self._stepped = True
-        self._part.optimizer.zero_grad()
-
-    def _drop(self) -> None:
-        self._pipeline.drop()
-        self._given.clear()
+        self._ready, self._stepped = None, True
+        if self._part.node.stopping.stopped:  # all stages after the same update
+            self._pipeline.drop()
+            self._given.clear()
+            self._replica.samples = self._samples
+            return
+        for ready in self._pipeline.drain():
+            # Others count the exchanges of these updates where the pipeline was filled.
+            self._driver.exchanges -= self._driver.exchanges_per_step
+            self._part.optimizer.zero_grad()
+            self._deliver(ready)
+            self._apply()
 
 
 def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
