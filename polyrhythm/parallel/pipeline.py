@@ -38,7 +38,7 @@ from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
 class StageMessages(Protocol):
     """The messages between the places of one model."""
 
-    fingerprint: list[Any]  # of the batch that they are about
+    fingerprint: str  # of the batch that they are about
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
         """Sends values to another place. They may be changed at once."""

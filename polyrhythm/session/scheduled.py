@@ -32,6 +32,7 @@ from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.divided_model import DividedModel
 from polyrhythm.session.part import TrainingPart
+from polyrhythm.session.patches import installed
 
 
 class ScheduledTraining:
@@ -91,7 +92,7 @@ class ScheduledTraining:
 
     def close(self) -> None:
         """Makes all updates that are left when the script is over; the run may be stopped meanwhile."""
-        with suppress(RunStopped):
+        with suppress(RunStopped), installed():
             self.flush()
         self.flush()
 
