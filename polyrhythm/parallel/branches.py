@@ -11,7 +11,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.estimates import Estimate
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph
 from polyrhythm.parallel.partition import Partition, operations_of, partition
-from polyrhythm.parallel.segments import direct_inputs, segments_of
+from polyrhythm.parallel.segments import bound_positions, direct_inputs, segments_of
 from polyrhythm.parallel.splits import Branches
 
 CHEAP = 0.01  # of the time: an operation without parameters below it may lie between branches and their merge
@@ -167,8 +167,7 @@ def _completed(graph: ModelGraph, chosen: Mapping[int, int], estimate: Estimate)
     mode, inputs = graph.train, direct_inputs(graph.train)
     total = sum(estimate.seconds)
     known = dict(chosen)
-    for nodes, _ in mode.bound:  # what must run together follows the branch that it is in
-        together = {mode.positions[node] for node in nodes}
+    for together, _ in bound_positions(mode):  # what must run together follows the branch that it is in
         where = {known[position] for position in together if position in known}
         if len(where) == 1:
             known.update(dict.fromkeys(together, where.pop()))

@@ -1,6 +1,6 @@
 """Estimates of what operations cost, from shapes: the same on all machines and in every run.
 
-Measured times would differ from run to run, and so would the places of operations. `polyrhythm plan` measures.
+Measured times would differ from run to run, and so would the division. `polyrhythm plan` measures.
 """
 
 from __future__ import annotations

@@ -25,6 +25,27 @@ def direct_inputs(mode: ModeGraph) -> list[list[int]]:
     return [sorted(positions(node)) for node in mode.operations]
 
 
+def bound_positions(mode: ModeGraph) -> list[tuple[set[int], str]]:
+    """Sets of operations that must run together, each with the reason.
+
+    A counter that no value depends on, such as that of BatchNorm, runs with its module.
+    """
+    found = [({mode.positions[node] for node in nodes}, why) for nodes, why in mode.bound]
+    inputs = direct_inputs(mode)
+    used = {other for others in inputs for other in others}
+    used |= {
+        mode.positions[each] for each in mode.graph.output_node().all_input_nodes if each in mode.positions
+    }
+    by_module: dict[str, int] = {}
+    for position in reversed(range(len(inputs))):
+        module = mode.module_of(position)
+        if inputs[position] or position in used:
+            by_module[module] = position
+        elif module in by_module:
+            found.append(({position, by_module[module]}, f"both are of {module}"))
+    return found
+
+
 def segments_of(graph: ModelGraph, places: Sequence[int]) -> tuple[list[int], list[int]]:
     """The segment of each operation of the train graph, and the place of each segment.
 
@@ -38,7 +59,7 @@ def segments_of(graph: ModelGraph, places: Sequence[int]) -> tuple[list[int], li
     for position, others in enumerate(inputs):
         for other in others:
             users[other].append(position)
-    bound = [({graph.train.positions[node] for node in nodes}, why) for nodes, why in graph.train.bound]
+    bound = bound_positions(graph.train)
     for together, why in bound:
         if len({places[position] for position in together}) > 1:
             raise UsageError(f"operations that must run on one worker would be on two: {why}")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import polyrhythm as pr
-from polyrhythm.core.events import MicroBatch
 from polyrhythm.parallel import branches, divide
 from tests.parallel.test_branches import random_places
 from tests.parallel.test_pipelines import ROWS, Misuse, Training, Twice, chain, distance, final
@@ -184,33 +183,19 @@ class Wide(nn.Module):
 
 @pytest.mark.usefixtures("free_messages")
 def test_branches_run_at_the_same_time(tmp_path: Path) -> None:
-    """In simulated time the forward passes of both branches overlap, and so do their backward passes."""
+    """In simulated time both branches begin together, forward and backward, and take half of the step."""
+    alone = run_in("simulated", Training(Wide), strategy="allreduce", workers=1, runs=tmp_path)
     summary = run_in("simulated", Training(Wide), strategy="branches:2", workers=2, runs=tmp_path)
-    log = events(summary, MicroBatch)
+    log = events(summary, "micro-batch")
+    assert {each["stage"] for each in log} == {0, 1}
     for direction in ("forward", "backward"):
-        longest = [
-            max(
-                (each for each in log if each.stage == place and each.direction == direction),
-                key=lambda e: e.seconds,
-            )
-            for place in (0, 1)
-        ]
-        spent = [each.seconds for each in longest]
-        assert 0.8 < spent[0] / spent[1] < 1.25
-        first = [
-            min(
-                (
-                    each
-                    for each in log
-                    if each.stage == place
-                    and each.direction == direction
-                    and each.seconds > 0.5 * spent[place]
-                ),
-                key=lambda e: e.began,
-            )
-            for place in (0, 1)
-        ]
-        assert abs(first[0].began - first[1].began) < 0.2 * spent[0]
+        way = [each for each in log if each["direction"] == direction]
+        long = [each for each in way if each["seconds"] > 0.5 * max(other["seconds"] for other in way)]
+        first, second = ([each for each in long if each["stage"] == place] for place in (0, 1))
+        assert first and len(first) == len(second)
+        for one, two in zip(first, second, strict=True):
+            assert abs(one["began"] - two["began"]) < 0.2 * one["seconds"]
+    assert summary["wall_s"] < 0.6 * alone["wall_s"]
 
 
 class SharedNorm(nn.Module):
@@ -229,6 +214,7 @@ class SharedNorm(nn.Module):
     ("strategy", "workers", "model", "error"),
     [
         ("branches:2", 2, chain(), "no branches that can run at the same time.*use pipeline:2"),
+        ("branches:2", 2, SharedNorm(), "batch_norm changes a value in place.*use pipeline:2"),
         ("branches:3", 3, Wide(), "more workers than .* use branches:2"),
         ("branches:modules=ways.0/way", 2, Wide(), "no submodule 'way'; similar ones"),
         ("branches:2@pipeline:2", 4, Wide(), "would divide one model in 2 ways"),
@@ -246,7 +232,7 @@ def test_what_has_no_branches_is_refused_in_one_line(
 def test_small_branches_train_and_a_line_says_that_they_do_not_pay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_in("simulated", Training(SharedNorm), strategy="branches:2", workers=2, runs=tmp_path)
+    run_in("simulated", Training(Blocks), strategy="branches:2", workers=2, runs=tmp_path)
     shown = capsys.readouterr()
     assert "too small to pay" in shown.out + shown.err
 

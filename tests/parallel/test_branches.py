@@ -15,7 +15,7 @@ from polyrhythm.parallel.estimates import Estimate, estimate
 from polyrhythm.parallel.graph import ModelGraph, capture
 from polyrhythm.parallel.partition import partition
 from polyrhythm.parallel.place_plan import place_plan
-from polyrhythm.parallel.segments import direct_inputs, segments_of
+from polyrhythm.parallel.segments import bound_positions, direct_inputs, segments_of
 from polyrhythm.parallel.splits import Branches
 from polyrhythm.parallel.trees import flatten
 from tests.parallel.models import CASES, Residual, unequal
@@ -71,7 +71,7 @@ def best(graph: ModelGraph, weights: dict[str, float], count: int) -> Fork | Non
 
 
 def test_two_towers_are_found() -> None:
-    found = best(graph := towers(), {"lstm": 1.0, "out": 0.2}, 2)
+    found = best(graph := towers(), {"zeros": 1e-4, "lstm": 1.0, "out": 0.2}, 2)
     assert found is not None and "cat" in graph.train.operations[found.merge].name
     names = [{graph.train.operations[position].name for position in branch} for branch in found.branches]
     assert len(names) == 2 and {"lstm", "lstm_1"} <= names[0] ^ names[1]
@@ -154,7 +154,8 @@ def test_the_time_of_branches_is_that_of_the_longest() -> None:
     """Two towers of a second, a layer of 0.2 seconds behind them; messages take little of that."""
     graph = towers()
     costs = Estimate(
-        tuple(given_costs(graph, {"lstm": 1.0, "out": 0.2})), dict.fromkeys(graph.train.graph.nodes, 4)
+        tuple(given_costs(graph, {"zeros": 1e-4, "lstm": 1.0, "out": 0.2})),
+        dict.fromkeys(graph.train.graph.nodes, 4),
     )
     places = choose_places(graph, Branches(2), costs)
     assert abs(step_seconds(graph, [0] * len(places), costs) - (1 + BACKWARD) * 2.2) < 0.01
@@ -173,14 +174,21 @@ def test_shared_parameters_are_owned_by_both_places() -> None:
 
 
 def random_places(graph: ModelGraph, count: int, seed: int) -> list[int]:
-    """A place for each operation, such that operations that must run together do."""
+    """A place for each operation, such that operations that must run together do.
+
+    Every place has some of the operations with parameters, if there are as many.
+    """
     draw = random.Random(seed)
     places = [draw.randrange(count) for _ in graph.train.operations]
     if draw.random() < 0.5:  # long runs at one place
         places = [places[position // 3] for position in range(len(places))]
+    trained = [
+        position for position, node in enumerate(graph.train.operations) if graph.train.tensors_of(node)
+    ]
+    for number, position in enumerate(draw.sample(trained, len(trained))):
+        places[position] = number % count
     for _ in range(len(places)):
-        for nodes, _ in graph.train.bound:
-            together = [graph.train.positions[node] for node in nodes]
+        for together, _ in bound_positions(graph.train):
             for position in range(min(together), max(together) + 1):
                 places[position] = places[min(together)]
     return places
