@@ -120,7 +120,8 @@ class DividedModel:
     def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
         self._context, self._model, how = context, division.model, division.how
         self.place = place = context.place
-        self.link = StageLink(context, division.shares, mix("stage", seed, place))
+        chain = bool(division.graph.note)  # of modules, which run as they are
+        self.link = StageLink(context, division.shares, mix("stage", seed, place), chain)
         self.signature: Signature = division.graph.signature
         self._batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
