@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.estimates import Estimate
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph
@@ -16,7 +14,6 @@ from polyrhythm.parallel.splits import Branches
 
 CHEAP = 0.01  # of the time: an operation without parameters below it may lie between branches and their merge
 BACKWARD = 2  # times as long as the forward pass
-MESSAGE, PER_BYTE = 2e-4, 5e-10  # seconds, between two processes of one host
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def _best_places(graph: ModelGraph, how: Branches, estimate: Estimate) -> list[i
     least, reason = step_seconds(graph, none, estimate), ""
     first: list[int] | None = None
     for fork in forks(graph, estimate.seconds, how.size):
-        if first is not None and fork.saved * (1 + BACKWARD) < 2 * MESSAGE:
+        if first is not None and fork.saved * (1 + BACKWARD) < 2 * estimate.message:
             break
         if not chosen.keys().isdisjoint(fork.places):
             continue
@@ -224,20 +221,20 @@ def step_seconds(graph: ModelGraph, places: Sequence[int], estimate: Estimate) -
     spent = [0.0] * len(homes)
     for segment, cost in zip(segments, estimate.seconds, strict=True):
         spent[segment] += cost
-    crossing = _crossing(graph.train, segments, homes, estimate.nbytes)
+    crossing = _crossing(graph.train, segments, homes, estimate)
     order = range(len(homes))
     into = [[(a, delay) for (a, b), delay in crossing.items() if b == segment] for segment in order]
     out = [[(b, delay) for (a, b), delay in crossing.items() if a == segment] for segment in order]
     lent = sum(_nbytes(graph, name) for name in _shared(graph, places))
-    ends = 2 * (MESSAGE + PER_BYTE * lent) if lent else 0.0
+    ends = 2 * (estimate.message + estimate.per_byte * lent) if lent else 0.0
     if len(set(places)) > 1:
-        ends += MESSAGE  # the output
+        ends += estimate.message  # the output
     forward = _schedule(order, homes, spent, into)
     return forward + _schedule(order[::-1], homes, [BACKWARD * each for each in spent], out) + ends
 
 
 def _crossing(
-    mode: ModeGraph, segments: Sequence[int], homes: Sequence[int], nbytes: Mapping[fx.Node, int]
+    mode: ModeGraph, segments: Sequence[int], homes: Sequence[int], estimate: Estimate
 ) -> dict[tuple[int, int], float]:
     """By two segments at different places: the seconds that values take from one to the other."""
     taken: dict[tuple[int, int], int] = {}
@@ -245,8 +242,8 @@ def _crossing(
         for segment in {segments[mode.positions[user]] for user in node.users if user in mode.positions}:
             pair = (segments[position], segment)
             if homes[pair[0]] != homes[pair[1]]:
-                taken[pair] = taken.get(pair, 0) + nbytes[node]
-    return {pair: MESSAGE + PER_BYTE * size for pair, size in taken.items()}
+                taken[pair] = taken.get(pair, 0) + estimate.nbytes[node]
+    return {pair: estimate.message + estimate.per_byte * size for pair, size in taken.items()}
 
 
 def _shared(graph: ModelGraph, places: Sequence[int]) -> Iterable[str]:

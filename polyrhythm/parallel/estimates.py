@@ -22,6 +22,7 @@ from polyrhythm.parallel.tracing import value_name
 
 # One core of a processor: only their ratio matters.
 _FLOPS, _BYTES = 4e10, 1e10  # a second
+MESSAGE, PER_BYTE = 2e-4, 5e-10  # seconds, between two processes of one host
 
 
 def _mkldnn_rnn(data: Sequence[int], *shapes: Any, **_: Any) -> int:
@@ -42,6 +43,8 @@ class Estimate:
 
     seconds: tuple[float, ...]  # by position: of the forward pass
     nbytes: Mapping[fx.Node, int]  # of the tensors that a node computes
+    message: float = MESSAGE  # seconds to send anything, and
+    per_byte: float = PER_BYTE  # for each byte of it
 
 
 def estimate(mode: ModeGraph, inputs: dict[str, Any]) -> Estimate:
@@ -52,7 +55,7 @@ def estimate(mode: ModeGraph, inputs: dict[str, Any]) -> Estimate:
     for node, cost in estimator.costs.items():
         if node in mode.positions:
             costs[mode.positions[node]] += cost
-    return Estimate(tuple(costs), estimator.nbytes)
+    return Estimate(tuple(costs), estimator.nbytes, MESSAGE)
 
 
 class _Estimator(fx.Interpreter):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polyrhythm as pr
-from polyrhythm.parallel import branches, divide
+from polyrhythm.parallel import divide, estimates
 from tests.parallel.test_branches import random_places
 from tests.parallel.test_pipelines import ROWS, Misuse, Training, Twice, chain, distance, final
 from tests.support.programs import events, trained
@@ -68,7 +68,7 @@ class Blocks(nn.Module):
 @pytest.fixture
 def free_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The branches of small models pay, too."""
-    monkeypatch.setattr(branches, "MESSAGE", 0.0)
+    monkeypatch.setattr(estimates, "MESSAGE", 0.0)
 
 
 @pytest.mark.usefixtures("free_messages")

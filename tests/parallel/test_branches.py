@@ -171,6 +171,9 @@ def test_shared_parameters_are_owned_by_both_places() -> None:
     shared = {name: users for name, users in parts.users.items() if name.startswith("lstm")}
     assert {tuple(sorted(users)) for users in shared.values()} == {(0, 1)}
     assert {users[0] for users in shared.values()} == {0, 1}
+    # In evaluation no tower waits for the other, either.
+    for segments in (parts.train, parts.eval):
+        assert [(each.place, len(each.inputs)) for each in segments] == [(1, 1), (0, 1), (0, 2)]
 
 
 def random_places(graph: ModelGraph, count: int, seed: int) -> list[int]:
@@ -221,7 +224,10 @@ def test_segments_of_any_places_compute_the_model(name: str) -> None:
         )
         sent: dict[tuple[str, int], int] = {}
         for place in set(places):
-            for segment in place_plan(parts, "train", place).segments:
+            plan = place_plan(parts, "train", place).segments
+            received = [number for segment in plan for number in segment.sources]
+            assert len(received) == len(set(received))
+            for segment in plan:
                 for sink, names in segment.sinks.items():
                     for value in names:
                         sent[value, sink] = sent.get((value, sink), 0) + 1
