@@ -98,7 +98,7 @@ def test_any_division_trains_like_the_whole_model(
 @pytest.mark.usefixtures("free_messages")
 @pytest.mark.parametrize("strategy", ["allreduce", "local:2"])
 def test_a_strategy_in_lockstep_trains_branches_like_whole_models(strategy: str, tmp_path: Path) -> None:
-    program = Training(Towers)
+    program = Training(Blocks)
     whole = final("simulated", program, strategy, 2, tmp_path)
     assert distance(final("simulated", program, f"{strategy}@branches:2", 4, tmp_path), whole) < 1e-12
 
@@ -106,7 +106,7 @@ def test_a_strategy_in_lockstep_trains_branches_like_whole_models(strategy: str,
 @pytest.mark.parametrize("strategy", ["ssp:1", "async+topk:0.5"])
 def test_strategies_with_servers_train_branches(strategy: str, tmp_path: Path) -> None:
     summary = run_in(
-        "simulated", Training(Towers), strategy=f"{strategy}@branches:2", workers=4, runs=tmp_path
+        "simulated", Training(Blocks), strategy=f"{strategy}@branches:2", workers=4, runs=tmp_path
     )
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
