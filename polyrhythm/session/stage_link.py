@@ -19,6 +19,7 @@ from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
 
 SAMPLED = 64  # numbers of each input that the workers of a model compare
+_GATHERED = "gathered"  # the kind of messages with what all places need of each other
 FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as long
 
 
@@ -32,7 +33,6 @@ class StageLink:
         self._context, self._node = context, context.worker_node
         self._places: Sequence[Peer] = context.model
         self._place, self._shares = context.place, shares
-        self._group = self._node.everyone.split(self._places)
         # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed, python=python)
         self.meter: Meter | None = None
@@ -80,19 +80,29 @@ class StageLink:
         return {**message["plain"], **found_tensors}
 
     def sum(self, *tensors: Tensor) -> None:
-        self._wait(lambda: self._group.all_reduce(*tensors))
+        """Replaces tensors by the sums over all places, the same on all."""
+        for tensor, parts in zip(tensors, self._gather(*tensors), strict=True):
+            tensor.copy_(torch.stack(parts).sum(0))
+
+    def _gather(self, *tensors: Tensor) -> list[list[Tensor]]:
+        """For each of these tensors, those of all places in order. Messages, and no collective of a group:
+        a collective fails once any worker of the run has died, also one of another model."""
+        mine: dict[str, Any] = {str(index): each for index, each in enumerate(tensors)}
+        self.send_all(_GATHERED, mine)
+        places = [
+            mine if place == self._place else self.receive(place, _GATHERED)
+            for place in range(len(self._places))
+        ]
+        return [[place[name].to(each) for place in places] for name, each in mine.items()]
 
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
-        total = part.detach().double().reshape(1).cpu()
+        [found] = self._gather(part.detach().double().cpu())
+        parts = torch.stack(found)
         if math.isinf(kind):
-            self._group.all_reduce(total, op="max" if kind > 0 else "min")
-        else:
-            power = kind or 1.0  # the norm of kind 0 counts
-            total = total**power
-            self._group.all_reduce(total)
-            total = total ** (1 / power)
-        return total.reshape(()).to(part)
+            return (parts.max() if kind > 0 else parts.min()).to(part)
+        power = kind or 1.0  # the norm of kind 0 counts
+        return ((parts**power).sum() ** (1 / power)).to(part)
 
     @contextmanager
     def compute(self, segment: int, backward: bool, micro_batches: int) -> Iterator[None]:

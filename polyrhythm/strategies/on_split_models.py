@@ -65,9 +65,8 @@ class OnSplitModels(Strategy):
 
     @property
     def traits(self) -> Traits:
-        # The others of a model cannot continue without a part of it, nor can one process replace a model.
         axes = tuple((each.axis, each.size) for each in self.how)
-        return replace(self.on.traits, model_axes=axes, survives_loss=False)
+        return replace(self.on.traits, model_axes=axes)
 
     def check(self, plan: Plan) -> None:
         self.on.check(plan)
