@@ -109,6 +109,23 @@ class StageRunner:
             found = one.forward(keep=False)
         return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
 
+    def begin(
+        self, plan: StagePlan, inputs: Values, batched: Sequence[str], tied: bool = True
+    ) -> Callable[[], Any]:
+        """Runs this stage on a whole batch, without gradients. The returned function waits for the output.
+
+        Other batches may be begun meanwhile. Not `tied`: no parameter has changed since the last batch.
+        """
+        rows = len(inputs[batched[0]]) if batched else 1
+        one = _Pass(self, plan, next(self._passes), [MicroBatchOf(rows, dict(inputs))], batched, [], [])
+        mine = one.send_output(one.run_stage(keep=False, tied=tied))
+
+        def wait() -> Any:
+            found = one.collect(mine)
+            return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
+
+        return wait
+
     def micro_batches(self, inputs: Values, batched: Sequence[str]) -> list[MicroBatchOf]:
         """A batch cut along the first dimension of the inputs that have a row for each example."""
         count = len(inputs[batched[0]]) if batched else 1
@@ -157,8 +174,13 @@ class _Pass:
 
     def forward(self, keep: bool) -> list[Tensor]:
         """Streams the micro-batches through this stage. Returns the tensors of the model's output."""
+        return self.collect(self.send_output(self.run_stage(keep)))
+
+    def run_stage(self, keep: bool, tied: bool = True) -> list[Values]:
+        """Streams the micro-batches through this stage. Returns what it has of the output of each."""
         runner, plan, link = self._runner, self._plan, self._runner.link
-        self._exchange_tied()
+        if tied:
+            self._exchange_tied()
         own: list[Values] = []
         for number, (_, values) in enumerate(self._micro_batches):
             kind = self._kind("forward", number)
@@ -177,20 +199,22 @@ class _Pass:
                 wanted = {name: values[name] for name in (*received, *self._leaves)}
                 kept = {name: each for name, each in outputs.items() if _differentiable(each)}
                 self._saved.append((wanted, kept))
-        return self._collect(own)
+        return own
 
-    def _collect(self, own: list[Values]) -> list[Tensor]:
+    def send_output(self, own: list[Values]) -> Values:
+        """Sends what this stage has of the model's output to the others; returns it."""
+        runner, mine = self._runner, {}
+        if (names := self._plan.results.get(runner.stage)) is not None:
+            mine = {name: _joined([each[name] for each in own], self._sizes) for name in names}
+            runner.link.send_all(self._kind("output", 0), mine)
+        return mine
+
+    def collect(self, mine: Values) -> list[Tensor]:
         """The output of the model: what this stage has of it, and what the others have."""
-        runner, link, plan = self._runner, self._runner.link, self._plan
-        kind, whole = self._kind("output", 0), {}
-        for stage, names in plan.results.items():
-            if stage == runner.stage:
-                mine = {name: _joined([each[name] for each in own], self._sizes) for name in names}
-                link.send_all(kind, mine)
-                whole.update(mine)
-        for stage in plan.results:
+        runner, whole = self._runner, dict(mine)
+        for stage in self._plan.results:
             if stage != runner.stage:
-                whole.update(link.receive(stage, kind))
+                whole.update(runner.link.receive(stage, self._kind("output", 0)))
         self.names = [name for name, each in whole.items() if isinstance(each, Tensor)]
         self.plain = {name: each for name, each in whole.items() if not isinstance(each, Tensor)}
         return [whole[name] for name in self.names]

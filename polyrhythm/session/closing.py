@@ -39,10 +39,15 @@ class Closing:
 
     def models(self, vectors: Sequence[Sequence[Tensor]], on_all: bool = True) -> list[nn.Module]:
         """Copies of the models with these parameters; `on_all`: whole on each worker of a divided one."""
+        models = self.parts_of_models(vectors)
+        self._placement.complete(models, on_all)
+        return models
+
+    def parts_of_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
+        """Copies of the models with these parameters: of divided ones, the part of this worker."""
         models = self._copies.copy(*vectors)
         if self._norms is not None:
             self._norms.show(joined(models))
-        self._placement.complete(models, on_all)
         return models
 
     def close(self, left_early: bool) -> None:

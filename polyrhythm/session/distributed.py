@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -48,6 +48,9 @@ from polyrhythm.session.optimizer_hooks import watch_optimizer
 from polyrhythm.session.part import Parts, check_optimizers
 from polyrhythm.session.placement import placement
 from polyrhythm.session.places import Call, script_call
+from polyrhythm.session.prediction.call import RunTogether
+from polyrhythm.session.prediction.models import Predictor
+from polyrhythm.session.prediction.rounds import Together
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import left_out
 from polyrhythm.session.salvage import salvage_beside
@@ -108,6 +111,7 @@ class DistributedSession(Session):
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self._closing: Closing | None = None
+        self._predictions: RunTogether | None = None
         self.stopping = self._node.stopping
         self.stopping.on_abandoned = salvage_beside(
             self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
@@ -272,9 +276,15 @@ class DistributedSession(Session):
             yield
 
     def consensus(self) -> Any:
-        parts, given = self._parts, self._given
-        if parts is None or given is None:
+        if self._parts is None:
             return super().consensus()
+        assert self._closing is not None
+        return one_or_all(self._agreed(self._closing.models))
+
+    def _agreed(self, made: Callable[[Sequence[Sequence[Tensor]]], list[nn.Module]]) -> list[nn.Module]:
+        """Copies of the models with the parameters that the workers agree on, `made` from these."""
+        parts, given = self._parts, self._given
+        assert parts is not None and given is not None
         given.check_owned()
         together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
@@ -285,8 +295,20 @@ class DistributedSession(Session):
             if self._norms is not None:
                 with parts.first.driver.meter.exchange():
                     self._norms.agree()
-            assert self._closing is not None
-            return one_or_all(self._closing.models(parts.consensus()))
+            return made(parts.consensus())
+
+    def _together(self) -> Together:
+        call = script_call("session.predict()")
+        if self._predictions is None:
+            self._predictions = RunTogether(self._context, self.workers)
+        self._predictions.gather_by = lambda value: self._gather(value, call)
+        return self._predictions
+
+    def _predictor(self) -> Predictor:
+        self._one_model()
+        assert self._closing is not None
+        [model] = self._agreed(self._closing.parts_of_models)
+        return self._placement.predictor(self._context, model)
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts

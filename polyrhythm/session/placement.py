@@ -25,6 +25,7 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.part import scoped
+from polyrhythm.session.prediction.models import Predictor, WholeModel
 
 _MICRO_BATCHES = (
     "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
@@ -63,6 +64,10 @@ class Placement:
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         """Makes copies of the models whole: on all workers, or only on those that lead."""
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
+        return WholeModel(model, context)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the digest of a result is of."""
@@ -140,6 +145,10 @@ class DividedPlacement(Placement):
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         assert self._model is not None
         self._model.complete(models[0], on_all)
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        assert self._model is not None
+        return self._model.predictor(model)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         return [each.detach().reshape(-1) for each in result.parameters()]

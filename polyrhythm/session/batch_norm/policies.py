@@ -36,11 +36,13 @@ NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's st
 
 
 def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The BatchNorm modules that have running statistics, by name."""
+    """The BatchNorm modules that have running statistics on this worker, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and not module.running_mean.is_meta
     }
 
 
@@ -56,7 +58,7 @@ def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
         for name, value in module._buffers.items()
-        if value is not None and name not in module._non_persistent_buffers_set
+        if value is not None and not value.is_meta and name not in module._non_persistent_buffers_set
     }
 
 
