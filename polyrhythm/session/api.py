@@ -72,6 +72,7 @@ class Session:
     workers: int = 1
     strategy: Strategy | None = None
     batch_norm: str = norms.DEFAULT
+    predicting: bool = False  # the script runs to predict with a saved model, by `polyrhythm predict`
 
     backward_passes: BackwardPasses | None = None  # None: they need no attention
 

@@ -71,7 +71,11 @@ def join_run(here: WorldContext, *asked: Any) -> DistributedSession:
     """
     before = session.get()
     if not isinstance(before, DistributedSession) or before._context is not here:
-        return DistributedSession(here, *asked)
+        if here.plan.predicts_with is None:
+            return DistributedSession(here, *asked)
+        from polyrhythm.session.prediction.session import PredictingSession  # imports this module
+
+        return PredictingSession(here, *asked)
     for first, later in zip(before.asked, asked, strict=True):
         if later is not None and later != first:
             raise UsageError(
@@ -111,7 +115,7 @@ class DistributedSession(Session):
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self._closing: Closing | None = None
-        self._predictions: RunTogether | None = None
+        self._predictions = RunTogether(here, self.workers)
         self.stopping = self._node.stopping
         self.stopping.on_abandoned = salvage_beside(
             self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
@@ -299,16 +303,12 @@ class DistributedSession(Session):
 
     def _together(self) -> Together:
         call = script_call("session.predict()")
-        if self._predictions is None:
-            self._predictions = RunTogether(self._context, self.workers)
-        self._predictions.gather_by = lambda value: self._gather(value, call)
-        return self._predictions
+        return self._predictions.begin(lambda value: self._gather(value, call))
 
     def _predictor(self) -> Predictor:
         self._one_model()
         assert self._closing is not None
-        [model] = self._agreed(self._closing.parts_of_models)
-        return self._placement.predictor(self._context, model)
+        return self._placement.predictor(self._context, self._agreed(self._closing.parts_of_models)[0])
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import polyrhythm as pr
-from polyrhythm.session.prediction.delivery import packed, unpacked
+from polyrhythm.session.prediction.output_exchange import packed, unpacked
 from polyrhythm.session.prediction.rounds import numbers, runs
 from tests.support.combine import few
 from tests.support.runs import run_in

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.stopping import RunStopped
 from polyrhythm.parallel.example import Call, given_call, model_inputs, on_device
 from polyrhythm.session.context import WorldContext
 from polyrhythm.session.prediction.batches import Deal, DealtBatches, whole_loader
-from polyrhythm.session.prediction.delivery import Delivery, Outputs
 from polyrhythm.session.prediction.models import Predictor
+from polyrhythm.session.prediction.output_exchange import OutputExchange, Outputs
 from polyrhythm.session.prediction.outputs import joined_outputs
 from polyrhythm.session.prediction.rounds import Prediction, To, Together
 
@@ -83,22 +84,32 @@ class RunTogether(Together):
     def __init__(self, context: WorldContext, workers: int) -> None:
         super().__init__()
         self._context = context
-        self.gather_by: Callable[[Any], list[Any]] = lambda value: [value]  # exchanges with all workers
         self.rank, self.workers, self.processes = context.me.rank, workers, context.processes
-        self._delivery = Delivery(context.node) if workers > 1 else None
+        self._gather: Callable[[Any], list[Any]] = lambda value: [value]
+        self._exchange: OutputExchange | None = None
+
+    def begin(self, gather: Callable[[Any], list[Any]]) -> RunTogether:
+        """Begins a prediction, in which all workers exchange small values by `gather`."""
+        if self.workers > 1:
+            self._gather, self._exchange = gather, self._exchange or OutputExchange(self._context.node)
+        return self
 
     def gather(self, value: Any) -> list[Any]:
-        return self.gather_by(value) if self.workers > 1 else [value]
+        return self._gather(value)
+
+    def computed(self, examples: int) -> None:
+        if self._context.node.stopping.alone:
+            raise RunStopped
 
     def deal(self, name: str, count: int) -> Deal:
         return Deal(self._context if self.workers > 1 else None, name, count, self.workers)
 
     def publish(self, number: int, readers: Sequence[int], packed: Tensor) -> None:
-        assert self._delivery is not None
-        self._delivery.publish(number, readers, packed)
+        assert self._exchange is not None
+        self._exchange.publish(number, readers, packed)
 
     def fetch(self, number: int, sizes: Mapping[int, int]) -> Outputs:
-        if self._delivery is None:
+        if self._exchange is None:
             return {}
         with self._context.blocking():
-            return self._delivery.fetch(number, sizes)
+            return self._exchange.fetch(number, sizes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +77,22 @@ def named_tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tens
     elif isinstance(output, tuple | list):
         for place, each in enumerate(output):
             yield from named_tensors(each, f"{name}.{place}")
+
+
+def write_outputs(path: Path, outputs: Any) -> None:
+    """Writes outputs as a file in safetensors format, which is always complete."""
+    import safetensors.torch
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        safetensors.torch.save_file(dict(named_tensors(outputs)), part)
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)  # as for any other file
+        part.replace(path)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"cannot write the outputs to {path}: {error}") from None
 
 
 def _kind(output: Any) -> Any:

@@ -9,7 +9,7 @@ takes the outputs one by one, as many as fit well into memory. A window takes ro
 
     1  The batches of the window that are missing are dealt to the workers, and computed (`batches`).
     2  All exchange which ones they have computed. A worker that has died is not among them.
-    3  Those that want the outputs fetch them from each other (`delivery`).
+    3  Those that want the outputs fetch them from each other (`output_exchange`).
     4  All exchange which ones they still lack. If nobody lacks any, the window is complete. Otherwise a
        worker has died with what it had, and there is another round for these.
 
@@ -34,8 +34,8 @@ from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.parallel.example import Call
 from polyrhythm.session.order import ENDLESS
 from polyrhythm.session.prediction.batches import Deal, DealtBatches
-from polyrhythm.session.prediction.delivery import Outputs, packed
 from polyrhythm.session.prediction.models import Predictor
+from polyrhythm.session.prediction.output_exchange import Outputs, packed
 from polyrhythm.session.prediction.outputs import check_rows, plain_output
 
 To = Literal["all", "main"]
@@ -56,6 +56,9 @@ class Together:
     def gather(self, value: Any) -> list[Any]:
         """The values of all workers that are alive, by rank."""
         return [value]
+
+    def computed(self, examples: int) -> None:
+        """This worker has computed a batch of so many examples."""
 
     def deal(self, name: str, count: int) -> Deal:
         """Deals so many batches to all workers."""
@@ -132,6 +135,7 @@ class Prediction:
             if not self._stream:
                 check_rows(output, examples)
             found[number] = output
+            self._run.computed(examples)
 
         with self._predictor.active():
             for number, examples, content in self._batches.load(missing, deal):

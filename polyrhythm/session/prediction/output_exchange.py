@@ -1,4 +1,4 @@
-"""Delivery: brings outputs that one worker has computed to others."""
+"""OutputExchange: brings outputs that one worker has computed to others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyrhythm.model.packing import pack, unpack
 Outputs = dict[int, Any]  # by the number of the batch
 
 
-class Delivery:
+class OutputExchange:
     """The outputs that this worker lets others fetch, and those that it fetches."""
 
     def __init__(self, node: Node) -> None:
