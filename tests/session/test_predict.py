@@ -91,7 +91,9 @@ class Program:
         found = self.after(session, model)
         session.barrier()
         if self.folder.is_dir():
-            torch.save(found, self.folder / f"{session.rank}-{os.getpid()}-{id(session)}.pt")
+            context = getattr(session, "_context", None)
+            node = getattr(context, "worker_node", getattr(context, "node", session))
+            torch.save(found, self.folder / f"{node.rank}.pt")
 
     def left(self) -> list[Any]:
         """What the workers have left, by rank."""
@@ -153,6 +155,30 @@ def test_outputs_are_those_of_one_process(world: str, strategy: str, workers: in
     left = program.left()
     assert len(left) == workers
     check(left, first=2 if "@" in strategy or "pipeline" in strategy else 1)
+
+
+def test_a_divided_model_trains_on_after_a_prediction(tmp_path: Path) -> None:
+    """Under `local` the model that predicts is not the one that trains: a prediction changes nothing."""
+
+    def after(session: Any, model: nn.Module) -> Any:
+        return [each.detach().clone() for each in model.parameters() if not each.is_meta]
+
+    def predict_first(session: Any, model: nn.Module) -> Any:
+        batches = session.predict(unseen(), stream=True)
+        next(batches)
+        during = after(session, model)
+        assert len(list(batches)) == 10
+        assert all(map(torch.equal, during, after(session, model)))
+        return during
+
+    found = []
+    for number, each in enumerate((after, predict_first)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        program = Program(folder, each)
+        run_in("simulated", program, strategy=f"local:3@{PIPELINE}", workers=4)
+        found.append(program.left())
+    assert all(all(map(torch.equal, *pair)) for pair in zip(*found, strict=True))
 
 
 def test_alone(tmp_path: Path) -> None:

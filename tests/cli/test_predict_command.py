@@ -49,8 +49,8 @@ def trained(runs: Path) -> Tensor:
 
 @few(
     "options",
-    [("-n", "3"), ("--split", "pipeline:2"), ("--split", "pipeline:2", "-n", "4"), ("-n", 1)],
-    quick=2,
+    [("--split", "pipeline:2"), ("-n", "3"), ("--split", "pipeline:2", "-n", "4"), ("-n", "1")],
+    quick=1,
 )
 def test_a_saved_run_predicts_what_the_run_did(
     options: tuple[str, ...], runs: Path, predict: Say, tmp_path: Path
