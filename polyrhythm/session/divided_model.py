@@ -28,6 +28,7 @@ from polyrhythm.parallel.partition import Mode, Partition
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
 from polyrhythm.parallel.rows import check_rows
+from polyrhythm.parallel.weight_gradients import WeightGradients
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.prediction.models import digest_of, evaluating
@@ -121,7 +122,8 @@ class DividedModel:
     def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
         self._context, self._model, how = context, division.model, division.how
         self.place = place = context.place
-        self.link = StageLink(context, division.shares, mix("stage", seed, place))
+        chain = bool(division.graph.note)  # of modules, which run as they are
+        self.link = StageLink(context, division.shares, mix("stage", seed, place), chain)
         self.signature: Signature = division.graph.signature
         self._batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
@@ -131,8 +133,11 @@ class DividedModel:
         self._mine = {name for name in tensors if division.owner(name) == place}
         used = {name for name in tensors if place in division.users(name)}
         kept = [each for name, each in self._model.named_parameters() if name in used]
+        later = WeightGradients()
+        for segment in (each for plan in self._plans.values() for each in plan.segments):
+            later.defer(segment.run)
         self._runner = StageRunner(
-            place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place)
+            place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place), later
         )
         division.optimizer.param_groups[:] = division.groups(place)
         self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
