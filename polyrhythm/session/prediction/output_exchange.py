@@ -16,6 +16,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.published import Key, Published
 from polyrhythm.model.packing import pack, unpack
 
+ALIGNED = 16  # bytes: any tensor may begin there
 Outputs = dict[int, Any]  # by the number of the batch
 
 
@@ -48,28 +49,29 @@ class OutputExchange:
 
 
 def packed(outputs: Mapping[int, Any]) -> Tensor:
-    """Outputs as one tensor of bytes."""
+    """Outputs as one tensor of bytes, in which each part begins at a multiple of `ALIGNED`."""
     text, *tensors = pack(dict(outputs))
-    dtypes = [str(each.dtype).removeprefix("torch.") for each in tensors]
-    parts = [_bytes(each) for each in tensors]
-    head = json.dumps([len(text), [[dtype, len(part)] for dtype, part in zip(dtypes, parts, strict=True)]])
-    header = torch.frombuffer(bytearray(head.encode()), dtype=torch.uint8)
-    size = torch.tensor([len(header)], dtype=torch.int64).view(torch.uint8)
-    return torch.cat([size, header, text, *parts])
+    parts = [text, *(_bytes(each) for each in tensors)]
+    kinds = [str(each.dtype).removeprefix("torch.") for each in (text, *tensors)]
+    head = json.dumps([[kind, len(part)] for kind, part in zip(kinds, parts, strict=True)]).encode()
+    header = torch.frombuffer(bytearray(len(head).to_bytes(8) + head), dtype=torch.uint8)
+    gap = torch.zeros(ALIGNED, dtype=torch.uint8)
+    return torch.cat([piece for part in (header, *parts) for piece in (part, gap[: -len(part) % ALIGNED])])
 
 
 def unpacked(whole: Tensor) -> Outputs:
     """The outputs that `packed` was given. WireError if these are no such bytes."""
     try:
-        end = 8 + int(whole[:8].view(torch.int64))
-        length, parts = json.loads(bytes(whole[8:end].numpy()))
-        sizes = [length, *(int(size) for _, size in parts)]
-        text, *tensors = torch.split(whole[end:], sizes)
-        # Copies, because their bytes lie at any place, and the memory that they came in is lent.
-        kinds = [getattr(torch, name) for name, _ in parts]
-        typed = [part.clone().view(kind) for part, kind in zip(tensors, kinds, strict=True)]
-        return dict(unpack([text, *typed]))
-    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        at = 8 + int.from_bytes(bytes(whole[:8].numpy()))
+        parts, tensors = json.loads(bytes(whole[8:at].numpy())), []
+        for kind, length in parts:
+            at += -at % ALIGNED
+            if at + length > len(whole):
+                raise ValueError(f"{len(whole)} bytes, and a part ends at {at + length}")
+            tensors.append(whole[at : at + length].view(getattr(torch, kind)))
+            at += length
+        return dict(unpack(tensors))  # with tensors of their own
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise WireError(f"not the outputs of a worker: {type(error).__name__}: {error}") from None
 
 
