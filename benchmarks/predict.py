@@ -36,8 +36,8 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
             )
         )  # fmt: skip
     return rows, [
-        f"{batches} batches of {BATCH} rows, {LAYERS} layers of {WIDTH} and {CLASSES} classes; one thread for "
-        "each process; the same bits in all three"
+        f"{batches} batches of {BATCH} rows, {LAYERS} layers of {WIDTH} and {CLASSES} classes; one thread "
+        "for each process; the same bits in all three"
     ]
 
 

@@ -123,8 +123,14 @@ class DistributedSession(Session):
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
         self.external: ExternalTraining | None = None
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
-        given = Arguments(objects, evaluate, again=self._data is not None, example=example)
+    def prepare(
+        self,
+        *objects: Any,
+        evaluate: Evaluated = (),
+        example: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None, example=example, loss=loss)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
         replaced = dict(zip(given.loaders, shared, strict=True))
@@ -178,6 +184,7 @@ class DistributedSession(Session):
                 part.driver.check = replica_check(
                     self._context, part.worker, part.replica, number, lambda: data.batches
                 )
+        self._scheduled = self._placement.scheduled(parts.first)
         waits = self._placement.measured_by(driver.meter)
         waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
@@ -280,26 +287,18 @@ class DistributedSession(Session):
             yield
 
     def consensus(self) -> Any:
-        if self._parts is None:
-            return super().consensus()
-        assert self._closing is not None
-        return one_or_all(self._agreed(self._closing.models))
+        return super().consensus() if self._closing is None else one_or_all(self._agreed(whole=True))
 
-    def _agreed(self, made: Callable[[Sequence[Sequence[Tensor]]], list[nn.Module]]) -> list[nn.Module]:
-        """Copies of the models with the parameters that the workers agree on, `made` from these."""
-        parts, given = self._parts, self._given
-        assert parts is not None and given is not None
-        given.check_owned()
-        together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
+    def _agreed(self, whole: bool) -> list[nn.Module]:
+        """Copies of the models that the workers agree on; not `whole`: of divided ones, a worker's part."""
+        assert self._parts is not None and self._closing is not None
+        if self._scheduled is not None:
+            self._scheduled.flush()
+        buffers = self._norms is not None
+        together = self.workers > 1 and self._parts.exchange_in_consensus(buffers)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
-            parts.reattach()
-            parts.check_writes()
-            self._note(parts.own.note if self.workers > 1 else "")
-            if self._norms is not None:
-                with parts.first.driver.meter.exchange():
-                    self._norms.agree()
-            return made(parts.consensus())
+            return self._closing.agreed(self.workers > 1, whole)
 
     def _together(self) -> Together:
         call = script_call("session.predict()")
@@ -307,8 +306,7 @@ class DistributedSession(Session):
 
     def _predictor(self) -> Predictor:
         self._one_model()
-        assert self._closing is not None
-        return self._placement.predictor(self._context, self._agreed(self._closing.parts_of_models)[0])
+        return self._placement.predictor(self._context, self._agreed(whole=False)[0])
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts
@@ -358,6 +356,8 @@ class DistributedSession(Session):
         if parts is None:
             assert self.external is not None
             return self.external.close()
+        if self._scheduled is not None:
+            self._scheduled.close()
         parts.reattach()
         self._note(parts.last_change() if self.rank == 0 else "")
         self._note(parts.own.note if self.workers > 1 else "")

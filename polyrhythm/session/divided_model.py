@@ -20,10 +20,12 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
-from polyrhythm.parallel.cut import estimated_costs
-from polyrhythm.parallel.divide import choose, divide
+from polyrhythm.parallel.divide import choose, divide, doubt
+from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
+from polyrhythm.parallel.loss import with_loss
+from polyrhythm.parallel.micro_batches import Values
 from polyrhythm.parallel.partition import Mode, Partition
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
@@ -48,15 +50,18 @@ class ModelDivision:
 
     def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
         """`decide` lets worker 0 choose for all nodes."""
-        [how] = splits
-        self.how = how
+        self.how = how = splits[0]
+        if len(splits) > 1:
+            raise UsageError(
+                f"{'@'.join(map(str, splits))} would divide one model in {len(splits)} ways: use one of them"
+            )
         if len(given.models) > 1 or len(given.optimizers) > 1:
             raise UsageError(
                 f"{how} divides one model with one optimizer, and session.prepare() got "
                 f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
                 "whole models, such as allreduce"
             )
-        self.model, self.optimizer = given.models[0], given.optimizers[0]
+        self.model, self.optimizer, self.loss = given.models[0], given.optimizers[0], given.loss
         if needs_closure(self.optimizer):
             raise UsageError(
                 f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
@@ -78,12 +83,11 @@ class ModelDivision:
         ]
         if how.micro_batches > 1:
             check_rows(self.parts, inputs, self.batched)
-        self.shares = self._shares(estimated_costs(self.graph.train, inputs))
+        costs = estimate(self.graph.train, inputs)
+        self.shares = self._shares(costs.seconds)
+        self.doubt = doubt(self.graph, how, self.parts, costs)
         if idle := sorted(set(range(how.size)) - {self.owner(name) for name in trained}):
-            raise UsageError(
-                f"stage {idle[0]} of {how} would have no parameter to train: use fewer stages, or name "
-                "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
-            )
+            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
 
     def _shares(self, costs: Sequence[float]) -> list[float]:
         """By segment: its share of the computation of the model."""
@@ -125,9 +129,15 @@ class DividedModel:
         chain = bool(division.graph.note)  # of modules, which run as they are
         self.link = StageLink(context, division.shares, mix("stage", seed, place), chain)
         self.signature: Signature = division.graph.signature
-        self._batched = division.batched
+        self.batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
         self._plans: dict[Mode, PlacePlan] = {mode: place_plan(division.parts, mode, place) for mode in modes}
+        self.plans_with_loss: dict[Mode, PlacePlan] = {}
+        if division.loss is not None and how.needs_loss:
+            with_it = with_loss(division.parts, division.loss)
+            self.plans_with_loss = {mode: place_plan(with_it, mode, place) for mode in modes}
+        self.before_forward: Callable[[], None] = lambda: None  # called when the script calls the model
+        self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name) == place}
@@ -136,7 +146,7 @@ class DividedModel:
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
             later.defer(segment.run)
-        self._runner = StageRunner(
+        self.runner = StageRunner(
             place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place), later
         )
         division.optimizer.param_groups[:] = division.groups(place)
@@ -149,15 +159,29 @@ class DividedModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the whole model. All workers that hold it call this."""
+        if self._run is None:
+            self.before_forward()
         inputs = self.signature.values(args, kwargs)
         self.link.fingerprint = fingerprint(inputs)
-        return self._runner(self._plans[self._mode], inputs, self._batched)
+        if self._run is not None:
+            return self._run(inputs, self._mode)
+        return self.runner(self._plans[self._mode], inputs, self.batched)
+
+    def call(
+        self, run: Callable[[Values, Mode], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls the model, so that its hooks run, with something else in place of its forward pass."""
+        self._run = run
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            self._run = None
 
     def begin(self, call: Call, tied: bool) -> Callable[[], Any]:
         """Begins to evaluate a whole batch; the returned function waits for the output of the model."""
         inputs = self.signature.values(*call)
         self.link.fingerprint = seen = fingerprint(inputs)
-        wait = self._runner.begin(self._plans["eval"], inputs, self._batched, tied)
+        wait = self.runner.begin(self._plans["eval"], inputs, self.batched, tied)
 
         def output() -> Any:
             self.link.fingerprint = seen

@@ -7,11 +7,12 @@ would train is refused: nothing is skipped silently. So the script has to ask `s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import LastStep, LeaveRun, Prepared
@@ -42,8 +43,14 @@ class PredictingSession(DistributedSession):
     predicting = True
     _predicted = 0  # calls of predict()
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
-        given = Arguments(objects, evaluate, again=self._given is not None, example=example)
+    def prepare(
+        self,
+        *objects: Any,
+        evaluate: Evaluated = (),
+        example: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Any:
+        given = Arguments(objects, evaluate, again=self._given is not None, example=example, loss=loss)
         if self._given is None:
             given.check()
             self._load(given)
