@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import blocks, cloned
@@ -135,6 +136,11 @@ class GossipWorker(NeighborWorker):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
+        if "differences" not in state:
+            raise UsageError(
+                "an older version of polyrhythm saved this state, and gossip cannot resume from it; leave out "
+                "session.load_state_dict() to start from the saved model"
+            )
         self.resume(state["round"], f"round {state['round']}")
         if state["differences"] is not None:
             self.differences = {
