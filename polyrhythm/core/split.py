@@ -20,8 +20,29 @@ class ModelSplit(Configured):
     kind = "split"
     registry: ClassVar[dict[str, type[ModelSplit]]] = {}
     axis: ClassVar[Axis]
+    advice: ClassVar[str] = "use fewer workers"  # if a worker would have nothing to train
 
     @property
     def size(self) -> int:
         """How many workers hold one model on this axis."""
         raise NotImplementedError(f"{type(self).__name__} has no size")
+
+    @property
+    def micro_batches(self) -> int:
+        """The pieces that a batch is cut into."""
+        return 1
+
+    @property
+    def needs_loss(self) -> bool:
+        """True if the session must know the loss: forward and backward passes take turns."""
+        return False
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if gradients are those of earlier batches, at earlier parameters."""
+        return False
+
+    @property
+    def recompute(self) -> bool:
+        """True if activations are computed again in the backward pass."""
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.mesh import Axis
@@ -23,6 +23,17 @@ class Pipeline(ModelSplit):
 
     of the time. Where `split_at` names no layers, the model is cut where the slowest stage is fastest.
 
+    Other values of `schedule` need a script that gives its loss function to `session.prepare(..., loss=fn)`,
+    and calls `session.backward(x, y)` in place of `loss.backward()`:
+
+    - `1f1b` computes the same in the same time. Forward and backward passes take turns, so stage s (from 0)
+      keeps the activations of K - s micro-batches and not of M.
+    - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
+      gradient at its parameters of K - s - 1 updates before, which it keeps until then:
+      $w(t+1) = w(t) - \eta \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
+    - `2bw` does not wait, either, and cuts batches: $w(t+1) = w(t) - \eta \nabla f(w(t-1))$ on all stages,
+      with two versions of the parameters. Use as many micro-batches as stages, or more.
+
     >>> import polyrhythm as pr
     >>> print(pr.parse("async") @ pr.Pipeline(2, micro_batches=4))
     async@pipeline:2,micro_batches=4
@@ -31,16 +42,24 @@ class Pipeline(ModelSplit):
     name = "pipeline"
     main = "stages"
     shows_main = True
-    paper = "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+    paper = (
+        "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism; "
+        "Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN "
+        "Training"
+    )
     axis: ClassVar[Axis] = "stage"
+    advice: ClassVar[str] = (
+        "use fewer stages, or name the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
+    )
 
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
+    schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"  # others need `prepare(..., loss=fn)`
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        return super().__new__(cls, *values, **_joined(named))
+        return super().__new__(cls, *values, **_joined(named, "split_at"))
 
     def __post_init__(self) -> None:
         names = _names(self.split_at)
@@ -57,6 +76,22 @@ class Pipeline(ModelSplit):
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
 
+        if self.schedule == "pipedream":
+            if self.micro_batches not in (1, type(self).micro_batches):
+                raise UsageError(
+                    "pipeline: schedule=pipedream updates after each batch and does not cut it: leave "
+                    "micro_batches out, or use schedule=2bw"
+                )
+            object.__setattr__(self, "micro_batches", 1)
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.schedule != "gpipe"
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.schedule in ("pipedream", "2bw")
+
     @property
     def size(self) -> int:
         assert self.stages is not None
@@ -68,11 +103,68 @@ class Pipeline(ModelSplit):
         return _names(self.split_at)
 
 
+@dataclass(frozen=True)
+class Branches(ModelSplit):
+    r"""Branches of the model that do not depend on each other run on different workers at the same time.
+
+    They are found in the graph of the model's operations, such as two towers, or experts whose outputs are
+    added, and are divided so that the longest worker takes least, messages included. What comes before and
+    after the branches runs on the first worker. A module that several branches share has one copy of each
+    parameter $w$ to train, whose gradient is the sum over its uses $u$,
+
+    $$rac{\partial L}{\partial w}=\sum_u rac{\partial L}{\partial w_u}.$$
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("ssp:3") @ pr.Branches(2))
+    ssp:3@branches:2
+    """
+
+    name = "branches"
+    main = "workers"
+    shows_main = True
+    paper = "Abadi et al. 2016, TensorFlow: A System for Large-Scale Machine Learning"
+    axis: ClassVar[Axis] = "branch"
+    advice: ClassVar[str] = (
+        "use fewer workers, or name submodules to run side by side, as in modules=left/right"
+    )
+
+    workers: int | None = None  # None: one for each submodule in `modules`, or 2
+    micro_batches: int = 1  # pieces that a batch is cut into
+    modules: str = ""  # submodules to run side by side, such as left/right; in Python also a list; "": found
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        return super().__new__(cls, *values, **_joined(named, "modules"))
+
+    def __post_init__(self) -> None:
+        names = _names(self.modules)
+        object.__setattr__(self, "modules", "/".join(names))
+        if self.workers is None:
+            object.__setattr__(self, "workers", len(names) or 2)
+        if self.size < 1:
+            raise UsageError(f"branches: workers is {self.workers}; there must be 1 or more")
+        if names and len(names) < self.size:
+            raise UsageError(
+                f"branches: {self.size} workers need as many submodules, but modules names {len(names)}"
+            )
+        if self.micro_batches < 1:
+            raise UsageError(f"branches: micro_batches is {self.micro_batches}; there must be 1 or more")
+
+    @property
+    def size(self) -> int:
+        assert self.workers is not None
+        return self.workers
+
+    @property
+    def names(self) -> list[str]:
+        """The submodules to run side by side, if they were named."""
+        return _names(self.modules)
+
+
 def _names(layers: str | Sequence[str]) -> list[str]:
     return layers.split("/") if isinstance(layers, str) and layers else list(layers)
 
 
-def _joined(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with lists of layers as the text that the grammar has for them."""
-    layers = fields.get("split_at", "")
-    return fields if isinstance(layers, str) else {**fields, "split_at": "/".join(layers)}
+def _joined(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Fields with a list of layers as the text that the grammar has for it."""
+    layers = fields.get(name, "")
+    return fields if isinstance(layers, str) else {**fields, name: "/".join(layers)}

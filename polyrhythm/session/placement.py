@@ -20,11 +20,12 @@ from polyrhythm.parallel.example import Call, example_batch, given_call, model_i
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.divided_model import DividedModel, Stages
+from polyrhythm.session.divided_model import DividedModel, ModelDivision
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
-from polyrhythm.session.part import scoped
+from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
     "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
@@ -58,6 +59,10 @@ class Placement:
         """The norm of the gradients of a whole model, from the norm of those here."""
         return norm
 
+    def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
+        """How `session.backward` trains the part, if that is not what a script would do."""
+        return None
+
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
@@ -83,7 +88,7 @@ class DividedPlacement(Placement):
         self._context, self._strategy, self._batch_norm = context, strategy, batch_norm
         self._exchange = exchange
         self.leads = context.leads
-        self._stages: Stages | None = None
+        self._division: ModelDivision | None = None
         self._model: DividedModel | None = None
 
     def plan(self, given: Arguments) -> None:
@@ -92,33 +97,36 @@ class DividedPlacement(Placement):
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
                 "divides it: use batch_norm=rank0, mean or local"
             )
-        if tracking(joined(given.models)):
+        check_scheduled(self._strategy, given, self._context.plan.workers)
+        if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
-        self._stages = Stages(self._strategy.splits, given, _example(given), self._decide)
+        self._division = ModelDivision(self._strategy.splits, given, _example(given), self._decide)
+        if self._division.doubt:
+            self._context.request(ShowNote(self._division.doubt))
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
-        """Lets worker 0 choose the cuts for all nodes, which have captured the same operations."""
+        """Lets worker 0 choose for all nodes, which have captured the same operations."""
         me = self._context.me
         decides = me.role == "worker" and me.rank == 0
         found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
-        cuts, theirs = found[0]
+        chosen, theirs = found[0]
         if theirs != captured:
             raise UsageError(
                 f"{me} and worker 0 capture different operations of the model: all must build the same "
                 "model, with the same version of torch"
             )
-        return list(cuts)
+        return list(chosen)
 
     def begin(self, seed: int) -> None:
-        assert self._stages is not None
-        self._model, self._stages = DividedModel(self._context, self._stages, seed), None
+        assert self._division is not None
+        self._model, self._division = DividedModel(self._context, self._division, seed), None
 
     def on_server(
         self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
-        assert self._stages is not None
+        assert self._division is not None
         places = range(self._context.size)
-        return [*map(self._context.node_at, places)], [*map(self._stages.optimizer_of, places)]
+        return [*map(self._context.node_at, places)], [*map(self._division.optimizer_of, places)]
 
     def measured_by(self, meter: Meter) -> bool:
         assert self._model is not None
@@ -128,7 +136,16 @@ class DividedPlacement(Placement):
     def norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
         if self._model is None or not self._model.has(gradients):
             return norm
+        if any(each.asynchronous for each in self._strategy.splits):
+            raise UsageError(
+                f"under {self._strategy} the stages have gradients of different batches, so there is no norm "
+                "of all of them: leave out clip_grad_norm_, or use schedule=1f1b"
+            )
         return self._model.link.norm(norm, kind)
+
+    def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
+        assert self._model is not None
+        return scheduled_training(self._model, self._strategy.splits[0], part)
 
     def settle(self) -> None:
         node, [leader, *others] = self._context.worker_node, self._context.model
