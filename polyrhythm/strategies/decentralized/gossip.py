@@ -138,8 +138,8 @@ class GossipWorker(NeighborWorker):
         super().load_state_dict(state)
         if "differences" not in state:
             raise UsageError(
-                "an older version of polyrhythm saved this state, and gossip cannot resume from it; leave out "
-                "session.load_state_dict() to start from the saved model"
+                "an older version of polyrhythm saved this state, and gossip cannot resume from it; leave "
+                "out session.load_state_dict() to start from the saved model"
             )
         self.resume(state["round"], f"round {state['round']}")
         if state["differences"] is not None:
