@@ -128,10 +128,10 @@ class GossipWorker(NeighborWorker):
 
     def state_dict(self) -> State:
         self.hold_differences()
-        places = {rank: place for place, rank in enumerate(self.ranks)}
-        differences = self.differences and {
-            places[peer.rank]: cloned(each) for peer, each in self.differences.items()
-        }
+        differences: dict[int, list[Tensor]] | None = None
+        if self.differences is not None:
+            places = {rank: place for place, rank in enumerate(self.ranks)}
+            differences = {places[peer.rank]: cloned(each) for peer, each in self.differences.items()}
         return {**super().state_dict(), "differences": differences}
 
     def load_state_dict(self, state: State) -> None:
