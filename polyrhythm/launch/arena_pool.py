@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import resource
+
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire.arena import Arenas
 
 ARENA = 1 << 38  # bytes of address space per node; only used pages take memory
+
+
+LIMITED = (
+    "the address space of processes is limited (ulimit -v), and shared memory needs much of it: nodes send each "
+    "other tensors through sockets instead"
+)
 
 
 class ArenaPool:
@@ -19,6 +27,13 @@ class ArenaPool:
         self.arenas = Arenas(first + spare + 1, ARENA)
         self._first, self._spare = list(range(first)), list(range(first, first + spare))
         self._taken: dict[tuple[Peer, int], int] = {}
+
+    @property
+    def shared(self) -> Arenas | None:
+        """The arenas for nodes to map; None if a limit of their address space forbids it."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        fits = limit == resource.RLIM_INFINITY or limit > self.arenas.count * self.arenas.size
+        return self.arenas if fits else None
 
     def take(self, peer: Peer, incarnation: int) -> int | None:
         """Assigns an arena to this incarnation; None if all are taken."""
