@@ -18,8 +18,8 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
-from polyrhythm.parallel.cut import estimated_costs
-from polyrhythm.parallel.divide import choose, divide
+from polyrhythm.parallel.divide import choose, divide, doubt
+from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
 from polyrhythm.parallel.partition import Mode, Partition
@@ -45,8 +45,11 @@ class ModelDivision:
 
     def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
         """`decide` lets worker 0 choose for all nodes."""
-        [how] = splits
-        self.how = how
+        self.how = how = splits[0]
+        if len(splits) > 1:
+            raise UsageError(
+                f"{'@'.join(map(str, splits))} would divide one model in {len(splits)} ways: use one of them"
+            )
         if len(given.models) > 1 or len(given.optimizers) > 1:
             raise UsageError(
                 f"{how} divides one model with one optimizer, and session.prepare() got "
@@ -75,12 +78,11 @@ class ModelDivision:
         ]
         if how.micro_batches > 1:
             check_rows(self.parts, inputs, self.batched)
-        self.shares = self._shares(estimated_costs(self.graph.train, inputs))
+        costs = estimate(self.graph.train, inputs)
+        self.shares = self._shares(costs.seconds)
+        self.doubt = doubt(self.graph, how, self.parts, costs)
         if idle := sorted(set(range(how.size)) - {self.owner(name) for name in trained}):
-            raise UsageError(
-                f"stage {idle[0]} of {how} would have no parameter to train: use fewer stages, or name "
-                "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
-            )
+            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
 
     def _shares(self, costs: Sequence[float]) -> list[float]:
         """By segment: its share of the computation of the model."""

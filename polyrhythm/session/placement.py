@@ -95,6 +95,8 @@ class DividedPlacement(Placement):
         if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
         self._division = ModelDivision(self._strategy.splits, given, _example(given), self._decide)
+        if self._division.doubt:
+            self._context.request(ShowNote(self._division.doubt))
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
