@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-
 from polyrhythm.core.peer import Peer
+from polyrhythm.launch.address_space import limit
 from polyrhythm.wire.arena import Arenas
 
 ARENA = 1 << 38  # bytes of address space per node; only used pages take memory
 
 
 LIMITED = (
-    "the address space of processes is limited (ulimit -v), and shared memory needs much of it: nodes send each "
-    "other tensors through sockets instead"
+    "the address space of processes is limited (ulimit -v), and shared memory would need much of it: nodes "
+    "send each other tensors through sockets"
 )
 
 
@@ -31,9 +30,8 @@ class ArenaPool:
     @property
     def shared(self) -> Arenas | None:
         """The arenas for nodes to map; None if a limit of their address space forbids it."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        fits = limit == resource.RLIM_INFINITY or limit > self.arenas.count * self.arenas.size
-        return self.arenas if fits else None
+        room = limit()
+        return self.arenas if room is None or room > self.arenas.count * self.arenas.size else None
 
     def take(self, peer: Peer, incarnation: int) -> int | None:
         """Assigns an arena to this incarnation; None if all are taken."""
