@@ -168,8 +168,9 @@ class Coordinator:
         self.membership.join(peer, request.location, late=self._prepared)
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
-        if self.running and not self.membership.expected.intersection(self.membership.model_of(peer)):
-            for each in filter(self._joining.__contains__, self.membership.model_of(peer)):
+        model = self.membership.model_of(peer)
+        if self.running and all(each in self._joining for each in model):
+            for each in model:
                 self._joining.release(each, self._welcome(each))
         elif len(self.membership.members) >= self.plan.nodes:
             self._joining.release_all(self._welcome)
@@ -283,11 +284,11 @@ class Coordinator:
     def _lose(self, peer: Peer, reason: str) -> None:
         """A worker has died, which ends its model. The other models continue."""
         membership, model = self.membership, self.membership.model_of(peer)
+        ended = f"ended with {peer}, which held a part of the same model"
         for each in model:
             membership.mark_dead(each)
             for waiting in (self._calls, self._joining, self._preparing):
                 waiting.forget(each)
-        ended = f"ended with {peer}, which held a part of the same model"
         for each in model[1:]:  # they may still run, and would report that they have lost the dead one
             membership.count_death(each, ended)
             self._launcher.end(each)
@@ -311,11 +312,9 @@ class Coordinator:
 
     def _replaced(self, model: Sequence[Peer]) -> bool:
         """True if others will replace the workers of a model, which have died."""
-        done = [self._finish.lose(each) for each in model]
-        if self.ending.stopping:
-            return False
-        if not any(done) and self._launcher.replace(model):
-            return True
+        done, stopping = [self._finish.lose(each) for each in model], self.ending.stopping
+        if stopping or (not any(done) and self._launcher.replace(model)):
+            return not stopping
         # Servers or shared memory may still hold the parameters, and a worker has to send them.
         others = self.membership.expected or self.membership.others(model[0])
         return not (self.digest or self._peers_hold_parameters or others) and self._launcher.rescue(model)

@@ -54,7 +54,7 @@ class Training:
     place: str = ""
 
     def __call__(self) -> None:
-        session = pr.init()
+        session: Any = pr.init()
         torch.manual_seed(3)
         model: nn.Module = (Branching() if self.branches else chain()).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,21 +62,20 @@ class Training:
         model, optimizer, loader = session.prepare(model, optimizer, loader)
         for _ in range(EPOCHS):
             for step, (x, y) in enumerate(loader):
-                self.die("forward", step)
+                self.die(session, "forward", step)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
-                self.die("backward", step)
+                self.die(session, "backward", step)
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 5.0)  # workers of a model exchange its norm
-                self.die("step", step)
+                self.die(session, "step", step)
                 optimizer.step()
-                self.die("lease", step)
-            self.die("consensus")
+                self.die(session, "lease", step)
+            self.die(session, "consensus")
             session.consensus()
 
-    def die(self, place: str, step: int = 1) -> None:
-        context: Any = pr.init()._context
-        node = context.worker_node
+    def die(self, session: Any, place: str, step: int = 1) -> None:
+        node = session._context.worker_node
         if place == self.place and step == 1 and node.me.rank in self.killed and not node.incarnation:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -115,7 +114,7 @@ def test_the_other_models_train_on_every_example(
     both = {f"worker {died}": 1, f"worker {died ^ 1}": 1}
     assert summary["replaced"] == (both if back else {})
     if back:  # the next life of the model has trained
-        steps = [line["node"] for line in events(summary, "micro_batch") if line["t"] > 0.095]
+        steps = [line["node"] for line in events(summary, "micro-batch") if line["t"] > 0.095]
         assert both.keys() <= {*steps}
     if strategy.startswith("async@pipeline"):
         check_server_laws(summary)
