@@ -230,7 +230,7 @@ class DividedModel:
         for place in others if on_all or not me else ():
             message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
-                tensors[name] = flat.clone()
+                tensors[name] = flat  # a message is a copy
         if on_all or not me:
             self._fill(copy, tensors)
 
