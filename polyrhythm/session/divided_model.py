@@ -7,7 +7,9 @@ the operations of all places, and tensors of other places have no data here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +33,7 @@ from polyrhythm.parallel.rows import check_rows
 from polyrhythm.parallel.weight_gradients import WeightGradients
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.prediction.models import digest_of, evaluating
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
 
@@ -150,7 +153,7 @@ class DividedModel:
         self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
         self._release(used)
         self._modules = list(self._model.modules())
-        self._model.forward = Forward(self)
+        self._model.forward = Forward(self, inspect.signature(self._model.forward))
         self._model.register_state_dict_pre_hook(Hook(_refuse_saving))  # type: ignore[no-untyped-call]
         division.optimizer.register_state_dict_pre_hook(_refuse_saving)
 
@@ -173,6 +176,22 @@ class DividedModel:
             return self._model(*args, **kwargs)
         finally:
             self._run = None
+
+    def begin(self, call: Call, tied: bool) -> Callable[[], Any]:
+        """Begins to evaluate a whole batch; the returned function waits for the output of the model."""
+        inputs = self.signature.values(*call)
+        self.link.fingerprint = seen = fingerprint(inputs)
+        wait = self.runner.begin(self._plans["eval"], inputs, self.batched, tied)
+
+        def output() -> Any:
+            self.link.fingerprint = seen
+            return wait()
+
+        return output
+
+    def predictor(self, copy: nn.Module) -> DividedPredictor:
+        """Predicts by a copy of this worker's part of the model, or by the model itself."""
+        return DividedPredictor(self, self._model, copy, len(self._context.model))
 
     def has(self, gradients: Sequence[Tensor]) -> bool:
         """True if these are gradients of this model."""
@@ -253,11 +272,43 @@ class DividedModel:
         return self._first_names.get(full, full)
 
 
+class DividedPredictor:
+    """Predicts by a divided model: batches follow each other through its parts."""
+
+    def __init__(self, divided: DividedModel, model: nn.Module, copy: nn.Module, ahead: int) -> None:
+        self._divided, self.model, self._copy, self.ahead = divided, model, copy, ahead
+        self._changed = True  # the parameters, since the last batch
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self._copy)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A context in which the operations of the model have the tensors of the copy."""
+        theirs = {**dict(self._copy.named_parameters()), **dict(self._copy.named_buffers())}
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        held = [(each, each.data, theirs[name].data) for name, each in own.items() if not each.is_meta]
+        self._changed = True
+        with evaluating(self.model):
+            try:
+                for tensor, _, other in held:
+                    tensor.data = other
+                yield
+            finally:
+                for tensor, data, _ in held:
+                    tensor.data = data
+
+    def begin(self, call: Call) -> Callable[[], Any]:
+        changed, self._changed = self._changed, False
+        return self._divided.begin(call, tied=changed)
+
+
 class Forward:
     """The forward method of a divided model."""
 
-    def __init__(self, divided: DividedModel) -> None:
-        self._divided = divided
+    def __init__(self, divided: DividedModel, signature: inspect.Signature) -> None:
+        self._divided, self.__signature__ = divided, signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._divided.forward(args, kwargs)

@@ -26,6 +26,7 @@ from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
@@ -69,6 +70,10 @@ class Placement:
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         """Makes copies of the models whole: on all workers, or only on those that lead."""
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
+        return WholeModel(model, context)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the digest of a result is of."""
@@ -172,6 +177,10 @@ class DividedPlacement(Placement):
                 "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
             )
         self._model.complete(models[0], on_all)
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        assert self._model is not None
+        return self._model.predictor(model)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         return [each.detach().reshape(-1) for each in result.parameters()]
