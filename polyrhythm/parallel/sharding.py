@@ -24,14 +24,14 @@ SizePlace = tuple[int, int | None]  # an argument, and the place in it if it is 
 
 
 @dataclass(frozen=True)
-class Division:
+class Sharding:
     """A dimension of a value that is divided over the workers."""
 
     dim: int
     blocks: Size = 1
 
 
-Divisions = Division | None | tuple[Division | None, ...]  # of an operation that returns several tensors
+Shardings = Sharding | None | tuple[Sharding | None, ...]  # of an operation that returns several tensors
 
 
 class Refusal(Exception):
@@ -46,16 +46,16 @@ class Refusal(Exception):
 class Outcome:
     """How an operation works on the parts of divided values."""
 
-    output: Divisions
-    cuts: Mapping[fx.Node, Division] = field(default_factory=dict)  # whole inputs that must be divided
+    output: Shardings
+    cuts: Mapping[fx.Node, Sharding] = field(default_factory=dict)  # whole inputs that must be divided
     sizes: Mapping[SizePlace, Size] = field(default_factory=dict)  # arguments that become smaller
 
 
 class Operation:
     """An operation of a graph, some of whose inputs are divided over `count` workers."""
 
-    def __init__(self, node: fx.Node, divisions: Mapping[fx.Node, Divisions], count: int) -> None:
-        self.node, self.divisions, self.count = node, divisions, count
+    def __init__(self, node: fx.Node, shardings: Mapping[fx.Node, Shardings], count: int) -> None:
+        self.node, self.shardings, self.count = node, shardings, count
 
     def argument(self, number: int, default: Any = None) -> Any:
         """An argument by its place in the schema, given by place or by name."""
@@ -66,8 +66,8 @@ class Operation:
             schema.name, schema.default_value if schema.has_default_value() else default
         )
 
-    def division(self, node: fx.Node) -> Division | None:
-        found = self.divisions.get(node)
+    def sharding(self, node: fx.Node) -> Sharding | None:
+        found = self.shardings.get(node)
         assert not isinstance(found, tuple)
         return found
 
@@ -78,11 +78,11 @@ class Operation:
         return found
 
     @property
-    def first(self) -> Division:
-        """The division of the first argument, the only one that is divided."""
-        found = self.division(self.input)
+    def first(self) -> Sharding:
+        """The sharding of the first argument, the only one that is divided."""
+        found = self.sharding(self.input)
         if found is None or any(
-            self.divisions.get(each) for each in self.node.all_input_nodes if each is not self.input
+            self.shardings.get(each) for each in self.node.all_input_nodes if each is not self.input
         ):
             raise Refusal("needs one divided value")
         return found
@@ -121,10 +121,10 @@ def by_labels(
     """An operation whose inputs and output have labelled dimensions; None is a label for broadcast ones."""
     found: tuple[Any, Size] | None = None
     for node, labels in inputs:
-        division = operation.division(node)
-        if division is None:
+        sharding = operation.sharding(node)
+        if sharding is None:
             continue
-        mine = (labels[division.dim], division.blocks)
+        mine = (labels[sharding.dim], sharding.blocks)
         if found is not None and found != mine:
             raise Refusal("combines values that are divided along different dimensions")
         found = mine
@@ -133,28 +133,28 @@ def by_labels(
     if label is None or label in whole or label not in output:
         raise Refusal("needs it whole")
     cuts = {
-        node: Division(list(labels).index(label), blocks)
+        node: Sharding(list(labels).index(label), blocks)
         for node, labels in inputs
-        if operation.division(node) is None and label in labels
+        if operation.sharding(node) is None and label in labels
     }
-    for node, division in cuts.items():
-        extent = divide(shape(node)[division.dim], division.blocks)
+    for node, sharding in cuts.items():
+        extent = divide(shape(node)[sharding.dim], sharding.blocks)
         if extent is None or divide(extent, operation.count) is None:
             raise Refusal("combines it with a value whose size is not a multiple")
-    return Outcome(Division(list(output).index(label), blocks), cuts)
+    return Outcome(Sharding(list(output).index(label), blocks), cuts)
 
 
-def view_division(before: Sequence[Size], division: Division, after: Sequence[Size], count: int) -> Division:
-    """The division of a view: the dimension that begins where a block begins."""
-    outer = math.prod(before[: division.dim]) * division.blocks
-    extent = divide(before[division.dim], division.blocks)
+def view_sharding(before: Sequence[Size], sharding: Sharding, after: Sequence[Size], count: int) -> Sharding:
+    """The sharding of a view: the dimension that begins where a block begins."""
+    outer = math.prod(before[: sharding.dim]) * sharding.blocks
+    extent = divide(before[sharding.dim], sharding.blocks)
     passed: Size = 1
     hint, why = None, "has no dimension for it"
     for dim, length in enumerate(after):
         blocks = divide(outer, passed)
         inner = None if blocks is None else divide(length, blocks)
         if inner is not None and divide(inner, count) is not None:
-            return Division(dim, blocks)
+            return Sharding(dim, blocks)
         if hint is None and isinstance(inner, int) and inner > 1 and blocks is not None:
             rest = divide(extent, inner)
             why = f"makes {inner} × {rest or '...'} of it, and {count} does not divide {inner}"

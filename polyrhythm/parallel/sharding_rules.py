@@ -12,17 +12,17 @@ from torch import fx
 
 from polyrhythm.parallel.hazards import mutated_arguments
 from polyrhythm.parallel.sharding import (
-    Division,
     Labels,
     Operation,
     Outcome,
     Refusal,
+    Sharding,
     Size,
     SizePlace,
     by_labels,
     divide,
     shape,
-    view_division,
+    view_sharding,
     wrap,
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ def propagate(operation: Operation) -> Outcome:
     if node.op != "call_function":
         raise Refusal("needs it whole")
     if target is operator.getitem:
-        several = operation.divisions[node.args[0]]  # type: ignore[index]
+        several = operation.shardings[node.args[0]]  # type: ignore[index]
         assert isinstance(several, tuple)
         return Outcome(several[node.args[1]])  # type: ignore[index]
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
@@ -47,7 +47,7 @@ def propagate(operation: Operation) -> Outcome:
         raise Refusal("needs it whole")
     outcome = rule(operation)
     changed = mutated_arguments(node, {})
-    if any(not operation.divisions.get(each) for each in changed):
+    if any(not operation.shardings.get(each) for each in changed):
         raise Refusal("changes a whole value in place")
     return outcome
 
@@ -175,15 +175,15 @@ def _concatenated(operation: Operation) -> Outcome:
     rank = len(shape(operation.node))
     dim = wrap(operation.argument(1), rank)
     pieces = operation.argument(0)
-    divisions = [operation.division(each) for each in pieces]
-    if not any(each is not None and each.dim == dim for each in divisions):
+    shardings = [operation.sharding(each) for each in pieces]
+    if not any(each is not None and each.dim == dim for each in shardings):
         return by_labels(operation, [(each, range(rank)) for each in pieces], range(rank))
     extents = {
-        each and divide(shape(piece)[dim], each.blocks) for piece, each in zip(pieces, divisions, strict=True)
+        each and divide(shape(piece)[dim], each.blocks) for piece, each in zip(pieces, shardings, strict=True)
     }
-    if None in extents or len(extents) > 1 or any(each and each.dim != dim for each in divisions):
+    if None in extents or len(extents) > 1 or any(each and each.dim != dim for each in shardings):
         raise Refusal("joins parts of different sizes")
-    return Outcome(Division(dim, sum(each.blocks for each in divisions if each)))
+    return Outcome(Sharding(dim, sum(each.blocks for each in shardings if each)))
 
 
 # --- operations that move dimensions ----------------------------------------------------------------
@@ -193,11 +193,11 @@ def _moved(order: Callable[[Operation, int], Sequence[int | None]]) -> Callable[
     """An operation whose output has dimensions of its input in another order; None for new ones."""
 
     def rule(operation: Operation) -> Outcome:
-        division = operation.first
+        sharding = operation.first
         output = list(order(operation, len(shape(operation.input))))
-        if division.dim not in output:
+        if sharding.dim not in output:
             raise Refusal("needs it whole")
-        return Outcome(Division(output.index(division.dim), division.blocks))
+        return Outcome(Sharding(output.index(sharding.dim), sharding.blocks))
 
     return rule
 
@@ -233,11 +233,11 @@ def _unsqueezed(operation: Operation, rank: int) -> list[int | None]:
 
 
 def _selected(operation: Operation) -> Outcome:
-    division, sizes = operation.first, shape(operation.input)
+    sharding, sizes = operation.first, shape(operation.input)
     dim = wrap(operation.argument(1), len(sizes))
-    if dim == division.dim:
+    if dim == sharding.dim:
         raise Refusal("takes one place of a divided dimension", sizes[dim])
-    return Outcome(Division(division.dim - (dim < division.dim), division.blocks))
+    return Outcome(Sharding(sharding.dim - (dim < sharding.dim), sharding.blocks))
 
 
 # --- operations that change sizes -------------------------------------------------------------------
@@ -247,54 +247,54 @@ def _viewed(place: int, first: Callable[[Operation], int]) -> Callable[[Operatio
     """A view. `place`: the argument with the sizes of the dimensions from `first` on."""
 
     def rule(operation: Operation) -> Outcome:
-        division = operation.first
-        division = view_division(shape(operation.input), division, shape(operation.node), operation.count)
+        sharding = operation.first
+        sharding = view_sharding(shape(operation.input), sharding, shape(operation.node), operation.count)
         sizes: dict[SizePlace, Size] = {}
-        inside = division.dim - first(operation)
+        inside = sharding.dim - first(operation)
         given = operation.argument(place)
         if 0 <= inside < len(given) and given[inside] != -1:
             sizes[place, inside] = given[inside]
-        return Outcome(division, sizes=sizes)
+        return Outcome(sharding, sizes=sizes)
 
     return rule
 
 
 def _flattened(operation: Operation) -> Outcome:
     return Outcome(
-        view_division(shape(operation.input), operation.first, shape(operation.node), operation.count)
+        view_sharding(shape(operation.input), operation.first, shape(operation.node), operation.count)
     )
 
 
 def _expanded(operation: Operation) -> Outcome:
-    division, given = operation.first, operation.argument(1)
-    dim = division.dim + len(given) - len(shape(operation.input))
-    return Outcome(Division(dim, division.blocks), sizes={} if given[dim] == -1 else {(1, dim): given[dim]})
+    sharding, given = operation.first, operation.argument(1)
+    dim = sharding.dim + len(given) - len(shape(operation.input))
+    return Outcome(Sharding(dim, sharding.blocks), sizes={} if given[dim] == -1 else {(1, dim): given[dim]})
 
 
 def _pieces(lengths: Callable[[Operation, Size], Sequence[Size]]) -> Callable[[Operation], Outcome]:
     """An operation that returns pieces of these lengths of a dimension, its last argument."""
 
     def rule(operation: Operation) -> Outcome:
-        division, before = operation.first, shape(operation.input)
+        sharding, before = operation.first, shape(operation.input)
         dim = wrap(operation.argument(len(operation.node.target._schema.arguments) - 1), len(before))  # type: ignore[union-attr]
         wanted = lengths(operation, before[dim])
-        if dim != division.dim:
-            return Outcome((division,) * len(wanted))
-        blocks = _blocks(before[dim], division, wanted)
+        if dim != sharding.dim:
+            return Outcome((sharding,) * len(wanted))
+        blocks = _blocks(before[dim], sharding, wanted)
         given = operation.argument(1)
         sizes: dict[SizePlace, Size] = {}
         if isinstance(given, list | tuple):
             sizes = {(1, place): each for place, each in enumerate(given)}
         elif operation.node.target._schema.name != "aten::chunk":  # type: ignore[union-attr]
             sizes = {(1, None): given}
-        return Outcome(tuple(Division(dim, each) for each in blocks), sizes=sizes)
+        return Outcome(tuple(Sharding(dim, each) for each in blocks), sizes=sizes)
 
     return rule
 
 
-def _blocks(length: Size, division: Division, pieces: Sequence[Size]) -> list[Size]:
+def _blocks(length: Size, sharding: Sharding, pieces: Sequence[Size]) -> list[Size]:
     """How many blocks each piece has; Refusal unless all have whole ones."""
-    extent = divide(length, division.blocks)
+    extent = divide(length, sharding.blocks)
     found = [None if extent is None else divide(each, extent) for each in pieces]
     if None in found:
         equal = len(set(pieces)) == 1
@@ -317,38 +317,38 @@ def _chunk(operation: Operation, length: Size) -> list[Size]:
 
 
 def _unbound(operation: Operation) -> Outcome:
-    division, sizes = operation.first, shape(operation.input)
+    sharding, sizes = operation.first, shape(operation.input)
     dim = wrap(operation.argument(1), len(sizes))
-    if dim == division.dim:
+    if dim == sharding.dim:
         raise Refusal("takes the places of a divided dimension apart", sizes[dim])
-    return Outcome((Division(division.dim - (dim < division.dim), division.blocks),) * sizes[dim])
+    return Outcome((Sharding(sharding.dim - (dim < sharding.dim), sharding.blocks),) * sizes[dim])
 
 
 def _sliced(operation: Operation) -> Outcome:
-    division, before = operation.first, shape(operation.input)
+    sharding, before = operation.first, shape(operation.input)
     dim = wrap(operation.argument(1), len(before))
-    if dim != division.dim:
-        return Outcome(division)
+    if dim != sharding.dim:
+        return Outcome(sharding)
     begin, end, length = operation.argument(2) or 0, operation.argument(3), before[dim]
     if end is None or (isinstance(end, int) and isinstance(length, int) and end >= length):
         end = length
     if begin == 0 and end == length and operation.argument(4, 1) == 1:
-        return Outcome(division)
+        return Outcome(sharding)
     if not all(isinstance(each, int) for each in (begin, end, length)) or operation.argument(4, 1) != 1:
         raise Refusal("cuts a divided dimension")
     begin, end = wrap(begin, length), wrap(end, length)
-    extent = divide(length, division.blocks)
+    extent = divide(length, sharding.blocks)
     if extent is None or begin % extent or end % extent:
         common = math.gcd(begin, end, length)
         raise Refusal("cuts a divided dimension", length // common)
-    return Outcome(Division(dim, (end - begin) // extent), sizes={(2, None): begin, (3, None): end})
+    return Outcome(Sharding(dim, (end - begin) // extent), sizes={(2, None): begin, (3, None): end})
 
 
 def _repeated(operation: Operation) -> Outcome:
-    division, dim = operation.first, operation.argument(2)
+    sharding, dim = operation.first, operation.argument(2)
     if not isinstance(operation.argument(1), int) or dim is None:
         raise Refusal("needs it whole")
-    return Outcome(division)
+    return Outcome(sharding)
 
 
 def _kept(operation: Operation) -> Outcome:

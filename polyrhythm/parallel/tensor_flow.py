@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from polyrhythm.parallel.graph import ModeGraph
-from polyrhythm.parallel.sharding import Division, Divisions, Operation, Outcome, Refusal, divide, shape
+from polyrhythm.parallel.sharding import Operation, Outcome, Refusal, Sharding, Shardings, divide, shape
 from polyrhythm.parallel.sharding_rules import propagate
 
 Style = Literal["column", "row"]
@@ -115,9 +115,9 @@ class Flow:
     """What is divided in one mode of a model, and how."""
 
     count: int  # of workers
-    divisions: dict[fx.Node, Divisions] = field(default_factory=dict)
+    shardings: dict[fx.Node, Shardings] = field(default_factory=dict)
     outcomes: dict[fx.Node, Outcome] = field(default_factory=dict)
-    shards: dict[str, Division] = field(default_factory=dict)  # the parameters that are divided
+    shards: dict[str, Sharding] = field(default_factory=dict)  # the parameters that are divided
     styles: dict[str, Style] = field(default_factory=dict)  # by the names of matrices
     sources: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # the column layers behind a value
     rows: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # and behind each row layer
@@ -125,26 +125,26 @@ class Flow:
     def linear(self, linear: Linear, style: Style, blocks: int) -> None:
         """Divides a linear layer."""
         inputs, outputs = linear.features
-        division, last = self.divisions.get(linear.input), len(shape(linear.input)) - 1
-        assert not isinstance(division, tuple)
+        sharding, last = self.shardings.get(linear.input), len(shape(linear.input)) - 1
+        assert not isinstance(sharding, tuple)
         if style == "column":
-            if division is not None:
+            if sharding is not None:
                 raise Refusal("gets a value that is divided already")
             self._check(outputs, blocks, "outputs")
-            self.divisions[linear.node] = Division(last, blocks)
-            self.outcomes[linear.node] = Outcome(Division(last, blocks))
+            self.shardings[linear.node] = Sharding(last, blocks)
+            self.outcomes[linear.node] = Outcome(Sharding(last, blocks))
             self.sources[linear.node] = frozenset([linear.weight])
-            self._shard(linear.weight, Division(linear.outputs, blocks))
+            self._shard(linear.weight, Sharding(linear.outputs, blocks))
             if linear.bias is not None:
-                self._shard(linear.bias, Division(0, blocks))
+                self._shard(linear.bias, Sharding(0, blocks))
         else:
-            parts = division or Division(last)
+            parts = sharding or Sharding(last)
             if parts.dim != last or not isinstance(parts.blocks, int):
                 raise Refusal("gets a value that is divided along another dimension")
             self._check(inputs, parts.blocks, "inputs")
-            self.outcomes[linear.node] = Outcome(None, {} if division else {linear.input: parts})
+            self.outcomes[linear.node] = Outcome(None, {} if sharding else {linear.input: parts})
             self.rows[linear.node] = self.sources.get(linear.input, frozenset())
-            self._shard(linear.weight, Division(1 - linear.outputs, parts.blocks))
+            self._shard(linear.weight, Sharding(1 - linear.outputs, parts.blocks))
         self.styles[linear.weight] = style
 
     def _check(self, features: int, blocks: int, what: str) -> None:
@@ -152,34 +152,34 @@ class Flow:
         if each is None or divide(each, self.count) is None:
             raise Refusal(f"has {features} {what}, which {self.count} does not divide")
 
-    def _shard(self, name: str, division: Division) -> None:
-        if self.shards.setdefault(name, division) != division:
+    def _shard(self, name: str, sharding: Sharding) -> None:
+        if self.shards.setdefault(name, sharding) != sharding:
             raise Refusal("is used twice, and would be divided in two ways")
 
 
-Decide = Callable[[Linear, Division | None], Style | None]
+Decide = Callable[[Linear, Sharding | None], Style | None]
 
 
 def analyze(mode: ModeGraph, count: int, decide: Decide, blocks: Mapping[str, int]) -> Flow:
     """What is divided if `decide` divides each linear layer; Undividable if an operation refuses that."""
     flow, linears = Flow(count), find_linears(mode)
     for node in mode.graph.nodes:
-        divided = [each for each in node.all_input_nodes if flow.divisions.get(each)]
+        divided = [each for each in node.all_input_nodes if flow.shardings.get(each)]
         behind = frozenset[str]().union(*(flow.sources[each] for each in divided))
         linear = linears.get(node)
         try:
             if linear is not None:
-                division = flow.divisions.get(linear.input)
-                assert not isinstance(division, tuple)
-                style = decide(linear, division)
+                sharding = flow.shardings.get(linear.input)
+                assert not isinstance(sharding, tuple)
+                style = decide(linear, sharding)
                 behind |= {linear.weight} if style else frozenset()
                 if style is not None:
                     flow.linear(linear, style, blocks.get(linear.weight, 1))
                     continue
             if not divided or node in mode.sizes:
                 continue
-            outcome = propagate(Operation(node, flow.divisions, count))
+            outcome = propagate(Operation(node, flow.shardings, count))
         except Refusal as refusal:
             raise Undividable(node, behind, refusal) from None
-        flow.outcomes[node], flow.divisions[node], flow.sources[node] = outcome, outcome.output, behind
+        flow.outcomes[node], flow.shardings[node], flow.sources[node] = outcome, outcome.output, behind
     return flow

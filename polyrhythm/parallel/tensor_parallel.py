@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 
 from polyrhythm.parallel.graph import ModeGraph, ModelGraph
-from polyrhythm.parallel.sharding import Division, Divisions, shape
+from polyrhythm.parallel.sharding import Sharding, Shardings, shape
 from polyrhythm.parallel.sharding_rules import is_random
 from polyrhythm.parallel.tensor_flow import Flow, Linear, find_linears
 from polyrhythm.parallel.tensor_plan import TensorPlan
@@ -40,24 +40,24 @@ class TensorAxis:
             raise RuntimeError("the workers of a divided layer are not connected")
         self.all_reduce(tensor)
 
-    def part(self, whole: Tensor, division: Division, extent: int | None = None) -> Tensor:
+    def part(self, whole: Tensor, sharding: Sharding, extent: int | None = None) -> Tensor:
         """This worker's part of a whole tensor. `extent`: the size of a block, where their number varies."""
-        dim, length = division.dim, whole.shape[division.dim]
-        if division.blocks == 1:
+        dim, length = sharding.dim, whole.shape[sharding.dim]
+        if sharding.blocks == 1:
             each = length // self.size
             return whole.narrow(dim, self.rank * each, each)
-        block = extent if extent is not None else length // division.blocks
+        block = extent if extent is not None else length // sharding.blocks
         blocks: Tensor = whole.unflatten(dim, (-1, self.size, block // self.size))  # type: ignore[no-untyped-call]
         return blocks.select(dim + 1, self.rank).flatten(dim, dim + 1)
 
-    def shard(self, whole: Tensor, division: Division) -> Tensor:
+    def shard(self, whole: Tensor, sharding: Sharding) -> Tensor:
         """A copy of this worker's part of a parameter."""
-        return self.part(whole.detach(), division).clone(memory_format=torch.contiguous_format)
+        return self.part(whole.detach(), sharding).clone(memory_format=torch.contiguous_format)
 
 
-def join_shards(parts: Sequence[Tensor], division: Division) -> Tensor:
+def join_shards(parts: Sequence[Tensor], sharding: Sharding) -> Tensor:
     """The whole tensor from the parts of all workers, in their order."""
-    dim, blocks = division.dim, division.blocks
+    dim, blocks = sharding.dim, sharding.blocks
     cut = [each.unflatten(dim, (blocks, -1)) for each in parts]  # type: ignore[no-untyped-call]
     return torch.stack(cut, dim + 1).flatten(dim, dim + 2)
 
@@ -111,12 +111,12 @@ class SumParts(Enter):
 class Part(nn.Module):
     """This worker's part of a whole value."""
 
-    def __init__(self, axis: TensorAxis, division: Division, extent: int | None) -> None:
+    def __init__(self, axis: TensorAxis, sharding: Sharding, extent: int | None) -> None:
         super().__init__()
-        self.axis, self.division, self.extent = axis, division, extent
+        self.axis, self.sharding, self.extent = axis, sharding, extent
 
     def forward(self, value: Tensor) -> Tensor:
-        return self.axis.part(value, self.division, self.extent)
+        return self.axis.part(value, self.sharding, self.extent)
 
 
 class OwnRandomNumbers(nn.Module):
@@ -153,7 +153,7 @@ class _Rewriting:
         self._linears = find_linears(mode)
         self._new, self._attributes = fx.Graph(), dict(mode.attributes)
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._entered: dict[tuple[fx.Node, Division | None], fx.Node] = {}
+        self._entered: dict[tuple[fx.Node, Sharding | None], fx.Node] = {}
 
     def graph(self) -> ModeGraph:
         for node in self._mode.graph.nodes:
@@ -171,12 +171,12 @@ class _Rewriting:
             return self._row(self._linears[node]) if style == "row" else self._divided(node)
         new = self._new.node_copy(node, self._copies.__getitem__)
         new.meta = dict(node.meta)
-        if node.op == "get_attr" and (division := self._flow.shards.get(str(node.target))):
-            new.meta["val"] = self._local(node.meta["val"], division)
+        if node.op == "get_attr" and (sharding := self._flow.shards.get(str(node.target))):
+            new.meta["val"] = self._local(node.meta["val"], sharding)
         if node.target is torch.ops.aten.sym_size.int:
             tensor, dim = node.args
-            division = self._flow.divisions.get(tensor)  # type: ignore[assignment, arg-type]
-            if division is not None and division.dim == dim:
+            sharding = self._flow.shardings.get(tensor)  # type: ignore[assignment, arg-type]
+            if sharding is not None and sharding.dim == dim:
                 return self._call(operator.mul, (new, self._axis.size), node)
         return new
 
@@ -205,7 +205,7 @@ class _Rewriting:
         value = argument.meta.get("val")
         if (
             not isinstance(value, Tensor)
-            or self._flow.divisions.get(argument)
+            or self._flow.shardings.get(argument)
             or argument not in self._copies
         ):
             return new
@@ -216,21 +216,21 @@ class _Rewriting:
             entered = self._once(
                 (argument, None), lambda: self._module("enter", Enter(self._axis), (new,), node, value)
             )
-        division = self._flow.outcomes[node].cuts.get(argument)
-        if division is None:
+        sharding = self._flow.outcomes[node].cuts.get(argument)
+        if sharding is None:
             return entered
-        return self._once((argument, division), lambda: self._cut(entered, argument, division, node))
+        return self._once((argument, sharding), lambda: self._cut(entered, argument, sharding, node))
 
-    def _once(self, key: tuple[fx.Node, Division | None], make: Callable[[], fx.Node]) -> fx.Node:
+    def _once(self, key: tuple[fx.Node, Sharding | None], make: Callable[[], fx.Node]) -> fx.Node:
         if key not in self._entered:
             self._entered[key] = make()
         return self._entered[key]
 
-    def _cut(self, entered: fx.Node, argument: fx.Node, division: Division, node: fx.Node) -> fx.Node:
-        length = shape(argument)[division.dim]
-        extent = None if isinstance(division.blocks, int) else int(length / division.blocks)
-        value = self._local(argument.meta["val"], division)
-        return self._module("part", Part(self._axis, division, extent), (entered,), node, value)
+    def _cut(self, entered: fx.Node, argument: fx.Node, sharding: Sharding, node: fx.Node) -> fx.Node:
+        length = shape(argument)[sharding.dim]
+        extent = None if isinstance(sharding.blocks, int) else int(length / sharding.blocks)
+        value = self._local(argument.meta["val"], sharding)
+        return self._module("part", Part(self._axis, sharding, extent), (entered,), node, value)
 
     def _row(self, linear: Linear) -> fx.Node:
         """A row layer: the sum of the products of all parts, and its bias once."""
@@ -272,12 +272,12 @@ class _Rewriting:
         new.meta = {**node.meta, "val": value}
         return new
 
-    def _local(self, value: Any, division: Divisions) -> Any:
+    def _local(self, value: Any, sharding: Shardings) -> Any:
         """What a value is on one worker, as far as later passes ask: its shape and dtype."""
-        if isinstance(division, tuple):
-            return [self._local(each, one) for each, one in zip(value, division, strict=True)]
-        if division is None:
+        if isinstance(sharding, tuple):
+            return [self._local(each, one) for each, one in zip(value, sharding, strict=True)]
+        if sharding is None:
             return value
         sizes = list(value.shape)
-        sizes[division.dim] = sizes[division.dim] // self._axis.size
+        sizes[sharding.dim] = sizes[sharding.dim] // self._axis.size
         return value.new_empty(sizes)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.parallel.graph import ModelGraph
-from polyrhythm.parallel.sharding import Division
+from polyrhythm.parallel.sharding import Sharding
 from polyrhythm.parallel.splits import TensorParallel
 from polyrhythm.parallel.tensor_flow import (
     Decide,
@@ -36,7 +36,7 @@ class TensorPlan:
     eval: Flow
 
     @property
-    def shards(self) -> Mapping[str, Division]:
+    def shards(self) -> Mapping[str, Sharding]:
         """The parameters that are divided."""
         return {**self.eval.shards, **self.train.shards}
 
@@ -112,12 +112,12 @@ class _Chooser:
                 else:
                     self._whole |= error.layers
 
-    def _decide(self, linear: Linear, division: Division | None) -> Style | None:
+    def _decide(self, linear: Linear, sharding: Sharding | None) -> Style | None:
         if linear.weight in self._whole or linear.weight not in self._known:
             return None
-        if division is None:
+        if sharding is None:
             return "column"
-        return "row" if division.dim == len(linear.input.meta["val"].shape) - 1 else None
+        return "row" if sharding.dim == len(linear.input.meta["val"].shape) - 1 else None
 
     def _pays(self, flow: Flow, region: set[str]) -> bool:
         """True if the work that a region saves takes longer than its sums over the workers."""
