@@ -25,3 +25,13 @@ class ModelSplit(Configured):
     def size(self) -> int:
         """How many workers hold one model on this axis."""
         raise NotImplementedError(f"{type(self).__name__} has no size")
+
+    @property
+    def micro_batches(self) -> int:
+        """The pieces that a batch is cut into."""
+        return 1
+
+    @property
+    def recompute(self) -> bool:
+        """True if activations are computed again in the backward pass."""
+        return False

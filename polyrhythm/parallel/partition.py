@@ -1,4 +1,9 @@
-"""Stages: a captured model cut into parts that run one after another, each with its own parameters."""
+"""Partition: a captured model cut into segments, each of which runs at one place with its own parameters.
+
+The workers that hold one model together each have a *place*, and run the segments of their place in order. Of
+a pipeline each stage is one segment. A value goes by message to another place, and stays here for a later
+segment of the same place.
+"""
 
 from __future__ import annotations
 
@@ -20,57 +25,70 @@ Mode = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The part of one mode's graph that one rank runs."""
+class GraphSegment:
+    """A part of one mode's graph that runs at one place, without values of other places in between."""
 
+    place: int
     module: Callable[..., tuple[Any, ...]]  # takes the values of `inputs`, returns those of `outputs`
-    inputs: tuple[str, ...]  # inputs of the model ("input 0", ...) and values of earlier stages
-    outputs: tuple[str, ...]  # the values that later stages or the caller need; sizes (int) may be among them
+    inputs: tuple[str, ...]  # inputs of the model ("input 0", ...) and values of earlier segments
+    outputs: tuple[
+        str, ...
+    ]  # the values that later segments or the caller need; sizes (int) may be among them
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A model cut into stages."""
+    """A model cut into segments, in an order in which they can run."""
 
-    train: tuple[Stage, ...]
-    eval: tuple[Stage, ...]
+    train: tuple[GraphSegment, ...]
+    eval: tuple[GraphSegment, ...]
     results: Mapping[Mode, Result]
-    owners: Mapping[str, tuple[int, ...]]  # parameter or buffer: the stages that use it; (): none does
+    users: Mapping[str, tuple[int, ...]]  # parameter or buffer: the places that use it; (): none does
+    operations: tuple[int, ...]  # by position in the train graph: the segment of each operation
 
-    def stages(self, mode: Mode) -> tuple[Stage, ...]:
+    def segments(self, mode: Mode) -> tuple[GraphSegment, ...]:
         return self.train if mode == "train" else self.eval
 
     def build_output(self, mode: Mode, values: Mapping[str, Any]) -> Any:
-        """The model's output, from the values that its stages have returned and the model's inputs."""
+        """The model's output, from the values that its segments have returned and the model's inputs."""
         return self.results[mode].build(values)
 
     def run(self, mode: Mode, values: Mapping[str, Any]) -> Any:
-        """Runs all stages in this process, on inputs as `ModelGraph.values` returns them."""
+        """Runs all segments in this process, on inputs as `ModelGraph.values` returns them."""
         known = dict(values)
-        for stage in self.stages(mode):
-            made = stage.module(*[known[name] for name in stage.inputs])
-            known.update(zip(stage.outputs, made, strict=True))
+        for segment in self.segments(mode):
+            made = segment.module(*[known[name] for name in segment.inputs])
+            known.update(zip(segment.outputs, made, strict=True))
         return self.build_output(mode, known)
 
 
 def split(graph: ModelGraph, cuts: Sequence[int]) -> Partition:
-    """Cuts a model before the operations at these positions of its train graph."""
+    """Cuts a model before the operations at these positions of its train graph: one segment at each place."""
     check_cuts(graph, cuts)
-    count = len(cuts) + 1
-    train = {node: sum(cut <= position for cut in cuts) for node, position in graph.train.positions.items()}
+    segments = [sum(cut <= position for cut in cuts) for position in range(len(graph.train.operations))]
+    return partition(graph, segments, range(len(cuts) + 1))
+
+
+def partition(graph: ModelGraph, segments: Sequence[int], places: Sequence[int]) -> Partition:
+    """Divides a model: the segment of each operation of the train graph, and the place of each segment.
+
+    No operation takes a value of a later segment.
+    """
+    train = {node: segments[position] for node, position in graph.train.positions.items()}
     evaluation = train if graph.eval is graph.train else assign_eval(graph, train)
-    owners: dict[str, set[int]] = {name: set() for name, first in graph.names.items() if name == first}
-    for mode, stages in ((graph.train, train), (graph.eval, evaluation)):
+    users: dict[str, set[int]] = {name: set() for name, first in graph.names.items() if name == first}
+    for mode, segment_of in ((graph.train, train), (graph.eval, evaluation)):
         for node in mode.operations:
             for name in mode.tensors_of(node):
                 first = graph.names.get(name)  # None: a constant in the code of forward
                 if first is not None:
-                    owners[first].add(stages[node])
+                    users[first].add(places[segment_of[node]])
     return Partition(
-        build_stages(graph.train, train, count),
-        build_stages(graph.eval, evaluation, count),
+        build_segments(graph.train, train, places),
+        build_segments(graph.eval, evaluation, places),
         {"train": graph.train.result, "eval": graph.eval.result},
-        {name: tuple(sorted(stages)) for name, stages in owners.items()},
+        {name: tuple(sorted(found)) for name, found in users.items()},
+        tuple(segments),
     )
 
 
@@ -89,51 +107,54 @@ def check_cuts(graph: ModelGraph, cuts: Sequence[int]) -> None:
         raise UsageError(f"the cuts {list(cuts)} are not in increasing order")
 
 
-def build_stages(mode: ModeGraph, stage_of: Mapping[fx.Node, int], count: int) -> tuple[Stage, ...]:
-    """Makes a module of the operations of each stage."""
+def build_segments(
+    mode: ModeGraph, segment_of: Mapping[fx.Node, int], places: Sequence[int]
+) -> tuple[GraphSegment, ...]:
+    """Makes a module of the operations of each segment."""
     returned = set(mode.graph.output_node().all_input_nodes)
-    parts = [_Part(mode, stage_of, number) for number in range(count)]
+    parts = [_Part(mode, segment_of, number) for number in range(len(places))]
     for part in parts:
         for leaf in part.missing_sizes():
-            home = stage_of.get(leaf.args[0], 0)  # type: ignore[arg-type]
-            if home == part.number:
-                part.take(leaf)
-            else:
-                parts[home].sizes.add(leaf)
+            tensor = leaf.args[0]
+            assert isinstance(tensor, fx.Node)
+            if tensor in segment_of:
+                parts[segment_of[tensor]].sizes.add(leaf)
                 part.received.add(leaf)
+            else:
+                part.take(leaf)
     for node in returned:
         if node in mode.sizes:
-            home = max((stage_of.get(leaf.args[0], 0) for leaf in size_leaves(node)), default=0)  # type: ignore[arg-type]
+            home = max((segment_of.get(leaf.args[0], 0) for leaf in size_leaves(node)), default=0)  # type: ignore[arg-type]
             parts[home].sizes.add(node)
         elif node.op == "get_attr":
-            # A parameter that is itself an output of the model comes from the first stage that uses it.
-            parts[_home(node, stage_of)].held.add(node)
-    return tuple(part.stage(returned) for part in parts)
+            # A parameter that is itself an output of the model comes from the first segment that uses it.
+            parts[_home(node, segment_of)].held.add(node)
+    return tuple(part.segment(returned, place) for part, place in zip(parts, places, strict=True))
 
 
 class _Part:
-    """The nodes of one stage, and what crosses its borders."""
+    """The nodes of one segment, and what crosses its borders."""
 
-    def __init__(self, mode: ModeGraph, stage_of: Mapping[fx.Node, int], number: int) -> None:
-        self.mode, self.stage_of, self.number = mode, stage_of, number
-        self.nodes = [node for node in mode.graph.nodes if stage_of.get(node) == number]
+    def __init__(self, mode: ModeGraph, segment_of: Mapping[fx.Node, int], number: int) -> None:
+        self.mode, self.segment_of, self.number = mode, segment_of, number
+        self.nodes = [node for node in mode.graph.nodes if segment_of.get(node) == number]
         inside = set(self.nodes)
         arguments = {argument for node in self.nodes for argument in node.all_input_nodes} - inside
         self.wanted = {node for node in arguments if node.op != "get_attr" and node not in mode.sizes}
         self.needed_sizes = arguments & mode.sizes
         self.available = {*self.wanted, *self.nodes}
-        self.sizes: set[fx.Node] = set()  # that this stage returns
-        self.received: set[fx.Node] = set()  # sizes that it takes from another stage
+        self.sizes: set[fx.Node] = set()  # that this segment returns
+        self.received: set[fx.Node] = set()  # sizes that it takes from another segment
         self.held: set[fx.Node] = set()  # parameters that it returns
 
     def missing_sizes(self) -> list[fx.Node]:
-        """The sizes that no tensor of this stage has."""
+        """The sizes that no tensor of this segment has."""
         leaves = [leaf for node in self.needed_sizes for leaf in size_leaves(node)]
         order = {node: number for number, node in enumerate(self.mode.graph.nodes)}
         return sorted({leaf for leaf in leaves if self._find(leaf) is None}, key=order.__getitem__)
 
     def _find(self, leaf: fx.Node) -> Any:
-        """A tensor of this stage with this size: the one that the graph asks, or one that the stage takes."""
+        """A tensor of this segment with this size: the one that the graph asks, or one that it takes."""
         if leaf.args[0] in self.available:
             return leaf.args
         return source(leaf, [node for node in self.mode.graph.nodes if node in self.wanted])
@@ -145,8 +166,8 @@ class _Part:
         self.wanted.add(tensor)
         self.available.add(tensor)
 
-    def stage(self, returned: set[fx.Node]) -> Stage:
-        # To return a size the stage needs a tensor that has it.
+    def segment(self, returned: set[fx.Node], place: int) -> GraphSegment:
+        # To return a size the segment needs a tensor that has it.
         for leaf in (leaf for node in self.sizes for leaf in size_leaves(node)):
             if self._find(leaf) is None and leaf not in self.received:
                 self.take(leaf)
@@ -155,11 +176,11 @@ class _Part:
         outputs = [
             node
             for node in self.nodes
-            if node in returned or any(_later(user, self.number, self.stage_of) for user in node.users)
+            if node in returned or any(_later(user, self.number, self.segment_of) for user in node.users)
         ]
         outputs += [node for node in everything if node in self.sizes or node in self.held]
         module = self._module(inputs, outputs)
-        return Stage(module, tuple(map(value_name, inputs)), tuple(map(value_name, outputs)))
+        return GraphSegment(place, module, tuple(map(value_name, inputs)), tuple(map(value_name, outputs)))
 
     def _module(self, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
         graph, attributes = fx.Graph(), {}
@@ -180,15 +201,15 @@ class _Part:
             if node in self.mode.sizes:
                 copy_size(node, graph, copies, self._find)
         graph.output(tuple(copies[node] for node in outputs))
-        return fx.GraphModule(_holder(attributes), graph, "Stage")
+        return fx.GraphModule(_holder(attributes), graph, "GraphSegment")
 
 
-def _later(user: fx.Node, number: int, stage_of: Mapping[fx.Node, int]) -> bool:
-    return stage_of.get(user, number) > number
+def _later(user: fx.Node, number: int, segment_of: Mapping[fx.Node, int]) -> bool:
+    return segment_of.get(user, number) > number
 
 
-def _home(held: fx.Node, stage_of: Mapping[fx.Node, int]) -> int:
-    return min((stage_of[user] for user in held.users if user in stage_of), default=0)
+def _home(held: fx.Node, segment_of: Mapping[fx.Node, int]) -> int:
+    return min((segment_of[user] for user in held.users if user in segment_of), default=0)
 
 
 def _holder(attributes: Mapping[str, Any]) -> nn.Module:

@@ -1,18 +1,20 @@
-"""StageRunner: runs one stage of a model whose stages are on different workers (GPipe).
+"""StageRunner: runs the segments of one place of a model that several workers hold together (GPipe).
 
 The script calls the model as before, on every worker of it. A forward pass cuts the batch into micro-batches
-and streams them through the stages; then every worker gets the true output of the whole model, so loss,
-metrics and control flow are the same on all. A backward pass streams the gradients of the micro-batches back.
-One autograd function is both: to autograd the model is a single operation on the parameters of this stage.
+and streams them through the segments; then every worker gets the true output of the whole model, so loss,
+metrics and control flow are the same on all. A backward pass streams the gradients of the micro-batches back,
+through the segments in reverse order. One autograd function is both: to autograd the model is a single
+operation on the parameters of this place. Sends never wait, and segments are in an order in which all of
+them can run, so no two places wait for each other.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,87 +22,78 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.core.errors import UsageError
-
-Values = dict[str, Any]  # by name: tensors, and plain numbers such as sizes
+from polyrhythm.parallel.micro_batches import (
+    GradientSums,
+    MicroBatchOf,
+    Values,
+    added,
+    cut_gradient,
+    joined_gradient,
+    joined_output,
+    micro_batches,
+)
+from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
 
 
 class StageMessages(Protocol):
-    """The messages between the stages of one model."""
+    """The messages between the places of one model."""
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Sends values to another stage. They may be changed at once."""
+        """Sends values to another place. They may be changed at once."""
 
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Sends values to all other stages."""
+        """Sends values to all other places."""
 
     def receive(self, sender: int, kind: str) -> Values:
-        """Waits for the values that another stage sends under this kind.
+        """Waits for the values that another place sends under this kind.
 
         Those that require a gradient there require one here.
         """
 
     def sum(self, *tensors: Tensor) -> None:
-        """Replaces each tensor by its sum over all stages, in place."""
+        """Replaces each tensor by its sum over all places, in place."""
 
-    def compute(self, backward: bool, micro_batches: int) -> AbstractContextManager[None]:
-        """A context for the computation of one of so many micro-batches in this stage."""
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """What one stage has to know of one mode (training or evaluation) of the divided model."""
-
-    run: Callable[..., Sequence[Any]]  # this stage
-    inputs: tuple[str, ...]  # names of the values that it takes
-    outputs: tuple[str, ...]  # names of the values that it computes and others need
-    sources: Mapping[int, tuple[str, ...]]  # by earlier stage: the values that come from there
-    sinks: Mapping[int, tuple[str, ...]]  # by later stage: the values that go there
-    results: Mapping[int, tuple[str, ...]]  # by stage: the values of the model's output that it computes
-    build: Callable[[Mapping[str, Any]], Any]  # makes the model's output from values
-
-
-class MicroBatchOf(NamedTuple):
-    """A part of a batch."""
-
-    rows: int
-    values: Values
+    def compute(self, segment: int, backward: bool, micro_batches: int) -> AbstractContextManager[None]:
+        """A context for the computation of one of so many micro-batches in a segment."""
 
 
 @dataclass
 class Tied:
-    """Parameters that several stages use. The first one owns them; the others have copies."""
+    """Parameters that several places use. One of them owns each; the others have copies."""
 
-    lent: Mapping[int, dict[str, nn.Parameter]]  # by later stage: what it borrows
-    borrowed: Mapping[int, dict[str, nn.Parameter]]  # by earlier stage: the copies here
+    lent: Mapping[int, dict[str, nn.Parameter]]  # by other place: what it borrows
+    borrowed: Mapping[int, dict[str, nn.Parameter]]  # by owning place: the copies here
+    # Every user computes the whole gradient of these, so that of the owner is right without those of copies.
+    replicated: frozenset[str] = frozenset()
 
 
 class StageRunner:
-    """Runs one stage of a divided model, as one of the workers that hold it."""
+    """Runs the segments of one place of a divided model."""
 
     def __init__(
         self,
-        stage: int,
+        place: int,
         link: StageMessages,
         micro_batches: int,
         recompute: bool,
         parameters: Sequence[nn.Parameter],
         tied: Tied,
     ) -> None:
-        """`parameters`: those that this stage owns, and its copies of those that it borrows."""
-        self.stage, self.link, self._recompute = stage, link, recompute
+        """`parameters`: those that this place owns, and its copies of those that it borrows."""
+        self.place, self.link, self._recompute = place, link, recompute
         self._micro_batches = micro_batches
         self._parameters, self.tied = list(parameters), tied
-        self._anchor = torch.zeros((), requires_grad=True)  # a stage may have no parameter to train
+        self._anchor = torch.zeros((), requires_grad=True)  # a place may have no parameter to train
         self._passes = itertools.count()
 
-    def __call__(self, plan: StagePlan, inputs: Values, batched: Sequence[str]) -> Any:
+    def __call__(self, plan: PlacePlan, inputs: Values, batched: Sequence[str]) -> Any:
         """The output of the whole model for these inputs, by name. All workers of the model call this.
 
         `batched`: the inputs that have a row for each example.
         """
         trained = [each for each in self._parameters if each.requires_grad]
         leaves = [name for name, each in inputs.items() if isinstance(each, Tensor) and each.requires_grad]
-        pieces = self.micro_batches(inputs, batched)
+        pieces = micro_batches(inputs, batched, self._micro_batches)
         one = _Pass(self, plan, next(self._passes), pieces, batched, leaves, trained)
         if torch.is_grad_enabled():
             given = [inputs[name] for name in leaves]
@@ -109,33 +102,22 @@ class StageRunner:
             found = one.forward(keep=False)
         return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
 
-    def micro_batches(self, inputs: Values, batched: Sequence[str]) -> list[MicroBatchOf]:
-        """A batch cut along the first dimension of the inputs that have a row for each example."""
-        count = len(inputs[batched[0]]) if batched else 1
-        pieces = max(1, min(self._micro_batches, count))
-        cut = {name: inputs[name].detach().tensor_split(pieces) for name in batched}
-        sizes = [len(each) for each in cut[batched[0]]] if batched else [1]
-        return [
-            MicroBatchOf(sizes[number], {**inputs, **{name: each[number] for name, each in cut.items()}})
-            for number in range(pieces)
-        ]
-
-    def run(self, plan: StagePlan, values: Values, keep: bool) -> Sequence[Any]:
-        """Runs this stage on one micro-batch."""
-        given = [values[name] for name in plan.inputs]
+    def run(self, segment: SegmentPlan, values: Values, keep: bool) -> Sequence[Any]:
+        """Runs a segment on one micro-batch."""
+        given = [values[name] for name in segment.inputs]
         with torch.set_grad_enabled(keep):
             if keep and self._recompute:
-                return checkpoint(plan.run, *given, use_reentrant=False)  # type: ignore[no-any-return]
-            return plan.run(*given)
+                return checkpoint(segment.run, *given, use_reentrant=False)  # type: ignore[no-any-return]
+            return segment.run(*given)
 
 
 class _Pass:
-    """One forward pass of the model and its backward pass, as this stage sees them."""
+    """One forward pass of the model and its backward pass, as this place sees them."""
 
     def __init__(
         self,
         runner: StageRunner,
-        plan: StagePlan,
+        plan: PlacePlan,
         number: int,
         micro_batches: list[MicroBatchOf],
         batched: Sequence[str],
@@ -146,63 +128,75 @@ class _Pass:
         self._micro_batches, self._batched = micro_batches, batched
         self._leaves, self._trained = leaves, trained
         self._sizes = [each.rows for each in micro_batches]
-        self._saved: list[tuple[Values, dict[str, Tensor]]] = []  # by micro-batch: inputs, and outputs
+        # By micro-batch and segment: inputs and outputs, as far as they have gradients.
+        self._saved: list[list[tuple[dict[str, Tensor], dict[str, Tensor]]]] = []
         self.names: list[str] = []  # of the tensors of the output
         self.plain: Values = {}  # values of the output that are no tensors
 
-    def _kind(self, what: str, micro_batch: int) -> str:
-        return f"{what} {self._number}.{micro_batch}"
+    def _kind(self, what: str, micro_batch: int = 0, segment: int = 0) -> str:
+        return f"{what} {self._number}.{micro_batch}.{segment}"
 
     # --- forward ------------------------------------------------------------------------------------
 
     def forward(self, keep: bool) -> list[Tensor]:
-        """Streams the micro-batches through this stage. Returns the tensors of the model's output."""
-        runner, plan, link = self._runner, self._plan, self._runner.link
-        self._exchange_tied()
+        """Streams the micro-batches through this place. Returns the tensors of the model's output."""
         own: list[Values] = []
+        self._exchange_tied()
         for number, (_, values) in enumerate(self._micro_batches):
-            kind = self._kind("forward", number)
+            known = dict(values)
+            for name in self._leaves if keep else ():
+                known[name] = values[name].detach().requires_grad_()
+            saved = [self._forward(number, segment, known, keep) for segment in self._plan.segments]
             if keep:
-                for name in self._leaves:
-                    values[name] = values[name].detach().requires_grad_()
-            received = {name: None for names in plan.sources.values() for name in names}
-            for source in plan.sources:
-                values.update(link.receive(source, kind))
-            with link.compute(False, len(self._sizes)):
-                outputs = dict(zip(plan.outputs, runner.run(plan, values, keep), strict=True))
-            for sink, names in plan.sinks.items():
-                link.send(sink, kind, {name: outputs[name] for name in names})
-            own.append({name: _detached(outputs[name]) for name in plan.results.get(runner.stage, ())})
-            if keep:
-                wanted = {name: values[name] for name in (*received, *self._leaves)}
-                kept = {name: each for name, each in outputs.items() if _differentiable(each)}
-                self._saved.append((wanted, kept))
+                self._saved.append(saved)
+            mine = self._plan.results.get(self._runner.place, ())
+            own.append({name: _detached(known[name]) for name in mine})
         return self._collect(own)
 
+    def _forward(
+        self, number: int, segment: SegmentPlan, known: Values, keep: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Runs a segment on one micro-batch, and adds what it computes to the values that are known here.
+
+        Returns those of its inputs and outputs that have gradients.
+        """
+        link = self._runner.link
+        for source, (place, _) in segment.sources.items():
+            known.update(link.receive(place, self._kind("forward", number, source)))
+        wanted = {name: known[name] for name in segment.inputs if _differentiable(known[name])}
+        with link.compute(segment.number, False, len(self._sizes)):
+            outputs = dict(zip(segment.outputs, self._runner.run(segment, known, keep), strict=True))
+        for sink, names in segment.sinks.items():
+            kind = self._kind("forward", number, segment.number)
+            link.send(sink, kind, {name: outputs[name] for name in names})
+        # A later segment begins a graph of its own, as at another place.
+        known.update({name: _leaf(each) for name, each in outputs.items()})
+        return wanted, {name: each for name, each in outputs.items() if _differentiable(each)}
+
     def _collect(self, own: list[Values]) -> list[Tensor]:
-        """The output of the model: what this stage has of it, and what the others have."""
+        """The output of the model: what this place has of it, and what the others have."""
         runner, link, plan = self._runner, self._runner.link, self._plan
-        kind, whole = self._kind("output", 0), {}
-        for stage, names in plan.results.items():
-            if stage == runner.stage:
-                mine = {name: _joined([each[name] for each in own], self._sizes) for name in names}
+        kind, whole = self._kind("output"), {}
+        for place, names in plan.results.items():
+            if place == runner.place:
+                mine = {name: joined_output([each[name] for each in own], self._sizes) for name in names}
                 link.send_all(kind, mine)
                 whole.update(mine)
-        for stage in plan.results:
-            if stage != runner.stage:
-                whole.update(link.receive(stage, kind))
+        for place in plan.results:
+            if place != runner.place:
+                whole.update(link.receive(place, kind))
         self.names = [name for name, each in whole.items() if isinstance(each, Tensor)]
         self.plain = {name: each for name, each in whole.items() if not isinstance(each, Tensor)}
         return [whole[name] for name in self.names]
 
     def _exchange_tied(self) -> None:
         """Brings the copies of borrowed parameters up to date."""
-        kind, tied = self._kind("tied", 0), self._runner.tied
-        for stage, lent in tied.lent.items():
-            self._runner.link.send(stage, kind, {name: each.detach() for name, each in lent.items()})
+        kind, tied = self._kind("tied"), self._runner.tied
+        for place, lent in tied.lent.items():
+            self._runner.link.send(place, kind, {name: each.detach() for name, each in lent.items()})
         with torch.no_grad():
-            for stage, copies in tied.borrowed.items():
-                for name, each in self._runner.link.receive(stage, kind).items():
+            for place, copies in tied.borrowed.items():
+                for name, each in self._runner.link.receive(place, kind).items():
                     if not torch.equal(copies[name], each):
                         copies[name].data.copy_(each)  # it may be saved for a backward pass
 
@@ -210,71 +204,85 @@ class _Pass:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Streams the gradients back. Returns those of the model's inputs, and of the parameters here."""
-        runner, plan, link = self._runner, self._plan, self._runner.link
+        mine = self._plan.results.get(self._runner.place, ())
         cut = {
-            name: [None] * len(self._sizes) if each is None else _cut(each, self._sizes)
+            name: cut_gradient(each, self._sizes)
             for name, each in zip(self.names, gradients, strict=True)
-            if name in plan.results.get(runner.stage, ())
+            if name in mine and each is not None
         }
-        totals = _Totals(len(self._trained))
+        totals = GradientSums(len(self._trained))
         inputs: dict[str, list[Tensor | None]] = {name: [] for name in self._leaves}
-        for number, (wanted, outputs) in enumerate(self._saved):
-            kind = self._kind("backward", number)
-            arriving: dict[str, list[Tensor]] = {name: [] for name in outputs}
-            for name, pieces in cut.items():
-                if name in outputs and (piece := pieces[number]) is not None:
-                    arriving[name].append(piece)
-            for sink in plan.sinks:
-                for name, piece in link.receive(sink, kind).items():
-                    arriving[name].append(piece)
-            reached = [name for name, pieces in arriving.items() if pieces]
-            sources = [each for each in wanted.values() if isinstance(each, Tensor) and each.requires_grad]
-            names = [name for name, each in wanted.items() if isinstance(each, Tensor) and each.requires_grad]
-            with link.compute(True, len(self._saved)):
-                found: list[Tensor | None] = [None] * (len(sources) + len(self._trained))
-                if reached:
-                    found = list(
-                        torch.autograd.grad(
-                            [outputs[name] for name in reached],
-                            [*sources, *self._trained],
-                            [_sum(arriving[name]) for name in reached],
-                            allow_unused=True,
-                        )
-                    )
-            by_name = dict(zip(names, found, strict=False))
-            for source, those in plan.sources.items():
-                sent = {name: by_name[name] for name in those if by_name.get(name) is not None}
-                link.send(source, kind, sent)
+        for number, saved in enumerate(self._saved):
+            # The gradients of a value, from all that use it here.
+            arriving = {name: [pieces[number]] for name, pieces in cut.items()}
+            for segment in reversed(self._plan.segments):
+                self._backward(number, segment, saved.pop(), arriving, totals)  # frees the activations
             for name in self._leaves:
-                inputs[name].append(by_name.get(name))
-            for place, each in enumerate(found[len(sources) :]):
-                totals.add(place, each)
-            self._saved[number] = ({}, {})  # frees the activations
+                inputs[name].append(added(arriving[name]) if name in arriving else None)
         self._return_tied(totals)
         return self._input_gradients(inputs), totals.sums
 
+    def _backward(
+        self,
+        number: int,
+        segment: SegmentPlan,
+        saved: tuple[dict[str, Tensor], dict[str, Tensor]],
+        arriving: dict[str, list[Tensor]],
+        totals: GradientSums,
+    ) -> None:
+        """Brings the gradients of a segment's outputs to its inputs and to the parameters of this place."""
+        link, (wanted, outputs) = self._runner.link, saved
+        for sink in segment.sinks:
+            for name, piece in link.receive(sink, self._kind("backward", number, segment.number)).items():
+                arriving.setdefault(name, []).append(piece)
+        reached = [name for name in outputs if name in arriving]
+        found: list[Tensor | None] = [None] * (len(wanted) + len(self._trained))
+        with link.compute(segment.number, True, len(self._sizes)):
+            if reached:
+                found = list(
+                    torch.autograd.grad(
+                        [outputs[name] for name in reached],
+                        [*wanted.values(), *self._trained],
+                        [added(arriving.pop(name)) for name in reached],
+                        allow_unused=True,
+                    )
+                )
+        for name, gradient in zip(wanted, found, strict=False):
+            if gradient is not None:
+                arriving.setdefault(name, []).append(gradient)
+        for source, (place, names) in segment.sources.items():
+            sent = {name: added(arriving.pop(name)) for name in names if name in arriving}
+            link.send(place, self._kind("backward", number, source), sent)
+        for parameter, gradient in enumerate(found[len(wanted) :]):
+            totals.add(parameter, gradient)
+
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """The gradients of the model's inputs. Several stages may use one."""
+        """The gradients of the model's inputs. Several places may use one."""
         parts = [each.values for each in self._micro_batches]
         mine = [
-            _cat(inputs[name], [each[name] for each in parts], name in self._batched) for name in self._leaves
+            joined_gradient(inputs[name], [each[name] for each in parts], name in self._batched)
+            for name in self._leaves
         ]
         if mine:
             self._runner.link.sum(*mine)
         return list(mine)
 
-    def _return_tied(self, totals: _Totals) -> None:
-        """Adds the gradients of parameters that other stages have borrowed, and returns those of copies."""
-        kind, tied = self._kind("tied gradient", 0), self._runner.tied
-        place = {id(each): number for number, each in enumerate(self._trained)}
-        for stage, copies in tied.borrowed.items():
-            found = {name: totals.take(place[id(each)]) for name, each in copies.items() if id(each) in place}
-            known = {name: each for name, each in found.items() if each is not None}
-            self._runner.link.send(stage, kind, known)
-        for stage, lent in tied.lent.items():
-            for name, gradient in self._runner.link.receive(stage, kind).items():
-                if id(lent[name]) in place:
-                    totals.add(place[id(lent[name])], gradient)
+    def _return_tied(self, totals: GradientSums) -> None:
+        """Adds the gradients of parameters that other places have borrowed, and returns those of copies."""
+        kind, tied = self._kind("tied gradient"), self._runner.tied
+        number = {id(each): number for number, each in enumerate(self._trained)}
+        for place, copies in tied.borrowed.items():
+            found = {
+                name: totals.take(number[id(each)]) for name, each in copies.items() if id(each) in number
+            }
+            known = {
+                name: each for name, each in found.items() if each is not None and name not in tied.replicated
+            }
+            self._runner.link.send(place, kind, known)
+        for place, lent in tied.lent.items():
+            for name, gradient in self._runner.link.receive(place, kind).items():
+                if id(lent[name]) in number:
+                    totals.add(number[id(lent[name])], gradient)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -309,63 +317,10 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def _leaf(value: Any) -> Any:
+    """A value without its history; it requires a gradient if it did."""
+    return value.detach().requires_grad_() if _differentiable(value) else _detached(value)
+
+
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _joined(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The output of the model from those of the micro-batches."""
-    if len(pieces) == 1:
-        return pieces[0]
-    if all(
-        isinstance(each, Tensor) and each.dim() and len(each) == rows
-        for each, rows in zip(pieces, sizes, strict=True)
-    ):
-        return torch.cat(list(pieces))
-    raise UsageError(
-        "the model returns something else than a row for each example, which micro-batches cannot be joined "
-        "to: compute a loss or a mean outside the model, or use pipeline:...,micro_batches=1"
-    )
-
-
-def _sum(pieces: Sequence[Tensor]) -> Tensor:
-    total = pieces[0]
-    for each in pieces[1:]:
-        total = total + each
-    return total
-
-
-class _Totals:
-    """Sums of gradients, in the order in which they are added."""
-
-    def __init__(self, count: int) -> None:
-        self.sums: list[Tensor | None] = [None] * count
-        self._own = [False] * count  # the sum is a tensor that nothing else uses
-
-    def add(self, place: int, gradient: Tensor | None) -> None:
-        total = self.sums[place]
-        if gradient is None:
-            return
-        if total is None:
-            self.sums[place] = gradient  # autograd may return one tensor for two parameters
-        elif self._own[place]:
-            total.add_(gradient)
-        else:
-            self.sums[place], self._own[place] = total + gradient, True
-
-    def take(self, place: int) -> Tensor | None:
-        """Returns a sum, which is gone then."""
-        total, self.sums[place] = self.sums[place], None
-        return total
-
-
-def _cut(gradient: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return torch.split(gradient, list(sizes)) if len(sizes) > 1 else [gradient]
-
-
-def _cat(pieces: Sequence[Tensor | None], parts: Sequence[Tensor], batched: bool) -> Tensor:
-    """The gradient of an input from those of its parts, or of all of it in each micro-batch."""
-    known = [
-        torch.zeros_like(part) if each is None else each for each, part in zip(pieces, parts, strict=True)
-    ]
-    return torch.cat(known) if batched else torch.stack(known).sum(0)

@@ -1,15 +1,14 @@
 """DividedModel: the part of a script's model that one worker holds, where several hold it together.
 
-`prepare` captures the operations of the model (`parallel.graph`), worker 0 decides where it is cut, and each
-worker keeps the tensors of its own stage. The script's model object stays: calling it runs the pipeline, and
-tensors of other stages have no data here.
+`prepare` captures the operations of the model (`parallel.graph`), worker 0 decides which of them run at which
+place, and each worker keeps the tensors of its own place. The script's model object stays: calling it runs
+the operations of all places, and tensors of other places have no data here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,14 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
-from polyrhythm.parallel.cut import choose_cuts, estimated_costs
+from polyrhythm.parallel.cut import estimated_costs
+from polyrhythm.parallel.divide import choose, divide
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
-from polyrhythm.parallel.partition import Partition, split
-from polyrhythm.parallel.pipeline import StagePlan, StageRunner, Tied
+from polyrhythm.parallel.partition import Mode, Partition
+from polyrhythm.parallel.pipeline import StageRunner, Tied
+from polyrhythm.parallel.place_plan import PlacePlan, place_plan
 from polyrhythm.parallel.rows import check_rows
-from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.seeds import mix
@@ -39,100 +39,105 @@ _SAVE = (
 Decide = Callable[[Callable[[], list[int]], str], list[int]]
 
 
-class Stages:
-    """A model cut into stages, as every node of the run knows it."""
+class ModelDivision:
+    """How a model is divided, as every node of the run knows it."""
 
     def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
-        """`decide` lets worker 0 choose the cuts for all nodes."""
-        [pipeline] = splits
-        assert isinstance(pipeline, Pipeline)
-        self.pipeline = pipeline
+        """`decide` lets worker 0 choose for all nodes."""
+        [how] = splits
+        self.how = how
         if len(given.models) > 1 or len(given.optimizers) > 1:
             raise UsageError(
-                f"{pipeline} divides one model with one optimizer, and session.prepare() got "
+                f"{how} divides one model with one optimizer, and session.prepare() got "
                 f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
                 "whole models, such as allreduce"
             )
         self.model, self.optimizer = given.models[0], given.optimizers[0]
         if needs_closure(self.optimizer):
             raise UsageError(
-                f"{type(self.optimizer).__name__} sees whole models, and {pipeline} divides one: use an "
+                f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
                 "optimizer such as SGD or Adam, or allreduce without @"
             )
-        if pipeline.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
+        if how.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
             raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
         self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
-        cuts = decide(lambda: choose_cuts(self.graph, pipeline, inputs, trained), self.graph.hash)
-        self.split: Partition = split(self.graph, cuts)
+        chosen = decide(lambda: choose(self.graph, how, inputs, trained), self.graph.hash)
+        self.parts: Partition = divide(self.graph, how, chosen)
         # The inputs that have a row for each example.
         self.batched = [
             name
             for name, each in zip(inputs, self.graph.signature.inputs, strict=True)
             if each.rows is not None
         ]
-        if pipeline.micro_batches > 1:
-            check_rows(self.split, inputs, self.batched)
-        costs = estimated_costs(self.graph.train, inputs)
-        bounds = [0, *cuts, len(costs)]
-        self.shares = [sum(costs[low:high]) / sum(costs) for low, high in pairwise(bounds)]
-        if idle := sorted(set(range(pipeline.size)) - {self.owner(name) for name in trained}):
+        if how.micro_batches > 1:
+            check_rows(self.parts, inputs, self.batched)
+        self.shares = self._shares(estimated_costs(self.graph.train, inputs))
+        if idle := sorted(set(range(how.size)) - {self.owner(name) for name in trained}):
             raise UsageError(
-                f"stage {idle[0]} of {pipeline} would have no parameter to train: use fewer stages, or name "
+                f"stage {idle[0]} of {how} would have no parameter to train: use fewer stages, or name "
                 "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
             )
 
+    def _shares(self, costs: Sequence[float]) -> list[float]:
+        """By segment: its share of the computation of the model."""
+        spent = [0.0] * len(self.parts.train)
+        for segment, cost in zip(self.parts.operations, costs, strict=True):
+            spent[segment] += cost
+        return [each / sum(costs) for each in spent]
+
     def users(self, name: str) -> tuple[int, ...]:
-        """The stages that use a tensor of the model."""
-        return self.split.owners.get(self.graph.names.get(name, name), ()) or (0,)
+        """The places that use a tensor of the model, the owner first."""
+        return self.parts.users.get(self.graph.names.get(name, name), ()) or (0,)
 
     def owner(self, name: str) -> int:
-        """The stage that owns a tensor: the first that uses it."""
+        """The place that owns a tensor: it trains it, and lends it to the others that use it."""
         return self.users(name)[0]
 
-    def groups(self, stage: int) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer with the parameters that a stage owns."""
+    def groups(self, place: int) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer with the parameters that a place owns."""
         names = {id(each): name for name, each in self.model.named_parameters()}
         return [
-            {**group, "params": [each for each in group["params"] if self.owner(names[id(each)]) == stage]}
+            {**group, "params": [each for each in group["params"] if self.owner(names[id(each)]) == place]}
             for group in self.optimizer.param_groups
         ]
 
-    def optimizer_of(self, stage: int) -> torch.optim.Optimizer:
-        """A copy of the optimizer for the parameters of one stage."""
+    def optimizer_of(self, place: int) -> torch.optim.Optimizer:
+        """A copy of the optimizer for the parameters of one place."""
         copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
         copy.__dict__.update(self.optimizer.__dict__)
-        copy.param_groups, copy.state = self.groups(stage), self.optimizer.state.copy()
+        copy.param_groups, copy.state = self.groups(place), self.optimizer.state.copy()
         return copy
 
 
 class DividedModel:
-    """One worker's stage of a model."""
+    """One worker's part of a model."""
 
-    def __init__(self, context: ModelContext, stages: Stages, seed: int) -> None:
-        self._context, self._model, pipeline = context, stages.model, stages.pipeline
-        self.stage = stage = context.coordinate("stage")
-        self.link = StageLink(context, stage, stages.shares[stage], mix("stage", seed, stage))
-        self.signature: Signature = stages.graph.signature
-        self._batched = stages.batched
-        self._plans = {mode: _plan(stages.split, mode, stage) for mode in ("train", "eval")}
-        self._first_names = dict(stages.graph.names)
+    def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
+        self._context, self._model, how = context, division.model, division.how
+        self.place = place = context.place
+        self.link = StageLink(context, division.shares, mix("stage", seed, place))
+        self.signature: Signature = division.graph.signature
+        self._batched = division.batched
+        modes: tuple[Mode, Mode] = ("train", "eval")
+        self._plans: dict[Mode, PlacePlan] = {mode: place_plan(division.parts, mode, place) for mode in modes}
+        self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        self._mine = {name for name in tensors if stages.owner(name) == stage}
-        used = {name for name in tensors if stage in stages.users(name)}
+        self._mine = {name for name in tensors if division.owner(name) == place}
+        used = {name for name in tensors if place in division.users(name)}
         kept = [each for name, each in self._model.named_parameters() if name in used]
         self._runner = StageRunner(
-            stage, self.link, pipeline.micro_batches, pipeline.recompute, kept, _tied(stages, stage)
+            place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place)
         )
-        stages.optimizer.param_groups[:] = stages.groups(stage)
+        division.optimizer.param_groups[:] = division.groups(place)
         self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
         self._release(used)
         self._modules = list(self._model.modules())
         self._model.forward = Forward(self)
         self._model.register_state_dict_pre_hook(Hook(_refuse_saving))  # type: ignore[no-untyped-call]
-        stages.optimizer.register_state_dict_pre_hook(_refuse_saving)
+        division.optimizer.register_state_dict_pre_hook(_refuse_saving)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the whole model. All workers that hold it call this."""
@@ -146,7 +151,7 @@ class DividedModel:
         return not gradients or any(id(each) in mine for each in gradients)
 
     @property
-    def _mode(self) -> str:
+    def _mode(self) -> Mode:
         modes = {module.training for module in self._modules}
         if len(modes) > 1:
             raise UsageError(
@@ -156,9 +161,9 @@ class DividedModel:
         return "train" if modes == {True} else "eval"
 
     def _release(self, used: set[str]) -> None:
-        """Frees the tensors that other stages hold. What remains has a shape, and no data.
+        """Frees the tensors that other places hold. What remains has a shape, and no data.
 
-        Copies of parameters that another stage owns are in the operations of this stage only.
+        Copies of parameters that another place owns are in the operations of this place only.
         """
         made: dict[str, Tensor] = {}  # one for all names of a tensor
         for prefix, module in self._model.named_modules():
@@ -174,7 +179,7 @@ class DividedModel:
     # --- the whole model ----------------------------------------------------------------------------
 
     def complete(self, copy: nn.Module, on_all: bool) -> None:
-        """Gives a copy of the model the tensors of all stages: on all workers of the model, or on the first.
+        """Gives a copy of the model the tensors of all places: on all workers of the model, or on the first.
 
         All workers of the model call this at the same time.
         """
@@ -184,17 +189,17 @@ class DividedModel:
             for name, each in (*copy.named_parameters(), *copy.named_buffers())
             if name in self._mine
         }
-        node, me = self._context.worker_node, self.stage
-        others = [stage for stage in range(len(self._context.model)) if stage != me]
-        for stage in others if on_all else [0] * (me != 0):
+        node, me = self._context.worker_node, self.place
+        others = [place for place in range(len(self._context.model)) if place != me]
+        for place in others if on_all else [0] * (me != 0):
             node.send(
-                self._context.model[stage],
+                self._context.model[place],
                 f"{_TENSORS} {me}",
                 *(each.reshape(-1) for each in tensors.values()),
                 names=list(tensors),
             )
-        for stage in others if on_all or not me else ():
-            message = receive_from(node, self._context.model[stage], f"{_TENSORS} {stage}")
+        for place in others if on_all or not me else ():
+            message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
                 tensors[name] = flat.clone()
         if on_all or not me:
@@ -245,43 +250,17 @@ class CopiedForward:
         )
 
 
-def _plan(split: Partition, mode: Literal["train", "eval"] | str, stage: int) -> StagePlan:
-    """What a stage must know of one mode of a divided model."""
-    assert mode in ("train", "eval")
-    stages = split.train if mode == "train" else split.eval
-    home = {name: number for number, each in enumerate(stages) for name in each.outputs}
-    mine, result = stages[stage], split.results[mode]
-    later = {number: each for number, each in enumerate(stages) if number > stage}
-    results: dict[int, tuple[str, ...]] = {}
-    for name in dict.fromkeys(result.leaves):
-        if name is not None and name in home:  # or it is an input
-            results[home[name]] = (*results.get(home[name], ()), name)
-
-    def sent(to: int, source: int) -> tuple[str, ...]:
-        return tuple(name for name in stages[to].inputs if home.get(name) == source)
-
-    return StagePlan(
-        run=mine.module,
-        inputs=mine.inputs,
-        outputs=mine.outputs,
-        sources={number: names for number in range(stage) if (names := sent(stage, number))},
-        sinks={number: names for number in later if (names := sent(number, stage))},
-        results=dict(sorted(results.items())),
-        build=result.build,
-    )
-
-
-def _tied(stages: Stages, stage: int) -> Tied:
-    """The parameters that this stage lends to later ones, and those that it borrows."""
+def _tied(division: ModelDivision, place: int) -> Tied:
+    """The parameters that this place lends to others, and those that it borrows."""
     lent: dict[int, dict[str, nn.Parameter]] = {}
     borrowed: dict[int, dict[str, nn.Parameter]] = {}
-    for name, parameter in stages.model.named_parameters():
-        first, *others = stages.users(name)
-        if first == stage:
+    for name, parameter in division.model.named_parameters():
+        owner, *others = division.users(name)
+        if owner == place:
             for other in others:
                 lent.setdefault(other, {})[name] = parameter
-        elif stage in others:
-            borrowed.setdefault(first, {})[name] = parameter
+        elif place in others:
+            borrowed.setdefault(owner, {})[name] = parameter
     return Tied(lent, borrowed)
 
 

@@ -20,7 +20,7 @@ from polyrhythm.parallel.example import Call, example_batch, given_call, model_i
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.divided_model import DividedModel, Stages
+from polyrhythm.session.divided_model import DividedModel, ModelDivision
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
@@ -83,7 +83,7 @@ class DividedPlacement(Placement):
         self._context, self._strategy, self._batch_norm = context, strategy, batch_norm
         self._exchange = exchange
         self.leads = context.leads
-        self._stages: Stages | None = None
+        self._division: ModelDivision | None = None
         self._model: DividedModel | None = None
 
     def plan(self, given: Arguments) -> None:
@@ -92,33 +92,33 @@ class DividedPlacement(Placement):
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
                 "divides it: use batch_norm=rank0, mean or local"
             )
-        if tracking(joined(given.models)):
+        if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
-        self._stages = Stages(self._strategy.splits, given, _example(given), self._decide)
+        self._division = ModelDivision(self._strategy.splits, given, _example(given), self._decide)
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
-        """Lets worker 0 choose the cuts for all nodes, which have captured the same operations."""
+        """Lets worker 0 choose for all nodes, which have captured the same operations."""
         me = self._context.me
         decides = me.role == "worker" and me.rank == 0
         found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
-        cuts, theirs = found[0]
+        chosen, theirs = found[0]
         if theirs != captured:
             raise UsageError(
                 f"{me} and worker 0 capture different operations of the model: all must build the same "
                 "model, with the same version of torch"
             )
-        return list(cuts)
+        return list(chosen)
 
     def begin(self, seed: int) -> None:
-        assert self._stages is not None
-        self._model, self._stages = DividedModel(self._context, self._stages, seed), None
+        assert self._division is not None
+        self._model, self._division = DividedModel(self._context, self._division, seed), None
 
     def on_server(
         self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
-        assert self._stages is not None
+        assert self._division is not None
         places = range(self._context.size)
-        return [*map(self._context.node_at, places)], [*map(self._stages.optimizer_of, places)]
+        return [*map(self._context.node_at, places)], [*map(self._division.optimizer_of, places)]
 
     def measured_by(self, meter: Meter) -> bool:
         assert self._model is not None

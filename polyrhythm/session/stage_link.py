@@ -22,13 +22,13 @@ FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as l
 
 
 class StageLink:
-    """Connects the stages of one model. `share`: of the computation of the model that this stage has."""
+    """Connects the places of one model. `shares`: of the computation of the model that each segment has."""
 
-    def __init__(self, context: ModelContext, stage: int, share: float, seed: int) -> None:
+    def __init__(self, context: ModelContext, shares: Sequence[float], seed: int) -> None:
         self._context, self._node = context, context.worker_node
-        self._stages: Sequence[Peer] = context.model
-        self._stage, self._share = stage, share
-        self._group = self._node.everyone.split(self._stages)
+        self._places: Sequence[Peer] = context.model
+        self._place, self._shares = context.place, shares
+        self._group = self._node.everyone.split(self._places)
         # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed)
         self.meter: Meter | None = None
@@ -38,12 +38,12 @@ class StageLink:
         tensors = {name: each.detach() for name, each in values.items() if isinstance(each, Tensor)}
         if complex_ := [name for name, each in tensors.items() if each.is_complex()]:
             raise UsageError(
-                f"the complex value {complex_[0]} would pass from stage {self._stage} to {to}, which is not "
-                "supported: name the layers that begin a stage by split_at"
+                f"the complex value {complex_[0]} would pass from one worker to another, which is not "
+                "supported: cut the model elsewhere, as by split_at of a pipeline"
             )
         self._node.send(
-            self._stages[to],
-            f"{kind} of stage {self._stage}",
+            self._places[to],
+            f"{kind} of place {self._place}",
             *(each.contiguous().view(-1) for each in tensors.values()),
             shapes={name: list(each.shape) for name, each in tensors.items()},
             plain={name: each for name, each in values.items() if name not in tensors},
@@ -54,13 +54,13 @@ class StageLink:
         )
 
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        for stage in range(len(self._stages)):
-            if stage != self._stage:
-                self.send(stage, kind, values)
+        for place in range(len(self._places)):
+            if place != self._place:
+                self.send(place, kind, values)
 
     def receive(self, sender: int, kind: str) -> dict[str, Any]:
-        peer, found = self._stages[sender], []
-        self._wait(lambda: found.append(receive_from(self._node, peer, f"{kind} of stage {sender}")))
+        peer, found = self._places[sender], []
+        self._wait(lambda: found.append(receive_from(self._node, peer, f"{kind} of place {sender}")))
         [message] = found
         if message["batch"] != self.fingerprint:
             raise UsageError(
@@ -91,17 +91,17 @@ class StageLink:
         return total.reshape(()).to(part)
 
     @contextmanager
-    def compute(self, backward: bool, micro_batches: int) -> Iterator[None]:
+    def compute(self, segment: int, backward: bool, micro_batches: int) -> Iterator[None]:
         began = self._node.now()
         with self._random:
             yield
         phase = (1 - FORWARD) if backward else FORWARD
-        seconds = self._context.step_time() * self._share * phase / micro_batches
+        seconds = self._context.step_time() * self._shares[segment] * phase / micro_batches
         if seconds:
             self._wait(lambda: self._context.advance_time(seconds), computes=True)
         took = round(self._node.now() - began, DIGITS)
         self._node.log(
-            MicroBatch("backward" if backward else "forward", self._stage, round(began, DIGITS), took)
+            MicroBatch("backward" if backward else "forward", self._place, round(began, DIGITS), took)
         )
 
     def _wait(self, function: Callable[[], object], computes: bool = False) -> None:

@@ -31,7 +31,7 @@ def test_costs_of_a_model(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert torch.equal(before[1], after[1]) and all(p.grad is None for p in model.parameters())
     assert all(each.forward >= 0 and each.backward >= 0 for each in costs.operations)
-    used = {first for first, stages in split(graph, []).owners.items() if stages}
+    used = {first for first, stages in split(graph, []).users.items() if stages}
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     assert {first for each in costs.operations for first, _ in each.parameters} >= used
     assert costs.parameter_bytes(*all_operations(costs)) >= sum(tensors[first].nbytes for first in used)

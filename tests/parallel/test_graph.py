@@ -105,7 +105,7 @@ def test_a_stage_holds_its_own_parameters_only(name: str, captured: dict[str, Ma
     model, graph, _, _ = captured[name]
     parts = split(graph, legal(graph)[:: max(1, len(legal(graph)) // 3)])
     ids = {id(tensor): first for first, tensor in (*model.named_parameters(), *model.named_buffers())}
-    assert set(parts.owners) == set(ids.values())
+    assert set(parts.users) == set(ids.values())
     used: dict[str, set[int]] = {first: set() for first in ids.values()}
     for stages in (parts.train, parts.eval):
         for number, stage in enumerate(stages):
@@ -115,12 +115,12 @@ def test_a_stage_holds_its_own_parameters_only(name: str, captured: dict[str, Ma
             for each in stage.module.buffers():
                 if id(each) in ids:
                     used[ids[id(each)]].add(number)
-    assert {first: tuple(sorted(numbers)) for first, numbers in used.items()} == parts.owners
+    assert {first: tuple(sorted(numbers)) for first, numbers in used.items()} == parts.users
 
 
 def test_a_tied_parameter_is_on_both_stages(captured: dict[str, Made]) -> None:
     _, graph, _, _ = captured["tied"]
-    assert split(graph, cuts_at(graph, ["middle", "out"])).owners == {
+    assert split(graph, cuts_at(graph, ["middle", "out"])).users == {
         "embed.weight": (0, 2),
         "middle.weight": (1,),
         "middle.bias": (1,),
@@ -153,7 +153,7 @@ def test_sizes_do_not_cross() -> None:
 
 def test_an_unused_parameter_is_on_no_stage(captured: dict[str, Made]) -> None:
     _, graph, _, _ = captured["several"]
-    assert split(graph, [3]).owners["unused.weight"] == ()
+    assert split(graph, [3]).users["unused.weight"] == ()
 
 
 @pytest.mark.parametrize("name", CASES)
