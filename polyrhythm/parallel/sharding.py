@@ -35,11 +35,14 @@ Shardings = Sharding | None | tuple[Sharding | None, ...]  # of an operation tha
 
 
 class Refusal(Exception):
-    """An operation that cannot work on a divided value. `blocks`: how many more blocks might help."""
+    """An operation that cannot work on a divided value.
 
-    def __init__(self, reason: str, blocks: int | None = None) -> None:
+    `blocks`: how many more blocks might help. `by_size`: another number of workers might.
+    """
+
+    def __init__(self, reason: str, blocks: int | None = None, by_size: bool = False) -> None:
         super().__init__(reason)
-        self.blocks = blocks
+        self.blocks, self.by_size = blocks, by_size
 
 
 @dataclass(frozen=True)
@@ -149,16 +152,16 @@ def view_sharding(before: Sequence[Size], sharding: Sharding, after: Sequence[Si
     outer = math.prod(before[: sharding.dim]) * sharding.blocks
     extent = divide(before[sharding.dim], sharding.blocks)
     passed: Size = 1
-    hint, why = None, "has no dimension for it"
+    refusal = Refusal("has no dimension for it")
     for dim, length in enumerate(after):
         blocks = divide(outer, passed)
         inner = None if blocks is None else divide(length, blocks)
         if inner is not None and divide(inner, count) is not None:
             return Sharding(dim, blocks)
-        if hint is None and isinstance(inner, int) and inner > 1 and blocks is not None:
+        if not refusal.by_size and isinstance(inner, int) and inner > 1:
             rest = divide(extent, inner)
+            fits = rest is not None and divide(rest, count) is not None
             why = f"makes {inner} × {rest or '...'} of it, and {count} does not divide {inner}"
-            if rest is not None and divide(rest, count) is not None:
-                hint = inner
+            refusal = Refusal(why, inner if fits else None, by_size=True)
         passed = passed * length
-    raise Refusal(why, hint)
+    raise refusal

@@ -352,7 +352,10 @@ def _repeated(operation: Operation) -> Outcome:
 
 
 def _kept(operation: Operation) -> Outcome:
-    return Outcome(operation.first)
+    sharding = operation.sharding(operation.input)  # another argument gives only its dtype
+    if sharding is None:
+        raise Refusal("needs it whole")
+    return Outcome(sharding)
 
 
 # Elementwise operations that torch does not tag as such.

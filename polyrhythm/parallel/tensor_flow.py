@@ -98,7 +98,13 @@ class Undividable(Exception):
 
     def __init__(self, node: fx.Node, layers: frozenset[str], refusal: Refusal) -> None:
         super().__init__(str(refusal))
-        self.node, self.layers, self.blocks = node, layers, refusal.blocks
+        self.node, self.layers = node, layers
+        self.blocks, self.by_size = refusal.blocks, refusal.by_size
+
+    @property
+    def blocked(self) -> bool:
+        """True if the operation comes after the layers, and is not one of them."""
+        return not any(str(each.target) in self.layers for each in self.node.all_input_nodes)
 
     @property
     def operation(self) -> str:
@@ -150,7 +156,7 @@ class Flow:
     def _check(self, features: int, blocks: int, what: str) -> None:
         each = divide(features, blocks)
         if each is None or divide(each, self.count) is None:
-            raise Refusal(f"has {features} {what}, which {self.count} does not divide")
+            raise Refusal(f"has {features} {what}, which {self.count} does not divide", by_size=True)
 
     def _shard(self, name: str, sharding: Sharding) -> None:
         if self.shards.setdefault(name, sharding) != sharding:

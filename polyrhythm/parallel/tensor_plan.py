@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -54,16 +54,21 @@ def choose_plan(graph: ModelGraph, split: TensorParallel) -> TensorPlan:
     found = chooser.choose()
     if found is None:
         sizes = _that_work(lambda count: _Chooser(graph, count).choose() is not None)
-        reason = (
-            "it has no linear layers that follow each other" if chooser.first is None else _why(chooser.first)
-        )
+        reason = "it has no linear layers that follow each other"
+        if chooser.refusals:
+            reason = _why(_telling(chooser.refusals))
         raise UsageError(f"{split} can divide no layer of the model: {reason}; {sizes}")
     return found
 
 
+def _telling(refusals: Sequence[Undividable]) -> Undividable:
+    """The refusal that says most: one that another size would avoid."""
+    return next((each for each in refusals if each.by_size), refusals[-1])
+
+
 def _why(error: Undividable) -> str:
-    layer = ", ".join(sorted(map(layer_name, error.layers)))
-    return f"after {layer}, {error.operation} {error}"
+    layers = ", ".join(sorted(map(layer_name, error.layers)))
+    return f"after {layers}, {error.operation} {error}" if error.blocked else f"{layers} {error}"
 
 
 def _that_work(works: Callable[[int], bool]) -> str:
@@ -82,7 +87,7 @@ class _Chooser:
         self._graph, self._count = graph, count
         self._whole: set[str] = set()  # the matrices that stay whole
         self._blocks: dict[str, int] = {}
-        self.first: Undividable | None = None
+        self.refusals: list[Undividable] = []
         both = [{each.weight for each in find_linears(mode).values()} for mode in (graph.train, graph.eval)]
         self._known = both[0] & both[1]
 
@@ -106,7 +111,7 @@ class _Chooser:
                     train, analyze(self._graph.eval, self._count, _as(train.styles), self._blocks)
                 )
             except Undividable as error:
-                self.first = self.first or error
+                self.refusals.append(error)
                 if error.blocks is not None and not error.layers & self._blocks.keys():
                     self._blocks.update(dict.fromkeys(error.layers, error.blocks))
                 else:
@@ -177,16 +182,16 @@ def _given(graph: ModelGraph, split: TensorParallel) -> TensorPlan:
 
 def _analyzed(graph: ModelGraph, count: int, styles: Mapping[str, Style]) -> TensorPlan:
     blocks: dict[str, int] = {}
-    first: Undividable | None = None
+    refusals: list[Undividable] = []
     while True:
         try:
             return TensorPlan(
                 *(analyze(mode, count, _as(styles), blocks) for mode in (graph.train, graph.eval))
             )
         except Undividable as error:
-            first = first or error
+            refusals.append(error)
             if error.blocks is None or error.layers & blocks.keys():
-                raise first from None
+                raise _telling(refusals) from None
             blocks.update(dict.fromkeys(error.layers, error.blocks))
 
 

@@ -7,7 +7,7 @@ the operations of all places, and tensors of other places have no data here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,10 +22,13 @@ from polyrhythm.parallel.cut import estimated_costs
 from polyrhythm.parallel.divide import choose, divide
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
-from polyrhythm.parallel.partition import Mode, Partition
+from polyrhythm.parallel.grid import Grid
+from polyrhythm.parallel.partition import Mode, Partition, holder, split
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
 from polyrhythm.parallel.rows import check_rows
+from polyrhythm.parallel.splits import TensorParallel
+from polyrhythm.parallel.tensor_shards import TensorShards
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.seeds import mix
@@ -42,10 +45,12 @@ Decide = Callable[[Callable[[], list[int]], str], list[int]]
 class ModelDivision:
     """How a model is divided, as every node of the run knows it."""
 
-    def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
-        """`decide` lets worker 0 choose for all nodes."""
-        [how] = splits
-        self.how = how
+    def __init__(
+        self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide, place: int
+    ) -> None:
+        """`decide` lets worker 0 choose for all nodes. `place`: that of this worker; 0 on servers."""
+        how = self.how = _main_split(splits)
+        self.grid = Grid(splits)
         if len(given.models) > 1 or len(given.optimizers) > 1:
             raise UsageError(
                 f"{how} divides one model with one optimizer, and session.prepare() got "
@@ -64,8 +69,6 @@ class ModelDivision:
         inputs = self.graph.signature.values(*call)
         owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
-        chosen = decide(lambda: choose(self.graph, how, inputs, trained), self.graph.hash)
-        self.parts: Partition = divide(self.graph, how, chosen)
         # The inputs that have a row for each example.
         self.batched = [
             name
@@ -73,43 +76,80 @@ class ModelDivision:
             if each.rows is not None
         ]
         if how.micro_batches > 1:
-            check_rows(self.parts, inputs, self.batched)
-        self.shares = self._shares(estimated_costs(self.graph.train, inputs))
-        if idle := sorted(set(range(how.size)) - {self.owner(name) for name in trained}):
+            check_rows(split(self.graph, ()), inputs, self.batched)
+        captured, whole = self.graph.hash, sum(estimated_costs(self.graph.train, inputs))
+        self.tensors = self._take_shards(splits, place)
+        chosen = decide(lambda: choose(self.graph, how, inputs, trained), captured)
+        self.parts: Partition = divide(self.graph, how, chosen)
+        self.shares = self._shares(estimated_costs(self.graph.train, inputs), whole)
+        if idle := sorted(set(range(self.grid.sections)) - {self._sections(name)[0] for name in trained}):
             raise UsageError(
                 f"stage {idle[0]} of {how} would have no parameter to train: use fewer stages, or name "
                 "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
             )
 
-    def _shares(self, costs: Sequence[float]) -> list[float]:
-        """By segment: its share of the computation of the model."""
+    def _take_shards(self, splits: Sequence[ModelSplit], place: int) -> TensorShards | None:
+        """Leaves this worker's parts of divided tensors in the model, and its operations in the graph."""
+        for each in splits:
+            if isinstance(each, TensorParallel):
+                tensors = TensorShards(self.graph, each, self.grid.rank(place))
+                tensors.check(self.optimizer)
+                tensors.take(self.model, self.optimizer)
+                self.graph = tensors.graph
+                return tensors
+        return None
+
+    def _shares(self, costs: Sequence[float], whole: float) -> list[float]:
+        """By segment: its share of the computation of the whole model."""
         spent = [0.0] * len(self.parts.train)
         for segment, cost in zip(self.parts.operations, costs, strict=True):
             spent[segment] += cost
-        return [each / sum(costs) for each in spent]
+        return [each / whole for each in spent]
 
-    def users(self, name: str) -> tuple[int, ...]:
-        """The places that use a tensor of the model, the owner first."""
+    def _sections(self, name: str) -> tuple[int, ...]:
+        """The sections of the grid that use a tensor of the model, the owner first."""
         return self.parts.users.get(self.graph.names.get(name, name), ()) or (0,)
 
-    def owner(self, name: str) -> int:
+    def users(self, name: str, place: int) -> tuple[int, ...]:
+        """The places that use the same tensor as one place does, the owner first.
+
+        Of a divided tensor each rank on the tensor axis has another part; a whole one belongs to rank 0.
+        """
+        sections = self._sections(name)
+        if self.tensors is not None and name in self.tensors.shardings:
+            return tuple(self.grid.place(each, self.grid.rank(place)) for each in sections)
+        ranks = range(self.grid.tensor)
+        return tuple(self.grid.place(each, rank) for each in sections for rank in ranks)
+
+    def owner(self, name: str, place: int) -> int:
         """The place that owns a tensor: it trains it, and lends it to the others that use it."""
-        return self.users(name)[0]
+        return self.users(name, place)[0]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
         """The parameter groups of the optimizer with the parameters that a place owns."""
         names = {id(each): name for name, each in self.model.named_parameters()}
-        return [
-            {**group, "params": [each for each in group["params"] if self.owner(names[id(each)]) == place]}
-            for group in self.optimizer.param_groups
-        ]
 
-    def optimizer_of(self, place: int) -> torch.optim.Optimizer:
-        """A copy of the optimizer for the parameters of one place."""
+        def owned(parameter: Tensor) -> bool:
+            return self.owner(names[id(parameter)], place) == place
+
+        return [{**each, "params": [*filter(owned, each["params"])]} for each in self.optimizer.param_groups]
+
+    def on_server(self, place: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The parameters of one place by name, and a copy of the optimizer for them."""
         copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
         copy.__dict__.update(self.optimizer.__dict__)
         copy.param_groups, copy.state = self.groups(place), self.optimizer.state.copy()
-        return copy
+        if self.tensors is None:
+            return self.model, copy
+        rank, tensors = self.grid.rank(place), self.tensors
+        named = {name: tensors.of(name, each, rank) for name, each in self.model.named_parameters()}
+        for name, each in self.model.named_parameters():
+            if named[name] is not each:
+                copy.state[named[name]] = tensors.state_of(name, rank)
+        parts = {id(each): named[name] for name, each in self.model.named_parameters()}
+        for group in copy.param_groups:
+            group["params"] = [parts[id(each)] for each in group["params"]]
+        return holder(named), copy
 
 
 class DividedModel:
@@ -118,15 +158,22 @@ class DividedModel:
     def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
         self._context, self._model, how = context, division.model, division.how
         self.place = place = context.place
-        self.link = StageLink(context, division.shares, mix("stage", seed, place))
+        self._grid, self._tensors = division.grid, division.tensors
+        section, column = self._grid.section(place), self._grid.column(place)
+        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, section))
+        if self._tensors is not None:
+            self._tensors.release()
+            self._tensors.axis.all_reduce = self.link.sum_parts
         self.signature: Signature = division.graph.signature
         self._batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
-        self._plans: dict[Mode, PlacePlan] = {mode: place_plan(division.parts, mode, place) for mode in modes}
+        self._plans: dict[Mode, PlacePlan] = {
+            mode: place_plan(division.parts, mode, place, column) for mode in modes
+        }
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        self._mine = {name for name in tensors if division.owner(name) == place}
-        used = {name for name in tensors if place in division.users(name)}
+        self._mine = {name for name in tensors if division.owner(name, place) == place}
+        used = {name for name in tensors if place in division.users(name, place)}
         kept = [each for name, each in self._model.named_parameters() if name in used]
         self._runner = StageRunner(
             place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place)
@@ -198,20 +245,29 @@ class DividedModel:
                 *(each.reshape(-1) for each in tensors.values()),
                 names=list(tensors),
             )
+        shards = self._tensors.shardings if self._tensors is not None else {}
+        parts = {name: {self._grid.rank(me): each} for name, each in tensors.items() if name in shards}
         for place in others if on_all or not me else ():
             message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
-                tensors[name] = flat.clone()
+                if name in shards:
+                    parts.setdefault(name, {})[self._grid.rank(place)] = flat.clone()
+                else:
+                    tensors[name] = flat.clone()
         if on_all or not me:
-            self._fill(copy, tensors)
+            for name, pieces in parts.items():
+                assert self._tensors is not None
+                tensors[name] = self._tensors.joined(name, pieces)
+            self._fill(copy, tensors, parts)
 
-    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
+        """Replaces tensors without data, and the parts of divided ones."""
         made: dict[str, nn.Parameter] = {}
         for prefix, module in copy.named_modules():
             for name, parameter in module._parameters.items():
                 first = self._first(prefix, name)
-                if parameter is not None and parameter.is_meta:
-                    value = tensors[first].view(parameter.shape)
+                if parameter is not None and (parameter.is_meta or first in parts):
+                    value = tensors[first] if first in parts else tensors[first].view(parameter.shape)
                     module._parameters[name] = made.setdefault(
                         first, nn.Parameter(value, first in self._trainable)
                     )
@@ -255,13 +311,31 @@ def _tied(division: ModelDivision, place: int) -> Tied:
     lent: dict[int, dict[str, nn.Parameter]] = {}
     borrowed: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in division.model.named_parameters():
-        owner, *others = division.users(name)
+        owner, *others = division.users(name, place)
         if owner == place:
             for other in others:
                 lent.setdefault(other, {})[name] = parameter
         elif place in others:
             borrowed.setdefault(owner, {})[name] = parameter
-    return Tied(lent, borrowed)
+    row = set(division.grid.row(place)) - {place}
+    if division.grid.rank(place) == 0:
+        # Also without parameters: workers that compute together compare their batches.
+        lent = {other: lent.get(other, {}) for other in sorted({*lent, *row})}
+    else:
+        first = division.grid.place(division.grid.section(place), 0)
+        borrowed.setdefault(first, {})
+    column = set(division.grid.column(place))
+    return Tied(lent, borrowed, frozenset({*lent, *borrowed} - column))
+
+
+def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:
+    """The way in which the operations of a model are divided; tensors may be divided besides."""
+    others = [each for each in splits if not isinstance(each, TensorParallel)]
+    if len(others) > 1:
+        raise UsageError(
+            f"{others[0]} and {others[1]} both place the operations of a model: use one of them, with tensor"
+        )
+    return others[0] if others else splits[0]
 
 
 def _without_data(parameter: Tensor) -> nn.Parameter:

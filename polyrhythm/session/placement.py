@@ -7,6 +7,7 @@ This module has the session's side of it: which nodes agree on what, and what ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,14 @@ _MICRO_BATCHES = (
 )
 
 
+class Served(NamedTuple):
+    """A part that a server serves: the node as it sees it, and what is trained."""
+
+    node: Node
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
 class Placement:
     """Each worker holds whole models."""
 
@@ -44,11 +53,10 @@ class Placement:
     def begin(self, seed: int) -> None:
         """Called on every worker after `plan`: it keeps its own part of the model."""
 
-    def on_server(
-        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
-        """The node and the optimizer of each part that a server serves."""
-        return scoped(node, len(optimizers)), optimizers
+    def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
+        """The parts that a server serves."""
+        nodes, model = scoped(node, len(given.optimizers)), joined(given.models)
+        return [Served(each, model, one) for each, one in zip(nodes, given.optimizers, strict=True)]
 
     def measured_by(self, meter: Meter) -> bool:
         """True if workers wait for each other inside forward and backward passes, which this meter counts."""
@@ -94,7 +102,9 @@ class DividedPlacement(Placement):
             )
         if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
-        self._division = ModelDivision(self._strategy.splits, given, _example(given), self._decide)
+        self._division = ModelDivision(
+            self._strategy.splits, given, _example(given), self._decide, self._context.place
+        )
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
@@ -113,12 +123,12 @@ class DividedPlacement(Placement):
         assert self._division is not None
         self._model, self._division = DividedModel(self._context, self._division, seed), None
 
-    def on_server(
-        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
+    def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         assert self._division is not None
-        places = range(self._context.size)
-        return [*map(self._context.node_at, places)], [*map(self._division.optimizer_of, places)]
+        return [
+            Served(self._context.node_at(place), *self._division.on_server(place))
+            for place in range(self._context.size)
+        ]
 
     def measured_by(self, meter: Meter) -> bool:
         assert self._model is not None

@@ -12,7 +12,7 @@ WIDTH, HEADS, LENGTH, WORDS = 16, 4, 6, 11
 
 
 class Attention(nn.Module):
-    """Causal attention with one projection to queries, keys and values (nanoGPT), and a scale for each head."""
+    """Causal attention with one projection to queries, keys and values (nanoGPT), and a scale by head."""
 
     def __init__(self, written_out: bool = False, viewed: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def mlp() -> nn.Module:
 
 def encoder(batch_first: bool = True, dropout: float = 0.0) -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, dropout, batch_first=batch_first)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
 
 
 def tokens(rows: int) -> Tensor:
