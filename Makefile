@@ -2,8 +2,9 @@
 
 PIP := .venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 READY := .venv/.ready
-# One process for each core; the tests of a file stay together, the longest files start first.
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One process more than there are cores, because tests of real processes wait a part of their time. The tests
+# of a file stay together, the longest files start first.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 RUN_TESTS := .venv/bin/pytest -q -n $(JOBS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

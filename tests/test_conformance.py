@@ -76,6 +76,7 @@ def is_plain_alone(row: Row) -> bool:
     )
 
 
+FAMILIES = ("allreduce", "async", "local", "gossip", "hogwild")
 # The rows that the quick suite runs in full; the others it runs in simulation, with a few of the tests.
 QUICK = {*DEFAULTS, *(row for row in ROWS if row.strategy.startswith("allreduce+") and not row.cluster)}
 
@@ -283,7 +284,13 @@ def test_buffers_are_those_of_worker_0(row: Row, tmp_path: Path) -> None:
     assert same(*found)
 
 
-@rows_in_both_worlds(ROWS)
+@pytest.mark.parametrize(
+    ("world", "row"),
+    [
+        *(_param(row, True, "simulated") for row in ROWS),
+        *(_param(row, row.strategy in FAMILIES, "real") for row in DEFAULTS),
+    ],
+)
 def test_state_dicts_are_plain_and_small(row: Row, world: str, tmp_path: Path) -> None:
     """In a script the states have the names and shapes of plain PyTorch, and load into a plain model.
 

@@ -47,16 +47,27 @@ def text_of(name: str) -> str:
     return PAGES[name].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", PAGES)
+# The pages that a newcomer begins with.
+QUICK = (
+    "README.md",
+    "docs/tutorial/1-one-script.md",
+    "docs/tutorial/2-two-workers.md",
+    "docs/how-to/convert-a-script.md",
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
     """Every block is run or checked, in order; a kind of block that nobody runs fails."""
     Reader(tmp_path).read(text_of(name), slow=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PAGES if any(b.slow for b in blocks(text_of(name)))])
-def test_slow_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
-    """The pages with blocks that take long, or need a compiler, from their beginning to their end."""
+@pytest.mark.parametrize(
+    "name", [name for name in PAGES if name not in QUICK or any(b.slow for b in blocks(text_of(name)))]
+)
+def test_all_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
+    """The other pages, and those with blocks that take long or need a compiler, from beginning to end."""
     Reader(tmp_path).read(text_of(name), slow=True)
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.worker import Worker
-from tests.support.combine import few
+from tests.support.combine import each_value, few
 from tests.support.programs import (
     ADAM,
     MOMENTUM,
@@ -262,8 +262,7 @@ def test_large_gradients_stay_finite(simulate: Any, strategy: str) -> None:
 # --- asynchronous -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("speeds", SPEEDS)
-@pytest.mark.parametrize("servers", [1, 3])
+@each_value(("speeds", SPEEDS), ("servers", [1, 3]))
 def test_staleness_is_conserved(simulate: Any, speeds: str, servers: int) -> None:
     """On each server, staleness applied plus age in flight is (N-1) T, for any mix of speeds."""
     workers = 5
@@ -430,11 +429,11 @@ def equal_states(one: Any, other: Any) -> bool:
     return one == other
 
 
-in_both_worlds = pytest.mark.parametrize("world", [pr.simulate, pr.run], ids=["simulated", "real"])
+WORLDS = ("world", [pytest.param(pr.simulate, id="simulated"), pytest.param(pr.run, id="real")])
+OPTIMIZERS = ("optimizer", [pytest.param(MOMENTUM, id="momentum"), pytest.param(ADAM, id="adam")])
 
 
-@in_both_worlds
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@each_value(WORLDS, OPTIMIZERS)
 def test_sync_optimizer_state_dict_equals_that_of_allreduce(
     world: Any, optimizer: Any, tmp_path: Path
 ) -> None:
@@ -462,9 +461,7 @@ def test_async_optimizer_state_dict_includes_every_push(simulate: Any, servers: 
     assert equal_states(found, torch.load(tmp_path / "alone.pt"))
 
 
-@in_both_worlds
-@pytest.mark.parametrize(("strategy", "servers"), [("allreduce", 0), ("sync", 2)])
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@each_value(WORLDS, ("strategy, servers", [("allreduce", 0), ("sync", 2)]), OPTIMIZERS)
 def test_a_resumed_run_is_an_uninterrupted_one(
     world: Any, strategy: str, servers: int, optimizer: Any, tmp_path: Path
 ) -> None:
@@ -503,7 +500,7 @@ class Draws:
         (self.folder / f"{session.rank}.json").write_text(json.dumps([before, after]))
 
 
-@in_both_worlds
+@pytest.mark.parametrize(*WORLDS)
 def test_workers_draw_their_own_numbers(world: Any, tmp_path: Path) -> None:
     """All build the same model, then each draws its own, with numpy, Python and torch; a seed repeats it."""
 

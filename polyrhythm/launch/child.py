@@ -35,6 +35,7 @@ def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -
     options = TransportOptions(
         listen=config.listen,
         arenas=config.arenas,
+        arena=start.arena,
         host=config.host,
         wait=plan.timeout,
         incarnation=start.incarnation,

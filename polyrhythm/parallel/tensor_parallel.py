@@ -78,10 +78,12 @@ class _Enter(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, axis: TensorAxis) -> Tensor:
-        # The product of a row layer, which nothing else uses, may be overwritten.
-        total = value if value.is_contiguous() else value.contiguous()
-        if total is value:
+        # The product of a row layer, which nothing else uses, may be overwritten. A stage may begin with it.
+        if value.is_contiguous() and not value.is_leaf:
             ctx.mark_dirty(value)
+            total = value
+        else:
+            total = value.clone(memory_format=torch.contiguous_format)
         axis.sum(total)
         return total
 

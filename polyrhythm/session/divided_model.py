@@ -158,9 +158,10 @@ class DividedModel:
     def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
         self._context, self._model, how = context, division.model, division.how
         self.place = place = context.place
+        chain = bool(division.graph.note)  # of modules, which run as they are
         self._grid, self._tensors = division.grid, division.tensors
         section, column = self._grid.section(place), self._grid.column(place)
-        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, section))
+        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, section), chain)
         if self._tensors is not None:
             self._tensors.release()
             self._tensors.axis.all_reduce = self.link.sum_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,14 @@ FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as l
 
 
 class StageLink:
-    """Connects the places of one model. `shares`: of the computation of the model that each segment has."""
+    """Connects the places of one model. `shares`: of the computation of the model that each segment has.
 
-    def __init__(self, context: ModelContext, grid: Grid, shares: Sequence[float], seed: int) -> None:
+    `python`: the model runs code that was not captured, and may draw from any generator.
+    """
+
+    def __init__(
+        self, context: ModelContext, grid: Grid, shares: Sequence[float], seed: int, python: bool
+    ) -> None:
         self._context, self._node = context, context.worker_node
         self._places: Sequence[Peer] = context.model
         self._place, self._shares = context.place, shares
@@ -35,9 +41,9 @@ class StageLink:
         self._column_group = self._split("column", self._column)
         self._row_group = self._split("row", grid.row(context.place))
         # All workers of a model draw the same numbers in the script, and their own in dropout.
-        self._random = OwnNumbers(seed)
+        self._random = OwnNumbers(seed, python=python)
         self.meter: Meter | None = None
-        self.fingerprint: list[Any] = []  # of the present batch
+        self.fingerprint = ""  # of the present batch
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
         tensors = {name: each.detach() for name, each in values.items() if isinstance(each, Tensor)}
@@ -80,7 +86,7 @@ class StageLink:
             )
         shapes: dict[str, list[int]] = message["shapes"]
         tensors = zip(shapes.items(), message.tensors, strict=True)
-        found_tensors = {name: flat.clone().view(shape) for (name, shape), flat in tensors}
+        found_tensors = {name: flat.view(shape) for (name, shape), flat in tensors}
         for name in message["trained"]:
             found_tensors[name].requires_grad_()
         return {**message["plain"], **found_tensors}
@@ -132,7 +138,7 @@ class StageLink:
         self._context.wait_in_pass(wait)
 
 
-def fingerprint(inputs: Mapping[str, Any]) -> list[Any]:
+def fingerprint(inputs: Mapping[str, Any]) -> str:
     """What the workers of a model compare of a batch: its shapes, and a few of its numbers."""
     found: list[Any] = []
     for each in inputs.values():
@@ -143,4 +149,4 @@ def fingerprint(inputs: Mapping[str, Any]) -> list[Any]:
             found += [list(each.shape), some.cpu().contiguous().view(torch.uint8).tolist()]
         else:
             found.append(repr(each)[:80])
-    return found
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from polyrhythm.wire.connection import Connection
 from polyrhythm.wire.frame import Header, same_layout
 from polyrhythm.wire.headers import REFUSED, REJECTED, HeaderFactory
 from polyrhythm.wire.incoming import Incoming
-from polyrhythm.wire.receive_targets import ReceiveTargets, discard
+from polyrhythm.wire.receive_targets import ReceiveTargets, Repeated, discard
 from polyrhythm.wire.replies import Replies
 from polyrhythm.wire.requests import Requests
 
@@ -53,7 +53,10 @@ class Dispatcher:
                 self._replies.reject(channel, header, error)
             self._on_error(error)
             return True
-        buffers, memory = yield from self._targets.receive(channel, header, connection.pool)
+        try:
+            buffers, memory = yield from self._targets.receive(channel, header, connection.pool)
+        except Repeated:
+            return True
         message = Incoming(channel.peer, kind, header.sequence, header.wants_reply, header.fields, buffers)
         message._into, message._memory = header.into, memory
         if kind in self.handlers and not header.wants_reply:

@@ -16,6 +16,7 @@ class TransportOptions:
 
     listen: str = "unix:"  # address to accept connections at, see `sockets`
     arenas: Arenas | None = None  # shared memory of this host
+    arena: int = -1  # the one in which this node allocates
     host: str = ""  # identifies the arenas: nodes with the same host id see the same ones
     max_inline: int = 1 << 36  # bytes of tensors that a peer may send in one message
     queue: int = 64  # unreceived messages of a connection before it is paused

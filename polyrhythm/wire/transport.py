@@ -1,6 +1,7 @@
 """Transport: sends and receives the messages of one node, whatever happens to its connections.
 
-- `send` is one-way. Tensors are sent inline; the call returns when the operating system has the bytes.
+- `send` is one-way. Tensors are copied: to shared memory within a host (see `lending`), else inline; the call
+  returns when the operating system has the bytes.
 - `request` lends its tensors until `reply` arrives. Within a host, tensors in shared memory are sent by
   reference, and the reply is written straight into the memory that the request offers as `into`. Between
   hosts bytes are sent inline and received straight into place.
@@ -24,9 +25,11 @@ from polyrhythm.wire.buffers import Buffer, parts_of
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.connection import Connection
 from polyrhythm.wire.dispatch import Dispatcher
+from polyrhythm.wire.frame import Header
 from polyrhythm.wire.handshake import Identity
 from polyrhythm.wire.headers import DISCONNECTED, HeaderFactory
 from polyrhythm.wire.incoming import Incoming
+from polyrhythm.wire.lending import Lender
 from polyrhythm.wire.links import Links
 from polyrhythm.wire.options import TransportOptions
 from polyrhythm.wire.poller import Poller
@@ -59,6 +62,9 @@ class Transport:
         self._replies = Replies(options, self._headers, self._threads)
         self._inbox = self._replies.inbox
         self._targets = ReceiveTargets(options.arenas)
+        self._lender = (
+            None if options.arenas is None or options.arena < 0 else Lender(options.arenas, options.arena)
+        )
         self._dispatcher = Dispatcher(
             self._headers, self._requests, self._replies, self._targets, options.on_error
         )
@@ -114,9 +120,16 @@ class Transport:
         Without `retry` a peer that cannot be reached at once counts as lost.
         """
         header = self._headers.message(kind, fields, parts_of(buffers))
-        views = [buffer.view for buffer in buffers]
         with self.traffic.counting(to, buffers):
-            self._sender.deliver(to, kind, lambda channel: channel.send(header, views), retry)
+            self._sender.deliver(to, kind, lambda channel: self._send(channel, header, buffers), retry)
+
+    def _send(self, channel: Channel, header: Header, buffers: Sequence[Buffer]) -> None:
+        if not channel.bounds.arenas:
+            header.parts = parts_of(buffers)
+        elif self._lender is not None and header.inline:  # and not lent before a connection broke
+            header.parts = self._lender.lend(header.sequence, buffers) or header.parts
+        inline = zip(buffers, header.parts, strict=True)
+        channel.send(header, [buffer.view for buffer, part in inline if part.arena < 0])
 
     def request(
         self,

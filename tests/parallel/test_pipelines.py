@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from tests.support.combine import each_value
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
@@ -78,8 +79,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("make", [chain, Skipping])
-@pytest.mark.parametrize("stages", [2, 4])
+@each_value(("make", [chain, Skipping]), ("stages", [2, 4]))
 def test_a_pipeline_trains_like_the_whole_model(
     make: Callable[[], nn.Module], stages: int, tmp_path: Path
 ) -> None:

@@ -227,7 +227,11 @@ def test_the_summary_does_not_depend_on_which_events_are_recorded(
     counts = Counter((row["node"], row["event"]) for row in read_rows(summary["folder"]))
     steps = [counts[f"worker {rank}", "step"] for rank in range(3)]
     assert counts["server 0", "apply"] == math.ceil(summary["steps"] / (1 if events == "all" else EVERY))
-    assert sum(steps) == summary["steps"] if events == "all" else all(1 <= count <= 2 for count in steps)
+    if events == "all":
+        assert sum(steps) == summary["steps"]
+    else:  # how many steps each worker took depends on its speed
+        rounded_up = sum(steps) - summary["steps"] / EVERY
+        assert 0 <= rounded_up < len(steps)
     assert counts["coordinator", "join"] == counts["coordinator", "leave"] == 4  # rare ones are all there
 
 

@@ -78,8 +78,7 @@ def serial(script: Callable[[], nn.Module], seed: int = 0) -> dict[str, Tensor]:
     return dict(script().state_dict())
 
 
-@both_worlds
-@pytest.mark.parametrize("seed", range(4))
+@each_value(("world", ["simulated", "real"]), ("seed", range(4)))
 def test_disjoint_supports_give_the_bits_of_one_worker(world: str, seed: int, tmp_path: Path) -> None:
     """If no two workers touch the same element, the order of steps does not matter."""
     script = Disjoint(workers=3, count=150, seed=seed)

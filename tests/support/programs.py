@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,9 @@ def odd() -> nn.Module:
     return Odd().double()
 
 
+DEAD = -1
+
+
 @dataclass
 class Script:
     """One training script and all that may be special about it."""
@@ -173,20 +177,32 @@ class Script:
         return model
 
     def __post_init__(self) -> None:
-        self.dead = mmap.mmap(-1, 64)  # shared with the processes of a run: which workers have died
+        # Shared with the processes of a run, by rank: 0, the process of a worker that has begun, or DEAD.
+        self.processes = memoryview(mmap.mmap(-1, 256)).cast("i")
 
     def die_or_wait(self, session: Any, step: int) -> None:
         """Dies if it is time to; else waits for those that die in this step or before.
 
         Where no worker waits for another, the survivors would otherwise take all the data before the death.
+        One that waits for a survivor cannot come to its end by itself, and is killed where it waits.
         """
-        if self.kills.get(session.rank) == step and not session._node.incarnation:  # not its replacement
-            self.dead[session.rank] = 1
-            os.kill(os.getpid(), signal.SIGKILL)
-        due = [rank for rank, at in self.kills.items() if at <= step and rank != session.rank]
-        deadline = time.monotonic() + 30
-        while not all(self.dead[rank] for rank in due) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        if session.rank in self.kills and not session._node.incarnation:  # not its replacement
+            self.processes[session.rank] = os.getpid()
+            if self.kills[session.rank] == step:
+                self.kill(session.rank)
+        for rank in [rank for rank, at in self.kills.items() if at <= step and rank != session.rank]:
+            while not self.processes[rank]:
+                time.sleep(0.001)
+            patience = time.monotonic() + 1
+            while self.processes[rank] != DEAD and time.monotonic() < patience:
+                time.sleep(0.001)
+            self.kill(rank)
+
+    def kill(self, rank: int) -> None:
+        process, self.processes[rank] = self.processes[rank], DEAD
+        with suppress(ProcessLookupError):  # two survivors may do this at the same time
+            if process != DEAD:
+                os.kill(process, signal.SIGKILL)
 
     def backward(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Tensor:
         if optimizer is not None:
