@@ -100,6 +100,8 @@ class Enter(nn.Module):
         self.axis = axis
 
     def forward(self, value: Tensor) -> Tensor:
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
         return _Enter.apply(value, self.axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -110,7 +112,7 @@ class SumParts(Enter):
         return _Sum.apply(value, self.axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Part(nn.Module):
+class CutOut(nn.Module):
     """This worker's part of a whole value."""
 
     def __init__(self, axis: TensorAxis, sharding: Sharding, extent: int | None) -> None:
@@ -234,7 +236,7 @@ class _Rewriting:
         length = shape(argument)[sharding.dim]
         extent = None if isinstance(sharding.blocks, int) else int(length / sharding.blocks)
         value = self._local(argument.meta["val"], sharding)
-        return self._module("part", Part(self._axis, sharding, extent), (entered,), node, value)
+        return self._module("part", CutOut(self._axis, sharding, extent), (entered,), node, value)
 
     def _row(self, linear: Linear) -> fx.Node:
         """A row layer: the sum of the products of all parts, and its bias once."""

@@ -105,9 +105,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in MODELS), ("mlp", 4), ("encoder", 4), ("gpt", 4)]
-)
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("mlp", 4), ("gpt", 4)])
 def test_outputs_and_gradients_are_those_of_the_whole_model(name: str, size: int) -> None:
     torch.manual_seed(1)
     make, inputs = MODELS[name]
@@ -241,6 +239,27 @@ def test_an_operation_on_parts_is_a_part_of_the_operation(name: str) -> None:
     gradient = whole.first.weight.grad
     assert gradient is not None
     torch.testing.assert_close(divided.gradient("first.weight"), gradient, rtol=1e-4, atol=1e-4)
+
+
+WHOLE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda h: h.softmax(-1),
+    "layer norm": lambda h: F.layer_norm(h, (24,)),
+    "sum": lambda h: h / h.sum(-1, keepdim=True),
+    "one place": lambda h: h * h[..., :1],
+    "product": lambda h: h @ h.mT @ h,
+    "unknown": lambda h: h.sort(-1)[0],
+    "batch norm": lambda h: F.batch_norm(h.flatten(0, 1), None, None, training=True).view_as(h),
+    "in place on a whole value": lambda h: torch.zeros(4, 24).add_(h.sum(0)) + h,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_a_whole_value_is_never_given_parts(name: str) -> None:
+    graph = capture(Between(WHOLE[name]), (torch.randn(5, 4, 8),), {})
+    with pytest.raises(UsageError, match="divided where it is needed whole: after first"):
+        choose_plan(graph, TensorParallel(2, plan={"first": "column", "second": "row"}))
+    with pytest.raises(UsageError, match="can divide no layer"):
+        choose_plan(graph, TensorParallel(2))
 
 
 # --- random numbers -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Workers that divide the layers of a model train it like one worker, under every strategy and in both worlds."""
+"""Workers that divide the layers of a model train it like one worker, by any strategy, in both worlds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
-from tests.parallel.tensor_models import GPT, MODELS, WIDTH, encoder, mlp
+from tests.parallel.tensor_models import MODELS, WIDTH, encoder, mlp
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
@@ -35,8 +35,10 @@ class Training:
         model = make().double()
         x = inputs(ROWS)
         y = torch.randn_like(model(x).detach())
-        kind = torch.optim.Adam if self.adam else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=0.01 if self.adam else 0.1)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        if self.adam:
+            # Biases of keys have no gradient but rounding, which a smaller eps would make a step of.
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
         loader = DataLoader(TensorDataset(x, y), BATCH, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
         losses = []
@@ -64,12 +66,21 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 CASES = [
-    ("mlp", "tensor:2", 2), ("mlp", "tensor:4", 4), ("mlp", "pipeline:2@tensor:2", 4),
+    ("mlp", "tensor:2", 2),
     ("mlp", "tensor:2@pipeline:2,micro_batches=3,recompute=yes", 4),
-    ("encoder", "tensor:2", 2), ("encoder", "tensor:4", 4), ("gpt", "tensor:2", 2),
-    ("gpt", "pipeline:2@tensor:2", 4), ("gpt, written out", "tensor:2", 2),
-]  # fmt: skip
+    ("encoder", "tensor:4", 4),
+    ("gpt", "pipeline:2@tensor:2", 4),
+    slow("mlp", "tensor:4", 4),
+    slow("mlp", "pipeline:2@tensor:2", 4),
+    slow("encoder", "tensor:2", 2),
+    slow("gpt", "tensor:2", 2),
+    slow("gpt, written out", "tensor:2", 2),
+]
 
 
 @pytest.mark.parametrize(("model", "strategy", "workers"), CASES)
@@ -87,7 +98,11 @@ def test_divided_layers_train_like_the_whole_model(
 
 @pytest.mark.parametrize(
     ("strategy", "split", "workers"),
-    [("allreduce", "pipeline:2@tensor:2", 8), ("local:8", "tensor:2", 4), ("allreduce+fp16", "tensor:2", 4)],
+    [
+        ("local:8", "tensor:2", 4),
+        slow("allreduce", "pipeline:2@tensor:2", 8),
+        slow("allreduce+fp16", "tensor:2", 4),
+    ],
 )
 def test_strategies_in_lockstep_train_divided_layers_like_whole_models(
     strategy: str, split: str, workers: int, tmp_path: Path
@@ -106,7 +121,7 @@ def test_clipping_counts_whole_parameters_once(tmp_path: Path) -> None:
     assert distance(final(Training("gpt"), "allreduce", 1, tmp_path), whole) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["async", "ssp:1", "async+topk:0.5", "adpsgd"])
+@pytest.mark.parametrize("strategy", ["ssp:1", slow("async"), slow("async+topk:0.5"), slow("adpsgd")])
 def test_strategies_with_servers_and_without_lockstep_train_divided_layers(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -120,12 +135,12 @@ def test_a_server_holds_the_parts_of_each_worker(tmp_path: Path) -> None:
     assert distance(final(Training("mlp"), "sync@tensor:2", 4, tmp_path), whole) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["tensor:2", "pipeline:2@tensor:2"])
+@pytest.mark.parametrize("strategy", ["tensor:2", slow("pipeline:2@tensor:2")])
 def test_processes_compute_the_bits_of_the_simulator(strategy: str, tmp_path: Path) -> None:
     workers = 2 if strategy == "tensor:2" else 4
     program = Training("gpt", adam=True)
     simulated = final(program, strategy, workers, tmp_path)
-    assert distance(final(program, strategy, workers, tmp_path, "processes"), simulated) == 0
+    assert distance(final(program, strategy, workers, tmp_path, "real"), simulated) == 0
 
 
 class Dropping:
@@ -164,11 +179,6 @@ def test_the_result_loads_into_the_plain_model(tmp_path: Path) -> None:
     model.load_state_dict(load_file(Path(summary["folder"]) / "consensus.safetensors"))
 
 
-class Consensus(Training):
-    def __call__(self) -> None:
-        super().__call__()
-
-
 class Wrong:
     """Prepares a model with an optimizer, which is refused."""
 
@@ -194,4 +204,3 @@ def test_a_plan_in_python_is_used(tmp_path: Path) -> None:
     strategy = pr.parse("allreduce") @ pr.TensorParallel(2, plan=plan)
     whole = final(Training("gpt"), "allreduce", 1, tmp_path)
     assert distance(final(Training("gpt"), str(strategy), 2, tmp_path), whole) < 1e-12
-    assert GPT is not None
