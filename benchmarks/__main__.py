@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.report import Steal, show
 
 NAMES = (
-    "allreduce", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
+    "allreduce", "branches", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
     "conversions", "cut", "events", "growth", "hogwild", "keras", "last_executor", "memory", "pipeline",
     "process_group", "replicate",
     "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",

@@ -7,19 +7,16 @@ Gloo trains the same layers in the same way, in a run of its own with its own tu
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from benchmarks.divided import Speeds, by_turns, timed
 from benchmarks.processes import Together, apart, together
 from benchmarks.report import Row, ratio
 
 MICRO_BATCHES = 8
 BAR = 1.5
-Speeds = dict[str, list[float]]
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
@@ -29,7 +26,9 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
         ("MLP, 8 layers of 512, batch 2048", 1),
         ("transformer, 8 layers of 256, 32 × 64", 1),
     ):
-        ours: Speeds = apart(_run, name, rounds, steps)
+        ours: Speeds = apart(
+            by_turns, partial(_build, name), f"pipeline:2,micro_batches={MICRO_BATCHES}", rounds, steps
+        )
         theirs = together(2, _torch, name, rounds, steps)[0]
         gained = ratio(ours["divided"], ours["alone"])
         other = ratio(theirs["divided"], theirs["alone"])
@@ -59,74 +58,9 @@ def _model(name: str) -> tuple[Any, Any, Any]:
     return nn.Sequential(*layers), torch.randn(32, 64, 256), torch.randn(32, 64, 256)
 
 
-def _timed(train: Callable[[], None], steps: int) -> float:
-    began = time.perf_counter()
-    for _ in range(steps):
-        train()
-    return steps / (time.perf_counter() - began)
-
-
-def _run(name: str, rounds: int, steps: int) -> Speeds:
-    """Steps per second by turns, alone and divided."""
-    import tempfile
-
-    import polyrhythm as pr
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "speeds.json"
-        strategy = f"pipeline:2,micro_batches={MICRO_BATCHES}"
-        pr.run(_Script(name, rounds, steps, file), workers=2, strategy=strategy, threads=1, runs=None)
-        found: Speeds = json.loads(file.read_text())
-        return found
-
-
-class _Script:
-    """Trains by turns; worker 0 writes what it has measured."""
-
-    def __init__(self, name: str, rounds: int, steps: int, file: Path) -> None:
-        self.name, self.rounds, self.steps, self.file = name, rounds, steps, file
-
-    def __call__(self) -> None:
-        import copy
-
-        import torch
-        from torch.nn import functional as F
-        from torch.utils.data import DataLoader, TensorDataset
-
-        import polyrhythm as pr
-
-        session = pr.init()
-        model, x, y = _model(self.name)
-        plain = copy.deepcopy(model)
-        alone = torch.optim.SGD(plain.parameters(), lr=0.01)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = DataLoader(TensorDataset(x, y), len(x))
-        model, optimizer, loader = session.prepare(model, optimizer, loader)
-        speeds: Speeds = {"alone": [], "divided": []}
-
-        def by(model: Any, optimizer: Any) -> Callable[[], None]:
-            def train() -> None:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-
-            return train
-
-        for number in range(self.rounds + 1):
-            if session.is_main:
-                speed = _timed(by(plain, alone), self.steps)
-                if number:  # not the first
-                    speeds["alone"].append(speed)
-            session.barrier()
-            for batch in loader:
-                assert len(batch[0]) == len(x)
-                break
-            speed = _timed(by(model, optimizer), self.steps)
-            if number:
-                speeds["divided"].append(speed)
-            session.barrier()
-        if session.is_main:
-            self.file.write_text(json.dumps(speeds))
+def _build(name: str) -> tuple[Any, tuple[Any, ...], Any]:
+    model, x, y = _model(name)
+    return model, (x,), y
 
 
 def _torch(here: Together, name: str, rounds: int, steps: int) -> Speeds:
@@ -161,11 +95,11 @@ def _torch(here: Together, name: str, rounds: int, steps: int) -> Speeds:
 
     for number in range(rounds + 1):
         if here.rank == 0:
-            speed = _timed(train_alone, steps)
+            speed = timed(train_alone, steps)
             if number:
                 speeds["alone"].append(speed)
         here.barrier()
-        speed = _timed(train, steps)
+        speed = timed(train, steps)
         if number:
             speeds["divided"].append(speed)
         here.barrier()

@@ -41,7 +41,11 @@ class StepDone(Event, frozen=True, tag="step"):
 
 
 class MicroBatch(Event, frozen=True, tag="micro-batch"):
-    """A stage of a divided model has computed one micro-batch, forward or backward."""
+    """A stage of a divided model has computed one micro-batch.
+
+    `direction` is forward, backward, or weights: the weight gradients that are computed when the gradient of
+    the stage's input is on its way. In simulation they are a part of backward.
+    """
 
     frequent: ClassVar[bool] = True
 

@@ -20,6 +20,7 @@ class ModelSplit(Configured):
     kind = "split"
     registry: ClassVar[dict[str, type[ModelSplit]]] = {}
     axis: ClassVar[Axis]
+    advice: ClassVar[str] = "use fewer workers"  # if a worker would have nothing to train
 
     @property
     def size(self) -> int:

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.lab.plan_branches import PlannedBranches, plan_branches
 from polyrhythm.launch.console import size, table
 from polyrhythm.launch.program import Program
 
@@ -69,6 +70,7 @@ class PipelinePlan:
     serial_micro: float  # seconds of its micro-batches in one process, one after another
     step: float  # predicted seconds of a batch in the pipeline
     cores: int | None  # shared by all stages; None: each is on a machine of its own
+    branches: PlannedBranches | None = None  # on as many workers; None: the model has none
 
     @property
     def bubble(self) -> float:
@@ -227,9 +229,12 @@ def plan_model(model: nn.Module, call: Call, wanted: Wanted) -> Planned:
     if wanted.megabits is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         step = max(step, count * sum(times) * threads / cores)
+    branches = plan_branches(graph, costs, call, wanted.stages, per_byte, serial)
+    if branches is not None and cores is not None:
+        branches = replace(branches, speedup=min(branches.speedup, cores / threads))
     made = PipelinePlan(
         type(model).__name__, graph.note, rows, count, stages, tuple(cuts), begins_of(graph, cuts), serial,
-        count * part, step, cores,
+        count * part, step, cores, branches,
     )  # fmt: skip
     return Planned(made, graph, costs)
 
@@ -362,6 +367,14 @@ def show(plan: PipelinePlan) -> str:
         verdict(plan),
         f"--workers {count} --strategy {plan.strategy}",
     ]
+    if plan.branches is not None and plan.branches.speedup >= PAYS:
+        better = "better" if plan.branches.speedup > max(plan.speedup, 1.0) else "or"
+        lines += [
+            "",
+            f"{better}: the model has branches that can run at the same time, {plan.branches.speedup:.1f} "
+            f"times as fast on {count} workers",
+            f"--workers {count} --strategy {plan.branches.strategy}",
+        ]
     return "\n".join(lines)
 
 

@@ -84,6 +84,17 @@ class GradientSums:
         else:
             self.sums[number], self._own[number] = total + gradient, True
 
+    def add_product(self, number: int, one: Tensor, other: Tensor) -> None:
+        """Adds the product of two matrices, where possible without a matrix of its own."""
+        total = self.sums[number]
+        if total is None:
+            self.sums[number] = one @ other
+        elif self._own[number]:
+            total.addmm_(one, other)
+        else:
+            self.sums[number] = torch.addmm(total, one, other)
+        self._own[number] = True
+
     def take(self, number: int) -> Tensor | None:
         """Returns a sum, which is gone then."""
         total, self.sums[number] = self.sums[number], None

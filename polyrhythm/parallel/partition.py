@@ -231,22 +231,26 @@ def holder(attributes: Mapping[str, Any]) -> nn.Module:
     return root
 
 
+def operations_of(graph: ModelGraph, name: str) -> list[int]:
+    """The positions of the operations of a named submodule."""
+    if name not in graph.modules:
+        near = difflib.get_close_matches(name, graph.modules, n=3, cutoff=0.3) or list(graph.modules[:3])
+        raise UsageError(f"the model has no submodule {name!r}; similar ones: {', '.join(near)}")
+    found = [
+        position
+        for position in range(len(graph.train.operations))
+        if f"{graph.train.module_of(position)}.".startswith(f"{name}.")
+    ]
+    if not found:
+        raise UsageError(f"the submodule {name!r} computes nothing in forward; name one that does")
+    return found
+
+
 def cuts_at(graph: ModelGraph, names: Sequence[str]) -> list[int]:
     """The cuts at which a stage begins with the first operation of each named submodule."""
     cuts: list[int] = []
     for name in names:
-        if name not in graph.modules:
-            near = difflib.get_close_matches(name, graph.modules, n=3, cutoff=0.3) or list(graph.modules[:3])
-            raise UsageError(f"the model has no submodule {name!r}; similar ones: {', '.join(near)}")
-        inside = (name, f"{name}.")
-        found = [
-            position
-            for position in range(len(graph.train.operations))
-            if graph.train.module_of(position) == name
-            or graph.train.module_of(position).startswith(inside[1])
-        ]
-        if not found:
-            raise UsageError(f"the submodule {name!r} computes nothing in forward; name one that does")
+        found = operations_of(graph, name)
         if found[0] == 0:
             raise UsageError(f"{name!r} begins with the model; the first stage needs no name")
         if cuts and found[0] <= cuts[-1]:

@@ -33,6 +33,7 @@ from polyrhythm.parallel.micro_batches import (
     micro_batches,
 )
 from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
+from polyrhythm.parallel.weight_gradients import WeightGradients
 
 
 class StageMessages(Protocol):
@@ -56,6 +57,9 @@ class StageMessages(Protocol):
     def compute(self, segment: int, backward: bool, micro_batches: int) -> AbstractContextManager[None]:
         """A context for the computation of one of so many micro-batches in a segment."""
 
+    def weights(self) -> AbstractContextManager[None]:
+        """A context for the computation of weight gradients that were put off."""
+
 
 @dataclass
 class Tied:
@@ -78,11 +82,12 @@ class StageRunner:
         recompute: bool,
         parameters: Sequence[nn.Parameter],
         tied: Tied,
+        later: WeightGradients,
     ) -> None:
         """`parameters`: those that this place owns, and its copies of those that it borrows."""
         self.place, self.link, self._recompute = place, link, recompute
         self._micro_batches = micro_batches
-        self._parameters, self.tied = list(parameters), tied
+        self._parameters, self.tied, self.later = list(parameters), tied, later
         self._anchor = torch.zeros((), requires_grad=True)  # a place may have no parameter to train
         self._passes = itertools.count()
 
@@ -255,6 +260,9 @@ class _Pass:
             link.send(place, self._kind("backward", number, source), sent)
         for parameter, gradient in enumerate(found[len(wanted) :]):
             totals.add(parameter, gradient)
+        if self._runner.later:
+            with link.weights():
+                self._runner.later.add_to(totals, self._trained)
 
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the model's inputs. Several places may use one."""

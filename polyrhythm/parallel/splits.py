@@ -33,6 +33,9 @@ class Pipeline(ModelSplit):
     shows_main = True
     paper = "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
     axis: ClassVar[Axis] = "stage"
+    advice: ClassVar[str] = (
+        "use fewer stages, or name the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
+    )
 
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
@@ -40,7 +43,7 @@ class Pipeline(ModelSplit):
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        return super().__new__(cls, *values, **_joined(named))
+        return super().__new__(cls, *values, **_joined(named, "split_at"))
 
     def __post_init__(self) -> None:
         names = _names(self.split_at)
@@ -68,14 +71,71 @@ class Pipeline(ModelSplit):
         return _names(self.split_at)
 
 
+@dataclass(frozen=True)
+class Branches(ModelSplit):
+    r"""Branches of the model that do not depend on each other run on different workers at the same time.
+
+    They are found in the graph of the model's operations, such as two towers, or experts whose outputs are
+    added, and are divided so that the longest worker takes least, messages included. What comes before and
+    after the branches runs on the first worker. A module that several branches share has one copy of each
+    parameter $w$ to train, whose gradient is the sum over its uses $u$,
+
+    $$rac{\partial L}{\partial w}=\sum_u rac{\partial L}{\partial w_u}.$$
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("ssp:3") @ pr.Branches(2))
+    ssp:3@branches:2
+    """
+
+    name = "branches"
+    main = "workers"
+    shows_main = True
+    paper = "Abadi et al. 2016, TensorFlow: A System for Large-Scale Machine Learning"
+    axis: ClassVar[Axis] = "branch"
+    advice: ClassVar[str] = (
+        "use fewer workers, or name submodules to run side by side, as in modules=left/right"
+    )
+
+    workers: int | None = None  # None: one for each submodule in `modules`, or 2
+    micro_batches: int = 1  # pieces that a batch is cut into
+    modules: str = ""  # submodules to run side by side, such as left/right; in Python also a list; "": found
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        return super().__new__(cls, *values, **_joined(named, "modules"))
+
+    def __post_init__(self) -> None:
+        names = _names(self.modules)
+        object.__setattr__(self, "modules", "/".join(names))
+        if self.workers is None:
+            object.__setattr__(self, "workers", len(names) or 2)
+        if self.size < 1:
+            raise UsageError(f"branches: workers is {self.workers}; there must be 1 or more")
+        if names and len(names) < self.size:
+            raise UsageError(
+                f"branches: {self.size} workers need as many submodules, but modules names {len(names)}"
+            )
+        if self.micro_batches < 1:
+            raise UsageError(f"branches: micro_batches is {self.micro_batches}; there must be 1 or more")
+
+    @property
+    def size(self) -> int:
+        assert self.workers is not None
+        return self.workers
+
+    @property
+    def names(self) -> list[str]:
+        """The submodules to run side by side, if they were named."""
+        return _names(self.modules)
+
+
 def _names(layers: str | Sequence[str]) -> list[str]:
     return layers.split("/") if isinstance(layers, str) and layers else list(layers)
 
 
-def _joined(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with lists of layers as the text that the grammar has for them."""
-    layers = fields.get("split_at", "")
-    return fields if isinstance(layers, str) else {**fields, "split_at": "/".join(layers)}
+def _joined(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Fields with a list of layers as the text that the grammar has for it."""
+    layers = fields.get(name, "")
+    return fields if isinstance(layers, str) else {**fields, name: "/".join(layers)}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
-from polyrhythm.parallel.cut import estimated_costs
-from polyrhythm.parallel.divide import choose, divide
+from polyrhythm.parallel.divide import choose, divide, doubt
+from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
 from polyrhythm.parallel.grid import Grid
@@ -29,6 +29,7 @@ from polyrhythm.parallel.place_plan import PlacePlan, place_plan
 from polyrhythm.parallel.rows import check_rows
 from polyrhythm.parallel.splits import TensorParallel
 from polyrhythm.parallel.tensor_shards import TensorShards
+from polyrhythm.parallel.weight_gradients import WeightGradients
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.seeds import mix
@@ -77,16 +78,15 @@ class ModelDivision:
         ]
         if how.micro_batches > 1:
             check_rows(split(self.graph, ()), inputs, self.batched)
-        captured, whole = self.graph.hash, sum(estimated_costs(self.graph.train, inputs))
+        captured, whole = self.graph.hash, sum(estimate(self.graph.train, inputs).seconds)
         self.tensors = self._take_shards(splits, place)
         chosen = decide(lambda: choose(self.graph, how, inputs, trained), captured)
         self.parts: Partition = divide(self.graph, how, chosen)
-        self.shares = self._shares(estimated_costs(self.graph.train, inputs), whole)
+        costs = estimate(self.graph.train, inputs)
+        self.shares = self._shares(costs.seconds, whole)
+        self.doubt = doubt(self.graph, how, self.parts, costs)
         if idle := sorted(set(range(self.grid.sections)) - {self._sections(name)[0] for name in trained}):
-            raise UsageError(
-                f"stage {idle[0]} of {how} would have no parameter to train: use fewer stages, or name "
-                "the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
-            )
+            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
 
     def _take_shards(self, splits: Sequence[ModelSplit], place: int) -> TensorShards | None:
         """Leaves this worker's parts of divided tensors in the model, and its operations in the graph."""
@@ -176,8 +176,11 @@ class DividedModel:
         self._mine = {name for name in tensors if division.owner(name, place) == place}
         used = {name for name in tensors if place in division.users(name, place)}
         kept = [each for name, each in self._model.named_parameters() if name in used]
+        later = WeightGradients()
+        for segment in (each for plan in self._plans.values() for each in plan.segments):
+            later.defer(segment.run)
         self._runner = StageRunner(
-            place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place)
+            place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place), later
         )
         division.optimizer.param_groups[:] = division.groups(place)
         self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
@@ -334,7 +337,8 @@ def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:
     others = [each for each in splits if not isinstance(each, TensorParallel)]
     if len(others) > 1:
         raise UsageError(
-            f"{others[0]} and {others[1]} both place the operations of a model: use one of them, with tensor"
+            f"{'@'.join(map(str, splits))} would divide one model in {len(others)} ways: use one of them, "
+            "alone or with tensor"
         )
     return others[0] if others else splits[0]
 

@@ -105,6 +105,8 @@ class DividedPlacement(Placement):
         self._division = ModelDivision(
             self._strategy.splits, given, _example(given), self._decide, self._context.place
         )
+        if self._division.doubt:
+            self._context.request(ShowNote(self._division.doubt))
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
         """Lets worker 0 choose for all nodes, which have captured the same operations."""

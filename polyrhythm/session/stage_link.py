@@ -125,6 +125,13 @@ class StageLink:
             MicroBatch("backward" if backward else "forward", self._section, round(began, DIGITS), took)
         )
 
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        began = self._node.now()
+        yield
+        if took := round(self._node.now() - began, DIGITS):
+            self._node.log(MicroBatch("weights", self._place, round(began, DIGITS), took))
+
     def _wait(self, function: Callable[[], object], computes: bool = False) -> None:
         """Blocks inside a pass. In simulation other nodes run meanwhile, on this thread."""
 

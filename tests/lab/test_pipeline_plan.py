@@ -10,9 +10,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import nn
 
 from polyrhythm.cli.entry import main
 from polyrhythm.lab.plan import PipelinePlan, PlannedStage, show, verdict
+from polyrhythm.lab.plan_branches import PlannedBranches, plan_branches
+from polyrhythm.parallel.costs import Costs, OperationCost
+from polyrhythm.parallel.example import Call
+from polyrhythm.parallel.graph import capture
 
 SCRIPT = """\
 import sys
@@ -193,3 +199,31 @@ def test_the_table_has_every_stage() -> None:
     assert "captured module by module" in text and "1.67 times as fast" in text
     assert [line.split()[0] for line in text.splitlines() if "layer  " in line] == ["0", "1"]
     assert math.isclose(PLAN.bubble, 1 / 9)
+
+
+def test_branches_that_pay_are_mentioned() -> None:
+    for speedup, words in ((1.9, "better: "), (1.4, "or: "), (1.0, "")):
+        text = show(replace(PLAN, branches=PlannedBranches(2, speedup)))
+        assert ("--workers 2 --strategy allreduce@branches:2" in text) == bool(words)
+        assert words in text
+
+
+def test_branches_are_planned_by_measured_times() -> None:
+    """Two layers side by side of a second each, a hundredth of which are messages of 1 kB at 1 MB/s."""
+    model = Sides()
+    call: Call = ((torch.randn(8, 32),), {})
+    graph = capture(model, *call)
+    seconds = [1.0 if "linear" in node.name else 0.0 for node in graph.train.operations]
+    costs = Costs(tuple(OperationCost(each, 0.0) for each in seconds), (0,) * (len(seconds) + 1))
+    found = plan_branches(graph, costs, call, 2, 1e-6, serial=1.0)
+    assert found is not None and 1.9 < found.speedup < 2
+    assert plan_branches(graph, costs, call, 3, 1e-6, serial=1.0) is None
+
+
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)

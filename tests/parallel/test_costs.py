@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.parallel.costs import Costs, OperationCost, measure
+from polyrhythm.parallel.estimates import _BYTES, _FLOPS, estimate
 from polyrhythm.parallel.graph import capture
 from polyrhythm.parallel.partition import split
 from tests.parallel.models import CASES, loss_of, unequal
@@ -87,3 +89,14 @@ def test_frozen_parameters_need_no_backward() -> None:
     costs = measure(capture(model, (x,), {}), (x,), {}, repeats=1)
     assert costs.operations[0].backward == 0 == costs.operations[1].backward
     assert costs.crossing[1] == x.nbytes  # no gradient comes back
+
+
+def test_estimates_count_the_work_of_each_operation_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LSTM(128, 32, batch_first=True))
+    graph = capture(model, (x := torch.randn(4, 10, 64),), {})
+    found = estimate(graph.train, graph.values((x,), {}))
+    costs = {node.name: cost for node, cost in zip(graph.train.operations, found.seconds, strict=True)}
+    rows, moved = 4 * 10, 1 / _BYTES
+    assert math.isclose(costs["linear"], 2 * rows * 64 * 128 / _FLOPS + 4 * rows * 128 * moved)
+    assert math.isclose(costs["relu"], 4 * rows * 128 * moved)
+    assert costs["lstm"] > 2 * rows * 4 * 32 * (128 + 32) / _FLOPS

@@ -36,12 +36,17 @@ NAMES = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's st
 
 
 def tracking(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The BatchNorm modules that have running statistics, by name."""
+    """The BatchNorm modules that have running statistics here, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, _BatchNorm) and _here(module.running_mean)
     }
+
+
+def _here(buffer: Tensor | None) -> bool:
+    """False for a buffer that another worker holds, where several hold one model."""
+    return buffer is not None and not buffer.is_meta
 
 
 def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
@@ -51,12 +56,12 @@ def statistics(module: _BatchNorm) -> tuple[Tensor, ...]:
 
 
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers in the model's state, by name. Others are caches, whose shapes may differ."""
+    """The buffers here that are in the model's state, by name. Others are caches, whose shapes may differ."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
         for name, value in module._buffers.items()
-        if value is not None and name not in module._non_persistent_buffers_set
+        if value is not None and _here(value) and name not in module._non_persistent_buffers_set
     }
 
 
