@@ -31,12 +31,14 @@ class PlacePlan:
     build: Callable[[Mapping[str, Any]], Any]  # makes the model's output from values
 
 
-def place_plan(parts: Partition, mode: Mode, place: int, column: Sequence[int]) -> PlacePlan:
+def place_plan(parts: Partition, mode: Mode, place: int, column: Sequence[int] | None = None) -> PlacePlan:
     """The plan of one place. A value is sent once to each place that needs it, when its segment has run.
 
-    `column`: the place of each section of the partition, as this one sees it.
+    `column`: the places to which those of the partition are mapped, where tensors are divided besides.
     """
-    segments = [replace(each, place=column[each.place]) for each in parts.segments(mode)]
+    segments = list(parts.segments(mode))
+    if column is not None:
+        segments = [replace(each, place=column[each.place]) for each in segments]
     home = {name: number for number, each in enumerate(segments) for name in each.outputs}
     places = [each.place for each in segments]
 

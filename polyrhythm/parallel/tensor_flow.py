@@ -156,7 +156,8 @@ class Flow:
     def _check(self, features: int, blocks: int, what: str) -> None:
         each = divide(features, blocks)
         if each is None or divide(each, self.count) is None:
-            raise Refusal(f"has {features} {what}, which {self.count} does not divide", by_size=True)
+            reason = f"has {features} {what}, which {self.count} does not divide"
+            raise Refusal(reason, by_size=blocks == 1)
 
     def _shard(self, name: str, sharding: Sharding) -> None:
         if self.shards.setdefault(name, sharding) != sharding:

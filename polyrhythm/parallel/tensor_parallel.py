@@ -78,12 +78,8 @@ class _Enter(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, axis: TensorAxis) -> Tensor:
-        # The product of a row layer, which nothing else uses, may be overwritten. A stage may begin with it.
-        if value.is_contiguous() and not value.is_leaf:
-            ctx.mark_dirty(value)
-            total = value
-        else:
-            total = value.clone(memory_format=torch.contiguous_format)
+        # The product of a row layer is overwritten: nothing else uses it, nor does its backward pass.
+        total = value.detach().contiguous()
         axis.sum(total)
         return total
 

@@ -63,7 +63,7 @@ def choose_plan(graph: ModelGraph, split: TensorParallel) -> TensorPlan:
 
 def _telling(refusals: Sequence[Undividable]) -> Undividable:
     """The refusal that says most: one that another size would avoid."""
-    return next((each for each in refusals if each.by_size), refusals[-1])
+    return next((each for each in refusals if each.by_size), refusals[0])
 
 
 def _why(error: Undividable) -> str:
