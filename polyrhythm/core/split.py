@@ -33,6 +33,16 @@ class ModelSplit(Configured):
         return 1
 
     @property
+    def needs_loss(self) -> bool:
+        """True if the session must know the loss: forward and backward passes take turns."""
+        return False
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if gradients are those of earlier batches, at earlier parameters."""
+        return False
+
+    @property
     def recompute(self) -> bool:
         """True if activations are computed again in the backward pass."""
         return False

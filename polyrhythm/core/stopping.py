@@ -60,5 +60,10 @@ class Stopping:
         if not self._asked:
             return
         self._decided.wait(PATIENCE)
-        if self.alone or (self._last is not None and self.steps >= self._last):
+        if self.stopped:
             raise RunStopped
+
+    @property
+    def stopped(self) -> bool:
+        """True if this worker takes no more steps."""
+        return self.alone or (self._last is not None and self.steps >= self._last)

@@ -11,7 +11,7 @@ them can run, so no two places wait for each other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +38,8 @@ from polyrhythm.parallel.weight_gradients import WeightGradients
 
 class StageMessages(Protocol):
     """The messages between the places of one model."""
+
+    fingerprint: str  # of the batch that they are about
 
     def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
         """Sends values to another place. They may be changed at once."""
@@ -89,17 +91,22 @@ class StageRunner:
         self._micro_batches = micro_batches
         self._parameters, self.tied, self.later = list(parameters), tied, later
         self._anchor = torch.zeros((), requires_grad=True)  # a place may have no parameter to train
-        self._passes = itertools.count()
+        self.passes = itertools.count()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters here that have gradients, copies included."""
+        return [each for each in self._parameters if each.requires_grad]
 
     def __call__(self, plan: PlacePlan, inputs: Values, batched: Sequence[str]) -> Any:
         """The output of the whole model for these inputs, by name. All workers of the model call this.
 
         `batched`: the inputs that have a row for each example.
         """
-        trained = [each for each in self._parameters if each.requires_grad]
+        trained = self.trained
         leaves = [name for name, each in inputs.items() if isinstance(each, Tensor) and each.requires_grad]
         pieces = micro_batches(inputs, batched, self._micro_batches)
-        one = _Pass(self, plan, next(self._passes), pieces, batched, leaves, trained)
+        one = Pass(self, plan, next(self.passes), pieces, batched, leaves, trained)
         if torch.is_grad_enabled():
             given = [inputs[name] for name in leaves]
             found = _Differentiable.apply(one, self._anchor, *given, *trained)  # type: ignore[no-untyped-call]
@@ -107,16 +114,15 @@ class StageRunner:
             found = one.forward(keep=False)
         return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
 
-    def run(self, segment: SegmentPlan, values: Values, keep: bool) -> Sequence[Any]:
-        """Runs a segment on one micro-batch."""
-        given = [values[name] for name in segment.inputs]
+    def run(self, function: Callable[..., Sequence[Any]], given: Sequence[Any], keep: bool) -> Sequence[Any]:
+        """Runs the function of a segment on one micro-batch."""
         with torch.set_grad_enabled(keep):
             if keep and self._recompute:
-                return checkpoint(segment.run, *given, use_reentrant=False)  # type: ignore[no-any-return]
-            return segment.run(*given)
+                return checkpoint(function, *given, use_reentrant=False)  # type: ignore[no-any-return]
+            return function(*given)
 
 
-class _Pass:
+class Pass:
     """One forward pass of the model and its backward pass, as this place sees them."""
 
     def __init__(
@@ -129,16 +135,17 @@ class _Pass:
         leaves: list[str],
         trained: list[nn.Parameter],
     ) -> None:
-        self._runner, self._plan, self._number = runner, plan, number
+        self.runner, self._plan, self._number = runner, plan, number
         self._micro_batches, self._batched = micro_batches, batched
         self._leaves, self._trained = leaves, trained
         self._sizes = [each.rows for each in micro_batches]
+        self._totals = GradientSums(len(trained))
         # By micro-batch and segment: inputs and outputs, as far as they have gradients.
         self._saved: list[list[tuple[dict[str, Tensor], dict[str, Tensor]]]] = []
         self.names: list[str] = []  # of the tensors of the output
         self.plain: Values = {}  # values of the output that are no tensors
 
-    def _kind(self, what: str, micro_batch: int = 0, segment: int = 0) -> str:
+    def kind(self, what: str, micro_batch: int = 0, segment: int = 0) -> str:
         return f"{what} {self._number}.{micro_batch}.{segment}"
 
     # --- forward ------------------------------------------------------------------------------------
@@ -146,17 +153,26 @@ class _Pass:
     def forward(self, keep: bool) -> list[Tensor]:
         """Streams the micro-batches through this place. Returns the tensors of the model's output."""
         own: list[Values] = []
-        self._exchange_tied()
-        for number, (_, values) in enumerate(self._micro_batches):
-            known = dict(values)
-            for name in self._leaves if keep else ():
-                known[name] = values[name].detach().requires_grad_()
-            saved = [self._forward(number, segment, known, keep) for segment in self._plan.segments]
-            if keep:
-                self._saved.append(saved)
-            mine = self._plan.results.get(self._runner.place, ())
+        self.exchange_tied()
+        mine = self._plan.results.get(self.runner.place, ())
+        for number in range(len(self._micro_batches)):
+            known = self.forward_one(number, keep)
             own.append({name: _detached(known[name]) for name in mine})
         return self._collect(own)
+
+    def forward_one(self, number: int, keep: bool) -> Values:
+        """Runs this place on one micro-batch. Returns all values of it that are known here then."""
+        known = dict(self._micro_batches[number].values)
+        for name in self._leaves if keep else ():
+            known[name] = known[name].detach().requires_grad_()
+        saved = [self._forward(number, segment, known, keep) for segment in self._plan.segments]
+        if keep:
+            self._saved.append(saved)
+        return known
+
+    def function_of(self, segment: SegmentPlan) -> Callable[..., Sequence[Any]]:
+        """What a segment computes."""
+        return segment.run
 
     def _forward(
         self, number: int, segment: SegmentPlan, known: Values, keep: bool
@@ -165,14 +181,16 @@ class _Pass:
 
         Returns those of its inputs and outputs that have gradients.
         """
-        link = self._runner.link
+        link = self.runner.link
         for source, (place, _) in segment.sources.items():
-            known.update(link.receive(place, self._kind("forward", number, source)))
+            known.update(link.receive(place, self.kind("forward", number, source)))
         wanted = {name: known[name] for name in segment.inputs if _differentiable(known[name])}
         with link.compute(segment.number, False, len(self._sizes)):
-            outputs = dict(zip(segment.outputs, self._runner.run(segment, known, keep), strict=True))
+            given = [known[name] for name in segment.inputs]
+            made = self.runner.run(self.function_of(segment), given, keep)
+            outputs = dict(zip(segment.outputs, made, strict=True))
         for sink, names in segment.sinks.items():
-            kind = self._kind("forward", number, segment.number)
+            kind = self.kind("forward", number, segment.number)
             link.send(sink, kind, {name: outputs[name] for name in names})
         # A later segment begins a graph of its own, as at another place.
         known.update({name: _leaf(each) for name, each in outputs.items()})
@@ -180,8 +198,8 @@ class _Pass:
 
     def _collect(self, own: list[Values]) -> list[Tensor]:
         """The output of the model: what this place has of it, and what the others have."""
-        runner, link, plan = self._runner, self._runner.link, self._plan
-        kind, whole = self._kind("output"), {}
+        runner, link, plan = self.runner, self.runner.link, self._plan
+        kind, whole = self.kind("output"), {}
         for place, names in plan.results.items():
             if place == runner.place:
                 mine = {name: joined_output([each[name] for each in own], self._sizes) for name in names}
@@ -194,14 +212,14 @@ class _Pass:
         self.plain = {name: each for name, each in whole.items() if not isinstance(each, Tensor)}
         return [whole[name] for name in self.names]
 
-    def _exchange_tied(self) -> None:
+    def exchange_tied(self) -> None:
         """Brings the copies of borrowed parameters up to date."""
-        kind, tied = self._kind("tied"), self._runner.tied
+        kind, tied = self.kind("tied"), self.runner.tied
         for place, lent in tied.lent.items():
-            self._runner.link.send(place, kind, {name: each.detach() for name, each in lent.items()})
+            self.runner.link.send(place, kind, {name: each.detach() for name, each in lent.items()})
         with torch.no_grad():
             for place, copies in tied.borrowed.items():
-                for name, each in self._runner.link.receive(place, kind).items():
+                for name, each in self.runner.link.receive(place, kind).items():
                     if not torch.equal(copies[name], each):
                         copies[name].data.copy_(each)  # it may be saved for a backward pass
 
@@ -209,23 +227,37 @@ class _Pass:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Streams the gradients back. Returns those of the model's inputs, and of the parameters here."""
-        mine = self._plan.results.get(self._runner.place, ())
+        mine = self._plan.results.get(self.runner.place, ())
         cut = {
             name: cut_gradient(each, self._sizes)
             for name, each in zip(self.names, gradients, strict=True)
             if name in mine and each is not None
         }
-        totals = GradientSums(len(self._trained))
         inputs: dict[str, list[Tensor | None]] = {name: [] for name in self._leaves}
-        for number, saved in enumerate(self._saved):
-            # The gradients of a value, from all that use it here.
+        for number in range(len(self._saved)):
             arriving = {name: [pieces[number]] for name, pieces in cut.items()}
-            for segment in reversed(self._plan.segments):
-                self._backward(number, segment, saved.pop(), arriving, totals)  # frees the activations
+            self.backward_one(number, arriving)
             for name in self._leaves:
                 inputs[name].append(added(arriving[name]) if name in arriving else None)
-        self._return_tied(totals)
-        return self._input_gradients(inputs), totals.sums
+        return self._input_gradients(inputs), self.sums()
+
+    def backward_one(self, number: int, arriving: dict[str, list[Tensor]]) -> None:
+        """Brings the gradients of one micro-batch back through this place.
+
+        `arriving`: the gradients of a value, from all that use it here.
+        """
+        for segment in reversed(self._plan.segments):
+            self._backward(number, segment, self._saved[number].pop(), arriving)  # frees the activations
+
+    @property
+    def differentiated(self) -> Sequence[Tensor]:
+        """The tensors with the values of the parameters that the forward pass has used."""
+        return self._trained
+
+    def sums(self) -> list[Tensor | None]:
+        """The gradients of the parameters here, when those of all micro-batches are known."""
+        self._return_tied()
+        return self._totals.sums
 
     def _backward(
         self,
@@ -233,12 +265,11 @@ class _Pass:
         segment: SegmentPlan,
         saved: tuple[dict[str, Tensor], dict[str, Tensor]],
         arriving: dict[str, list[Tensor]],
-        totals: GradientSums,
     ) -> None:
         """Brings the gradients of a segment's outputs to its inputs and to the parameters of this place."""
-        link, (wanted, outputs) = self._runner.link, saved
+        link, (wanted, outputs) = self.runner.link, saved
         for sink in segment.sinks:
-            for name, piece in link.receive(sink, self._kind("backward", number, segment.number)).items():
+            for name, piece in link.receive(sink, self.kind("backward", number, segment.number)).items():
                 arriving.setdefault(name, []).append(piece)
         reached = [name for name in outputs if name in arriving]
         found: list[Tensor | None] = [None] * (len(wanted) + len(self._trained))
@@ -247,7 +278,7 @@ class _Pass:
                 found = list(
                     torch.autograd.grad(
                         [outputs[name] for name in reached],
-                        [*wanted.values(), *self._trained],
+                        [*wanted.values(), *self.differentiated],
                         [added(arriving.pop(name)) for name in reached],
                         allow_unused=True,
                     )
@@ -257,12 +288,12 @@ class _Pass:
                 arriving.setdefault(name, []).append(gradient)
         for source, (place, names) in segment.sources.items():
             sent = {name: added(arriving.pop(name)) for name in names if name in arriving}
-            link.send(place, self._kind("backward", number, source), sent)
+            link.send(place, self.kind("backward", number, source), sent)
         for parameter, gradient in enumerate(found[len(wanted) :]):
-            totals.add(parameter, gradient)
-        if self._runner.later:
+            self._totals.add(parameter, gradient)
+        if self.runner.later:
             with link.weights():
-                self._runner.later.add_to(totals, self._trained)
+                self.runner.later.add_to(self._totals, self.differentiated)
 
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the model's inputs. Several places may use one."""
@@ -272,12 +303,12 @@ class _Pass:
             for name in self._leaves
         ]
         if mine:
-            self._runner.link.sum(*mine)
+            self.runner.link.sum(*mine)
         return list(mine)
 
-    def _return_tied(self, totals: GradientSums) -> None:
+    def _return_tied(self) -> None:
         """Adds the gradients of parameters that other places have borrowed, and returns those of copies."""
-        kind, tied = self._kind("tied gradient"), self._runner.tied
+        kind, tied, totals = self.kind("tied gradient"), self.runner.tied, self._totals
         number = {id(each): number for number, each in enumerate(self._trained)}
         for place, copies in tied.borrowed.items():
             found = {
@@ -285,11 +316,11 @@ class _Pass:
             }
             known = {name: each for name, each in found.items() if each is not None}
             if place not in tied.silent:
-                self._runner.link.send(place, kind, known)
+                self.runner.link.send(place, kind, known)
         for place, lent in tied.lent.items():
             if place in tied.silent:
                 continue
-            for name, gradient in self._runner.link.receive(place, kind).items():
+            for name, gradient in self.runner.link.receive(place, kind).items():
                 if id(lent[name]) in number:
                     totals.add(number[id(lent[name])], gradient)
 
@@ -298,7 +329,7 @@ class _Differentiable(torch.autograd.Function):
     """A pass through the whole model as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, one: _Pass, anchor: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, one: Pass, anchor: Tensor, *tensors: Tensor) -> Any:
         ctx.one = one  # type: ignore[attr-defined]
         found = one.forward(keep=True)
         ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))

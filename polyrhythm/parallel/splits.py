@@ -23,6 +23,17 @@ class Pipeline(ModelSplit):
 
     of the time. Where `split_at` names no layers, the model is cut where the slowest stage is fastest.
 
+    Other values of `schedule` need a script that gives its loss function to `session.prepare(..., loss=fn)`,
+    and calls `session.backward(x, y)` in place of `loss.backward()`:
+
+    - `1f1b` computes the same in the same time. Forward and backward passes take turns, so stage s (from 0)
+      keeps the activations of K - s micro-batches and not of M.
+    - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
+      gradient at its parameters of K - s - 1 updates before, which it keeps until then:
+      $w(t+1) = w(t) - \eta \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
+    - `2bw` does not wait, either, and cuts batches: $w(t+1) = w(t) - \eta \nabla f(w(t-1))$ on all stages,
+      with two versions of the parameters. Use as many micro-batches as stages, or more.
+
     >>> import polyrhythm as pr
     >>> print(pr.parse("async") @ pr.Pipeline(2, micro_batches=4))
     async@pipeline:2,micro_batches=4
@@ -31,7 +42,11 @@ class Pipeline(ModelSplit):
     name = "pipeline"
     main = "stages"
     shows_main = True
-    paper = "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+    paper = (
+        "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism; "
+        "Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN "
+        "Training"
+    )
     axis: ClassVar[Axis] = "stage"
     advice: ClassVar[str] = (
         "use fewer stages, or name the layers that begin a stage, as in pipeline:split_at=layers.2/layers.4"
@@ -40,6 +55,7 @@ class Pipeline(ModelSplit):
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
+    schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"  # others need `prepare(..., loss=fn)`
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -59,6 +75,22 @@ class Pipeline(ModelSplit):
             )
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
+
+        if self.schedule == "pipedream":
+            if self.micro_batches not in (1, type(self).micro_batches):
+                raise UsageError(
+                    "pipeline: schedule=pipedream updates after each batch and does not cut it: leave "
+                    "micro_batches out, or use schedule=2bw"
+                )
+            object.__setattr__(self, "micro_batches", 1)
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.schedule != "gpipe"
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.schedule in ("pipedream", "2bw")
 
     @property
     def size(self) -> int:

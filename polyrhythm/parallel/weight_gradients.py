@@ -57,7 +57,7 @@ class WeightGradients:
     def put(self, product: _Product) -> None:
         self._later.append(product)
 
-    def add_to(self, sums: GradientSums, parameters: Sequence[nn.Parameter]) -> None:
+    def add_to(self, sums: GradientSums, parameters: Sequence[Tensor]) -> None:
         """Computes them, and adds them to the sums of these parameters."""
         number = {id(each): number for number, each in enumerate(parameters)}
         for each in self._later:

@@ -9,7 +9,7 @@ share of the batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import ConsensusModel, one_or_all
+from polyrhythm.parallel.example import given_call
 from polyrhythm.session import batch_norm as norms
 from polyrhythm.session.arguments import Arguments, Evaluated, refuse_groups
 from polyrhythm.session.context import EndedInPrepare, ends_in_prepare, session, world_context
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from polyrhythm.session.backward import BackwardPasses
+    from polyrhythm.session.scheduled import ScheduledTraining
 
 
 def init(strategy: str | Strategy | None = None, *, batch_norm: str | None = None) -> Session:
@@ -76,8 +78,15 @@ class Session:
         self._given: Arguments | None = None  # the models and optimizers of this session
         self._copies: ConsensusModel | None = None
         self._counting = Counting()
+        self._scheduled: ScheduledTraining | None = None  # None: `backward` does what a script would
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
+    def prepare(
+        self,
+        *objects: Any,
+        evaluate: Evaluated = (),
+        example: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Any:
         """Call it with the model, its optimizer and the training loader; use the objects that it returns.
 
         A script may have any number of each: all models and optimizers are given in one call. The order of
@@ -87,8 +96,9 @@ class Session:
 
         `example` is needed only where the model is divided over workers and its inputs cannot be told from a
         batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
+        `loss` is the loss function, if the script trains by `backward`.
         """
-        given = Arguments(objects, evaluate, again=self._copies is not None, example=example)
+        given = Arguments(objects, evaluate, again=self._copies is not None, example=example, loss=loss)
         if self._copies is None:
             given.check()
             if ends_in_prepare.get():
@@ -97,6 +107,30 @@ class Session:
             for optimizer in given.optimizers:
                 refuse_groups(optimizer)
         return given.returned({})
+
+    def backward(self, inputs: Any, *targets: Any) -> Tensor:
+        """Runs the model on `inputs`, the loss function on its output and `targets`, and the backward pass.
+
+        `inputs` is an input of the model, a tuple of inputs or a dict of keyword arguments; the loss function
+        is that of `prepare(..., loss=fn)`. Returns the loss, without a graph. It is what a script does by
+        itself, except under schedules of a pipeline that have to know the loss (see `pipeline`).
+        """
+        given = self._given
+        if given is None or given.loss is None:
+            raise UsageError(
+                "session.backward() needs the loss function: call session.prepare(model, optimizer, loader, "
+                "loss=fn) before"
+            )
+        args, kwargs = given_call(inputs)
+        if self._scheduled is not None:
+            return self._scheduled.backward(args, kwargs, targets)
+        loss: Tensor = given.loss(given.models[0](*args, **kwargs), *targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def after_update(self, act: Callable[[], None]) -> None:
+        """Does something after the update of the last batch: at once, unless that is still to come."""
+        self._scheduled.after_update(act) if self._scheduled is not None else act()
 
     def scheduler_steps(self, scheduler: LRScheduler) -> None:
         """Called when a scheduler takes a step; a single process needs no word about it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,16 @@ class Arguments:
     """The objects that a script passes to `prepare`, in any order, and then its evaluation loaders."""
 
     def __init__(
-        self, objects: Sequence[Any], evaluate: Evaluated = (), again: bool = False, example: Any = None
+        self,
+        objects: Sequence[Any],
+        evaluate: Evaluated = (),
+        again: bool = False,
+        example: Any = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
         """UsageError if one of them is of no use; `again`: in a later call."""
         self.example = example  # of what the model is called with
+        self.loss = loss  # for `session.backward`
         self.evaluated = [evaluate] if isinstance(evaluate, DataLoader) else list(evaluate)
         for loader in self.evaluated:
             if not isinstance(loader, DataLoader):
@@ -77,6 +83,11 @@ class Arguments:
             raise UsageError(
                 f"session.prepare() takes models and their optimizers, but got {len(self.models)} models "
                 f"and {len(self.optimizers)} optimizers; pass them all to one call"
+            )
+        if self.loss is not None and (not callable(self.loss) or len(self.models) > 1):
+            raise UsageError(
+                f"session.prepare(loss=...) takes the loss function of one model, but got {len(self.models)} "
+                f"models and a {type(self.loss).__name__}: without loss= call loss.backward() in the script"
             )
         self._check_optimizers()
         self.check_owned()

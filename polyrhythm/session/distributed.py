@@ -115,8 +115,14 @@ class DistributedSession(Session):
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
         self.external: ExternalTraining | None = None
 
-    def prepare(self, *objects: Any, evaluate: Evaluated = (), example: Any = None) -> Any:
-        given = Arguments(objects, evaluate, again=self._data is not None, example=example)
+    def prepare(
+        self,
+        *objects: Any,
+        evaluate: Evaluated = (),
+        example: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Any:
+        given = Arguments(objects, evaluate, again=self._data is not None, example=example, loss=loss)
         shared = self._begin(given) if self._data is None else self._share(self._data, given.loaders)
         assert self._data is not None
         replaced = dict(zip(given.loaders, shared, strict=True))
@@ -170,6 +176,7 @@ class DistributedSession(Session):
                 part.driver.check = replica_check(
                     self._context, part.worker, part.replica, number, lambda: data.batches
                 )
+        self._scheduled = self._placement.scheduled(parts.first)
         waits = self._placement.measured_by(driver.meter)
         waits |= self._norms is not None and self._norms.waits_in_pass
         if waits:
@@ -276,6 +283,8 @@ class DistributedSession(Session):
         if parts is None or given is None:
             return super().consensus()
         given.check_owned()
+        if self._scheduled is not None:
+            self._scheduled.flush()
         together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
@@ -336,6 +345,8 @@ class DistributedSession(Session):
         if parts is None:
             assert self.external is not None
             return self.external.close()
+        if self._scheduled is not None:
+            self._scheduled.close()
         parts.reattach()
         self._note(parts.last_change() if self.rank == 0 else "")
         self._note(parts.own.note if self.workers > 1 else "")

@@ -23,6 +23,8 @@ from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, Signature, capture
 from polyrhythm.parallel.grid import Grid
+from polyrhythm.parallel.loss import with_loss
+from polyrhythm.parallel.micro_batches import Values
 from polyrhythm.parallel.partition import Mode, Partition, holder, split
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
@@ -58,7 +60,7 @@ class ModelDivision:
                 f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
                 "whole models, such as allreduce"
             )
-        self.model, self.optimizer = given.models[0], given.optimizers[0]
+        self.model, self.optimizer, self.loss = given.models[0], given.optimizers[0], given.loss
         if needs_closure(self.optimizer):
             raise UsageError(
                 f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
@@ -166,11 +168,17 @@ class DividedModel:
             self._tensors.release()
             self._tensors.axis.all_reduce = self.link.sum_parts
         self.signature: Signature = division.graph.signature
-        self._batched = division.batched
+        self.batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
         self._plans: dict[Mode, PlacePlan] = {
             mode: place_plan(division.parts, mode, place, column) for mode in modes
         }
+        self.plans_with_loss: dict[Mode, PlacePlan] = {}
+        if division.loss is not None and how.needs_loss:
+            with_it = with_loss(division.parts, division.loss)
+            self.plans_with_loss = {mode: place_plan(with_it, mode, place) for mode in modes}
+        self.before_forward: Callable[[], None] = lambda: None  # called when the script calls the model
+        self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name, place) == place}
@@ -179,7 +187,7 @@ class DividedModel:
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
             later.defer(segment.run)
-        self._runner = StageRunner(
+        self.runner = StageRunner(
             place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place), later
         )
         division.optimizer.param_groups[:] = division.groups(place)
@@ -192,9 +200,23 @@ class DividedModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the whole model. All workers that hold it call this."""
+        if self._run is None:
+            self.before_forward()
         inputs = self.signature.values(args, kwargs)
         self.link.fingerprint = fingerprint(inputs)
-        return self._runner(self._plans[self._mode], inputs, self._batched)
+        if self._run is not None:
+            return self._run(inputs, self._mode)
+        return self.runner(self._plans[self._mode], inputs, self.batched)
+
+    def call(
+        self, run: Callable[[Values, Mode], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls the model, so that its hooks run, with something else in place of its forward pass."""
+        self._run = run
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            self._run = None
 
     def has(self, gradients: Sequence[Tensor]) -> bool:
         """True if these are gradients of this model."""
@@ -339,6 +361,10 @@ def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:
         raise UsageError(
             f"{'@'.join(map(str, splits))} would divide one model in {len(others)} ways: use one of them, "
             "alone or with tensor"
+        )
+    if others and others[0].needs_loss and len(splits) > 1:
+        raise UsageError(
+            f"{others[0]} cannot be used with tensor: leave out its schedule, which is gpipe then"
         )
     return others[0] if others else splits[0]
 

@@ -55,12 +55,16 @@ def _step_scheduler(original: Function, scheduler: LRScheduler, *args: Any, **kw
     if mine is None or _stepping.get():  # by a scheduler that consists of others
         original(scheduler, *args, **kwargs)
         return
-    mine.scheduler_steps(scheduler)
-    token = _stepping.set(True)
-    try:
-        original(scheduler, *args, **kwargs)
-    finally:
-        _stepping.reset(token)
+
+    def step() -> None:
+        mine.scheduler_steps(scheduler)
+        token = _stepping.set(True)
+        try:
+            original(scheduler, *args, **kwargs)
+        finally:
+            _stepping.reset(token)
+
+    mine.after_update(step)
 
 
 def _save(original: Function, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,8 @@ from polyrhythm.session.divided_model import DividedModel, ModelDivision
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
-from polyrhythm.session.part import scoped
+from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
     "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
@@ -66,6 +67,10 @@ class Placement:
         """The norm of the gradients of a whole model, from the norm of those here."""
         return norm
 
+    def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
+        """How `session.backward` trains the part, if that is not what a script would do."""
+        return None
+
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
@@ -100,6 +105,7 @@ class DividedPlacement(Placement):
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
                 "divides it: use batch_norm=rank0, mean or local"
             )
+        check_scheduled(self._strategy, given, self._context.plan.workers)
         if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
         self._division = ModelDivision(
@@ -140,7 +146,16 @@ class DividedPlacement(Placement):
     def norm(self, norm: Tensor, gradients: Sequence[Tensor], kind: float) -> Tensor:
         if self._model is None or not self._model.has(gradients):
             return norm
+        if any(each.asynchronous for each in self._strategy.splits):
+            raise UsageError(
+                f"under {self._strategy} the stages have gradients of different batches, so there is no norm "
+                "of all of them: leave out clip_grad_norm_, or use schedule=1f1b"
+            )
         return self._model.link.norm(norm, kind)
+
+    def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
+        assert self._model is not None
+        return scheduled_training(self._model, self._strategy.splits[0], part)
 
     def settle(self) -> None:
         node, [leader, *others] = self._context.worker_node, self._context.model

@@ -157,6 +157,11 @@ class StepDriver:
 
         self._context.wait_in_pass(wait)
 
+    @property
+    def exchanges_per_step(self) -> int:
+        """How many exchanges a backward pass and its step count."""
+        return 1 + (self._on_gradient is not None)
+
     def state_dict(self) -> State:
         """The worker's state. Gradients are not saved, so one that was exchanged is dropped."""
         if self._before_exchange is not None:

@@ -41,6 +41,14 @@ class OnSplitModels(Strategy):
         if times > 1:
             raise UsageError(f"the model is divided twice on the axis {most}; each can be used once")
 
+        if any(each.asynchronous for each in self.how) and (
+            not self.on.traits.lockstep or self.on.traits.uses_servers
+        ):
+            raise UsageError(
+                f"{self} would count staleness twice: an asynchronous pipeline goes with strategies in which "
+                "workers step together and hold the parameters, such as allreduce and local:8"
+            )
+
     def __str__(self) -> str:
         return "@".join(map(str, (self.on, *self.how)))
 
