@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from polyrhythm.core.peer import Peer
+from polyrhythm.launch.address_space import limit
 from polyrhythm.wire.arena import Arenas
 
 ARENA = 1 << 38  # bytes of address space per node; only used pages take memory
+
+
+LIMITED = (
+    "the address space of processes is limited (ulimit -v), and shared memory would need much of it: nodes "
+    "send each other tensors through sockets"
+)
 
 
 class ArenaPool:
@@ -19,6 +26,12 @@ class ArenaPool:
         self.arenas = Arenas(first + spare + 1, ARENA)
         self._first, self._spare = list(range(first)), list(range(first, first + spare))
         self._taken: dict[tuple[Peer, int], int] = {}
+
+    @property
+    def shared(self) -> Arenas | None:
+        """The arenas for nodes to map; None if a limit of their address space forbids it."""
+        room = limit()
+        return self.arenas if room is None or room > self.arenas.count * self.arenas.size else None
 
     def take(self, peer: Peer, incarnation: int) -> int | None:
         """Assigns an arena to this incarnation; None if all are taken."""

@@ -17,6 +17,7 @@ from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.requests import NodeFailed
 from polyrhythm.launch import program
+from polyrhythm.launch.address_space import spare
 from polyrhythm.launch.node_config import NodeConfig, NodeStart
 from polyrhythm.session.context import ServerDone, world_context
 from polyrhythm.session.script import explained, run_script, salvage
@@ -30,6 +31,7 @@ from polyrhythm.worlds.processes.node import ProcessNode
 def run_node(start: NodeStart, config: NodeConfig, script: Callable[[], None]) -> int:
     """Runs the script as this node; returns the exit code of the process."""
     me, plan = start.peer, config.plan
+    spare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C too, and ends all nodes in order
     torch.set_num_threads(config.threads if me.role == "worker" else max(1, config.threads // 2))
     options = TransportOptions(

@@ -19,7 +19,7 @@ from polyrhythm.coordination.ending import Failure
 from polyrhythm.core.errors import Interrupted, PolyrhythmError, UsageError, WireError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
-from polyrhythm.launch.arena_pool import ArenaPool
+from polyrhythm.launch.arena_pool import LIMITED, ArenaPool
 from polyrhythm.launch.console import Console
 from polyrhythm.launch.fork_server import ForkServer
 from polyrhythm.launch.hosts import HOST, listing
@@ -57,9 +57,11 @@ class Joiner:
             at = f" at {site}" if site else ""
             self._console.line(f"joined the run at {self._where} with {listing(terms['ranks'])}{at}")
             self._pool = ArenaPool(workers, min(workers, plan.restarts) + 1)
+            if self._pool.shared is None:
+                self._console.line(LIMITED)
             config = NodeConfig(
                 plan, key, secrets.token_hex(8), time.monotonic() - terms["elapsed"], threads,
-                f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._pool.arenas,
+                f"tcp:[{mine}]:0" if ":" in mine else f"tcp:{mine}:0", self._pool.shared,
             )  # fmt: skip
             server = ForkServer(program, config, (self._socket,))
             self._nodes = NodeProcesses(server, self._pool, self._console, self._exited, self._broken)

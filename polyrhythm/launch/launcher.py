@@ -23,7 +23,7 @@ from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.resolve import ResolvedStrategy
-from polyrhythm.launch.arena_pool import ArenaPool
+from polyrhythm.launch.arena_pool import LIMITED, ArenaPool
 from polyrhythm.launch.console import Console, format_metrics
 from polyrhythm.launch.coordinator_service import CoordinatorService
 from polyrhythm.launch.early_end import EarlyEnd
@@ -63,7 +63,9 @@ class Launcher:
         self._deadline = self._began + plan.timeout  # for other hosts to join
         secret = key or secrets.token_bytes(32)
         # With TCP on a single host tensors are sent over TCP too, as between hosts.
-        shared = self._pool.arenas if plan.listen == "unix:" or here < plan.workers else None
+        shared = self._pool.shared if plan.listen == "unix:" or here < plan.workers else None
+        if self._pool.shared is None:
+            self._console.line(LIMITED)
         config = NodeConfig(
             plan, secret, secrets.token_hex(8), self._began, threads, _any_port(plan.listen), shared, strategy
         )

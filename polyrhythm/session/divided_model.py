@@ -277,9 +277,9 @@ class DividedModel:
             message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
                 if name in shards:
-                    parts.setdefault(name, {})[self._grid.rank(place)] = flat.clone()
+                    parts.setdefault(name, {})[self._grid.rank(place)] = flat  # a message is a copy
                 else:
-                    tensors[name] = flat.clone()
+                    tensors[name] = flat
         if on_all or not me:
             for name, pieces in parts.items():
                 assert self._tensors is not None

@@ -6,6 +6,7 @@ This module has the session's side of it: which nodes agree on what, and what ch
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -129,7 +130,16 @@ class DividedPlacement(Placement):
 
     def begin(self, seed: int) -> None:
         assert self._division is not None
+        model = self._division.model
         self._model, self._division = DividedModel(self._context, self._division, seed), None
+        gc.collect()  # graphs refer to themselves, and to the tensors of other workers
+        # Besides its gradient, an optimizer state and a copy of its part.
+        needed = _held(model, data=False) + 3 * _held(model, data=True)
+        if self.leads and not _room(needed):
+            raise UsageError(
+                f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
+                f"{needed >> 20} MiB more than it has: raise the limit of its memory, as by ulimit -v"
+            )
 
     def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         assert self._division is not None
@@ -166,6 +176,11 @@ class DividedPlacement(Placement):
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         assert self._model is not None
+        if on_all and not _room(missing := _held(models[0], data=False)):
+            raise UsageError(
+                f"session.consensus() is the whole model on every worker, and {missing >> 20} MiB more do "
+                "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
+            )
         self._model.complete(models[0], on_all)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -176,6 +191,20 @@ class DividedPlacement(Placement):
             f"{what} is not supported where a model is divided: save session.consensus().state_dict() by "
             "session.save(), and load it into the model before session.prepare()"
         )
+
+
+def _room(nbytes: int) -> bool:
+    """True if so many bytes more fit this process."""
+    try:
+        torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _held(model: nn.Module, data: bool) -> int:
+    """The bytes of the tensors of a model that have data here, or of those that have not."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta != data)
 
 
 def _example(given: Arguments) -> Call:

@@ -65,7 +65,8 @@ class ProcessMemory(Memory):
     def _region(self) -> SharedRegion:
         if self._node.arenas is None or not self._node.one_host:
             raise UsageError(
-                "the strategy needs memory that all workers share, but they are on several hosts or use TCP; "
-                "omit --here and --listen, or use a strategy that sends messages, such as async"
+                "the strategy needs memory that all workers share, but they are on several hosts, use TCP or "
+                "have a limited address space; omit --here, --listen and ulimit -v, or use a strategy that "
+                "sends messages, such as async"
             )
         return SharedRegion(self._node.arenas)

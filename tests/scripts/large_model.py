@@ -1,0 +1,27 @@
+"""Trains a model of 256 MiB, most of it in linear layers, by SGD with momentum, and prints the loss."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyrhythm as pr
+
+
+def main() -> None:
+    session = pr.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(16, 2048)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(x, x), 8))
+    for rows, _ in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(rows), rows)
+        loss.backward()
+        optimizer.step()
+    session.print(f"loss {loss.item()!r}")
+
+
+if __name__ == "__main__":
+    main()
