@@ -27,7 +27,7 @@ from benchmarks.report import Steal, show
 NAMES = (
     "allreduce", "branches", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
     "conversions", "cut", "events", "growth", "hogwild", "keras", "last_executor", "memory", "pipeline",
-    "process_group", "replicate",
+    "predict", "process_group", "replicate",
     "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
     "tensor", "wire_bytes",
 )  # fmt: skip

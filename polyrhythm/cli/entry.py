@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from polyrhythm import __version__
-from polyrhythm.cli import bench, codecs, events, explain, join, plan, run, simulate, strategies
+from polyrhythm.cli import bench, codecs, events, explain, join, plan, predict, run, simulate, strategies
 from polyrhythm.cli.other_options import instead
 from polyrhythm.core.errors import PolyrhythmError
 
@@ -27,6 +27,7 @@ examples:
   polyrhythm strategies gossip                                  one of them in full,
   polyrhythm codecs                                             and what can follow it: async+topk:0.01
   polyrhythm events runs/NAME apply                             what happened in a run
+  polyrhythm predict runs/NAME train.py -n 4                    predict with the model of a run
   polyrhythm plan train.py --stages 4                           where to cut the model into stages
   polyrhythm bench servers                                      how many servers for how many workers
   polyrhythm explain ring --workers 4                           ring all-reduce, step by step
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"polyrhythm {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (run, join, simulate, plan, events, strategies, codecs, bench, explain):
+    for command in (run, join, simulate, predict, plan, events, strategies, codecs, bench, explain):
         command.add(commands)
     return top
 

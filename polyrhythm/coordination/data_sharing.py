@@ -95,14 +95,16 @@ class DataSharing:
 
     def _mixed(self, loader: int) -> bool:
         """Fails if some workers have resumed, and another has begun without."""
-        resumed = self._resumed.get(loader, {})
+        resumed = self._resumed.get(loader)
+        if not resumed:
+            return False
         begun = sorted(self._begun.get(loader, set()).difference(resumed))
-        if resumed and begun:
+        if begun:
             self._fail(
                 f"{next(iter(resumed))} continues from a saved state, but {begun[0]} does not: either each "
                 "worker loads the state that it saved itself, or none does"
             )
-        return bool(resumed and begun)
+        return bool(begun)
 
     def order_drawn(self, peer: Peer, request: OrderDrawn, respond: Callable[[None], None]) -> None:
         """Fails if workers draw different orders: they would train on some examples twice."""

@@ -98,10 +98,10 @@ class Leases:
         first = self._next.get((loader, epoch), 0)
         left = batches - first
         count = max(1, min(longest, left // (2 * len(workers))))
-        first_of_worker = int(worker not in self._served.get((loader, epoch), ()))
-        count = min(
-            count, max(first_of_worker, left - self._kept(worker, loader, epoch, batches, workers)), left
-        )
+        if left < count + len(workers):  # otherwise enough are left for all others
+            first_of_worker = int(worker not in self._served.get((loader, epoch), ()))
+            kept = self._kept(worker, loader, epoch, batches, workers)
+            count = min(count, max(first_of_worker, left - kept), left)
         if count <= 0:
             if left > 0:
                 self._refused[loader, epoch] = batches

@@ -44,7 +44,8 @@ class Membership:
     @property
     def leaders(self) -> list[Peer]:
         """The workers that request data: the first of those that hold one model together."""
-        return [peer for peer in self.workers if self.leads(peer)]
+        workers = self.workers
+        return workers if self.model_size == 1 else [peer for peer in workers if self.leads(peer)]
 
     def leads(self, peer: Peer) -> bool:
         """True if a worker requests data, for itself and the others that hold the same model."""

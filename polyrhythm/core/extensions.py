@@ -36,7 +36,8 @@ def plugins(kind: str) -> Mapping[str, EntryPoint]:
     """The entry points of installed packages, by name."""
     from importlib import metadata
 
-    return {each.name: each for each in metadata.entry_points(group=GROUPS[kind])}
+    group = GROUPS.get(kind)  # splits are built in
+    return {each.name: each for each in metadata.entry_points(group=group)} if group else {}
 
 
 def load_plugin(kind: str, name: str) -> None:

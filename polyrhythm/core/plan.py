@@ -45,6 +45,8 @@ class Plan:
     cluster: str | None = None  # the file that describes hosts, links and sites
     events: EventPolicy = "all"  # which events the run folder records
     world: Literal["run", "simulate"] = "run"
+    predicts_with: str | None = None  # the file of the model with which the script predicts, without training
+    predictions: str | None = None  # the file for what it predicts
     program: str = ""
     arguments: tuple[str, ...] = ()
 

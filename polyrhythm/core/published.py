@@ -97,7 +97,7 @@ class Delivery:
 
     def join_writes(self) -> None:
         """Blocks until no reply is being written."""
-        for task in self.tasks:
+        for task in list(self.tasks):
             with contextlib.suppress(PolyrhythmError):  # the connection broke, or the reader died
                 task.join()
 
@@ -110,6 +110,11 @@ class Fetch:
     ) -> None:
         self.publisher, self.key, self.into = publisher, key, into
         self._node, self._reply, self._acknowledgment = node, reply, acknowledgment
+
+    @property
+    def arrived(self) -> bool:
+        """True if `wait` does not block."""
+        return self._reply.arrived
 
     def wait(self) -> Message | None:
         """Blocks until it is here. None if it will never be: its publisher died, or the reply is empty."""
@@ -141,6 +146,7 @@ class Published:
         self.first = Key(0, 0)  # nothing before it is published
         self.origin: str | None = "the start"  # from where this worker continues; None: it follows the others
         self.buffers: list[Sequence[Tensor]] = []  # memory that was published from
+        self.on_this_host: set[Peer] = set()  # readers that were seen to be
         self._begun = self._closed = False
         self._deliveries: dict[tuple[Peer, Key], Delivery] = {}
         self._latest: dict[Peer, Key] = {}  # that was published for each reader
@@ -192,6 +198,13 @@ class Published:
         """Frees the memory of publications that are done."""
         used = self._used()
         self.buffers = [buffers for buffers in self.buffers if id(buffers) in used]
+
+    def join_writes(self) -> None:
+        """Blocks until no reply is being written: what was requested on this host is then acknowledged."""
+        with self.node.lock():
+            deliveries = list(self._deliveries.values())
+        for delivery in deliveries:
+            delivery.join_writes()
 
     def _used(self) -> set[int]:
         """The ids of the buffers that are still read."""
@@ -331,7 +344,10 @@ class Published:
                     self._release(request.sender, key_of(request))
 
     def _reply(self, request: Message, publication: Publication) -> bool:
-        return self.node.reply(request, *publication.tensors, **publication.fields)
+        arrived = self.node.reply(request, *publication.tensors, **publication.fields)
+        if arrived:
+            self.on_this_host.add(request.sender)
+        return arrived
 
     def _may_come(self, reader: Peer, key: Key) -> bool:
         """True if this worker may still publish something under this key for this reader."""

@@ -204,6 +204,7 @@ def run_plan(program: Program, plan: Plan, output: Output) -> RunResult:
     planning.check_hosts(plan)
     secret = None if plan.key is None else keys.make(Path(plan.key))
     if strategy is not None:
+        strategy = strategy if plan.predicts_with is None else planning.for_prediction(strategy)
         plan = planning.with_strategy(plan, strategy)
     record = output.record(plan)
     try:
@@ -220,6 +221,13 @@ def run_plan(program: Program, plan: Plan, output: Output) -> RunResult:
         raise KeyboardInterrupt from None
     finally:
         record.close()
+
+
+def predict_plan(program: Program, plan: Plan, output: Output) -> RunResult:
+    """Predicts with a saved model on real processes; nothing is recorded."""
+    if plan.predictions is not None and not Path(plan.predictions).parent.is_dir():
+        raise UsageError(f"cannot write {plan.predictions}: there is no such folder; make it first")
+    return run_plan(program, plan, output)
 
 
 def simulate_plan(program: Program, plan: Plan, output: Output) -> RunResult:

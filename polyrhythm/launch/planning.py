@@ -150,6 +150,12 @@ def with_strategy(plan: Plan, strategy: ResolvedStrategy) -> Plan:
     return replace(plan, strategy=strategy.text, classes=strategy.classes, servers=servers)
 
 
+def for_prediction(strategy: ResolvedStrategy) -> ResolvedStrategy:
+    """The strategy where nothing is trained: workers with whole models can do without each other."""
+    whole = strategy.traits.model_size == 1
+    return replace(strategy, traits=replace(strategy.traits, survives_loss=whole))
+
+
 def resolve(plan: Plan, program: Program) -> ResolvedStrategy | None:
     """The plan's strategy, checked, if this process knows it; None if another process has to check it.
 

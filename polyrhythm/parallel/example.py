@@ -37,22 +37,28 @@ def example_batch(loader: DataLoader[Any]) -> Any:
     return loader.collate_fn(examples)
 
 
-def model_inputs(model: nn.Module, batch: Any) -> Call:
+def model_inputs(model: nn.Module, batch: Any, labelled: bool = True) -> Call:
     """The arguments of the model in a batch, on the device of the model.
 
     Of a pair (x, y) it is x; of a dict, the keywords that `forward` takes; of a longer tuple, as many parts
-    as `forward` needs.
+    as `forward` needs. The last part of a `labelled` batch is no input.
     """
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    args, kwargs = _inputs(model, batch)
+    return on_device(model, _inputs(model, batch, labelled))
+
+
+def on_device(model: nn.Module, call: Call) -> Call:
+    """The arguments of a call on the device of the model."""
+    held = (each.device for each in model.parameters() if not each.is_meta)
+    device = next(held, torch.device("cpu"))
 
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
+    args, kwargs = call
     return pytree.tree_map(move, args), pytree.tree_map(move, kwargs)
 
 
-def _inputs(model: nn.Module, batch: Any) -> Call:
+def _inputs(model: nn.Module, batch: Any, labelled: bool) -> Call:
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):
         every = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -70,7 +76,7 @@ def _inputs(model: nn.Module, batch: Any) -> Call:
     needed = max(1, sum(each.default is each.empty for each in places))
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         needed = max(needed, len(batch) - 1)
-    return tuple(batch[: min(needed, max(1, len(batch) - 1))]), {}
+    return tuple(batch[: min(needed, max(1, len(batch) - 1)) if labelled else needed]), {}
 
 
 def given_call(example: Any) -> Call:

@@ -114,6 +114,22 @@ class StageRunner:
             found = one.forward(keep=False)
         return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
 
+    def begin(
+        self, plan: PlacePlan, inputs: Values, batched: Sequence[str], tied: bool = True
+    ) -> Callable[[], Any]:
+        """Runs this place on a whole batch, without gradients. The returned function waits for the output.
+
+        Other batches may be begun meanwhile. Not `tied`: no parameter has changed since the last batch.
+        """
+        one = Pass(self, plan, next(self.passes), micro_batches(inputs, batched, 1), batched, [], [])
+        mine = one.send_output(one.run_place(keep=False, tied=tied))
+
+        def wait() -> Any:
+            found = one.collect(mine)
+            return plan.build({**inputs, **one.plain, **dict(zip(one.names, found, strict=True))})
+
+        return wait
+
     def run(self, function: Callable[..., Sequence[Any]], given: Sequence[Any], keep: bool) -> Sequence[Any]:
         """Runs the function of a segment on one micro-batch."""
         with torch.set_grad_enabled(keep):
@@ -152,13 +168,18 @@ class Pass:
 
     def forward(self, keep: bool) -> list[Tensor]:
         """Streams the micro-batches through this place. Returns the tensors of the model's output."""
+        return self.collect(self.send_output(self.run_place(keep)))
+
+    def run_place(self, keep: bool, tied: bool = True) -> list[Values]:
+        """Streams the micro-batches through this place. Returns what it has of the output of each."""
         own: list[Values] = []
-        self.exchange_tied()
+        if tied:
+            self.exchange_tied()
         mine = self._plan.results.get(self.runner.place, ())
         for number in range(len(self._micro_batches)):
             known = self.forward_one(number, keep)
             own.append({name: _detached(known[name]) for name in mine})
-        return self._collect(own)
+        return own
 
     def forward_one(self, number: int, keep: bool) -> Values:
         """Runs this place on one micro-batch. Returns all values of it that are known here then."""
@@ -196,18 +217,20 @@ class Pass:
         known.update({name: _leaf(each) for name, each in outputs.items()})
         return wanted, {name: each for name, each in outputs.items() if _differentiable(each)}
 
-    def _collect(self, own: list[Values]) -> list[Tensor]:
+    def send_output(self, own: list[Values]) -> Values:
+        """Sends what this place has of the model's output to the others; returns it."""
+        runner, mine = self.runner, {}
+        if (names := self._plan.results.get(runner.place)) is not None:
+            mine = {name: joined_output([each[name] for each in own], self._sizes) for name in names}
+            runner.link.send_all(self.kind("output"), mine)
+        return mine
+
+    def collect(self, mine: Values) -> list[Tensor]:
         """The output of the model: what this place has of it, and what the others have."""
-        runner, link, plan = self.runner, self.runner.link, self._plan
-        kind, whole = self.kind("output"), {}
-        for place, names in plan.results.items():
-            if place == runner.place:
-                mine = {name: joined_output([each[name] for each in own], self._sizes) for name in names}
-                link.send_all(kind, mine)
-                whole.update(mine)
-        for place in plan.results:
+        runner, whole = self.runner, dict(mine)
+        for place in self._plan.results:
             if place != runner.place:
-                whole.update(link.receive(place, kind))
+                whole.update(runner.link.receive(place, self.kind("output")))
         self.names = [name for name, each in whole.items() if isinstance(each, Tensor)]
         self.plain = {name: each for name, each in whole.items() if not isinstance(each, Tensor)}
         return [whole[name] for name in self.names]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import parse
@@ -28,6 +28,9 @@ from polyrhythm.session.context import EndedInPrepare, ends_in_prepare, session,
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.exchange import checked, checked_weight, save_atomically, weighted_mean
 from polyrhythm.session.places import Call, script_call
+from polyrhythm.session.prediction.call import Inputs, predict
+from polyrhythm.session.prediction.models import Predictor, WholeModel
+from polyrhythm.session.prediction.rounds import To, Together
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -71,6 +74,7 @@ class Session:
     workers: int = 1
     strategy: Strategy | None = None
     batch_norm: str = norms.DEFAULT
+    predicting: bool = False  # the script runs to predict with a saved model, by `polyrhythm predict`
 
     backward_passes: BackwardPasses | None = None  # None: they need no attention
 
@@ -243,6 +247,41 @@ class Session:
     def _gather(self, value: Any, call: Call) -> list[Any]:
         """The values of all workers that are alive, by rank."""
         return [value]
+
+    def predict(
+        self, loader: Any, *, inputs: Inputs | None = None, to: To = "all", stream: bool = False
+    ) -> Any:
+        """The outputs of the model that all workers agree on, in the order of the loader's examples.
+
+        The workers share the batches, which stay whole: the outputs have the bits of a single process. They
+        are tensors, or tuples, lists and dicts of tensors, joined along dimension 0, on the CPU. The loader
+        must not shuffle. The model is in evaluation mode meanwhile, without gradients. All workers must call
+        it at the same points of the script.
+
+        Of a batch the model gets what its `forward` needs: the first parts of a tuple, the keywords of a
+        dict; or what the function `inputs` returns for it. With `to="main"` only worker 0 gets the outputs,
+        and others None. With `stream=True` it is an iterator over the outputs of each batch, for outputs that
+        do not fit into memory; all workers must iterate to the end.
+        """
+        return predict(self._together(), self._predictor, loader, inputs, to, stream)
+
+    def _together(self) -> Together:
+        """The workers that predict together."""
+        return Together()
+
+    def _predictor(self) -> Predictor:
+        """The model that predicts. Called at the same point of the script on all workers."""
+        return WholeModel(self._one_model())
+
+    def _one_model(self) -> nn.Module:
+        if self._given is None:
+            raise UsageError("call session.prepare(model, optimizer, loader) before session.predict()")
+        if len(self._given.models) > 1:
+            raise UsageError(
+                f"session.predict() predicts by one model, and session.prepare() got "
+                f"{len(self._given.models)}: call those that session.consensus() returns"
+            )
+        return self._given.models[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker besides model and optimizer: its strategy's, such as the residual of a

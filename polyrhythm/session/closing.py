@@ -37,12 +37,31 @@ class Closing:
         self._copies = ConsensusModel(given.models, parts.replicas)
         self._salvaging = threading.Lock()
 
+    def agreed(self, with_others: bool, whole: bool) -> list[nn.Module]:
+        """Copies of the models with the parameters that the workers agree on; not `whole`: parts of them."""
+        parts = self._parts
+        self._given.check_owned()
+        parts.reattach()
+        parts.check_writes()
+        if with_others and parts.own.note:
+            self._context.request(ShowNote(parts.own.note))
+        if self._norms is not None:
+            with parts.first.driver.meter.exchange():
+                self._norms.agree()
+        vectors = parts.consensus()
+        return self.models(vectors) if whole else self.parts_of_models(vectors)
+
     def models(self, vectors: Sequence[Sequence[Tensor]], on_all: bool = True) -> list[nn.Module]:
         """Copies of the models with these parameters; `on_all`: whole on each worker of a divided one."""
+        models = self.parts_of_models(vectors)
+        self._placement.complete(models, on_all)
+        return models
+
+    def parts_of_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
+        """Copies of the models with these parameters: of divided ones, the part of this worker."""
         models = self._copies.copy(*vectors)
         if self._norms is not None:
             self._norms.show(joined(models))
-        self._placement.complete(models, on_all)
         return models
 
     def close(self, left_early: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -48,6 +48,9 @@ from polyrhythm.session.optimizer_hooks import watch_optimizer
 from polyrhythm.session.part import Parts, check_optimizers
 from polyrhythm.session.placement import placement
 from polyrhythm.session.places import Call, script_call
+from polyrhythm.session.prediction.call import RunTogether
+from polyrhythm.session.prediction.models import Predictor
+from polyrhythm.session.prediction.rounds import Together
 from polyrhythm.session.replica_check import replica_check
 from polyrhythm.session.result import left_out
 from polyrhythm.session.salvage import salvage_beside
@@ -68,7 +71,11 @@ def join_run(here: WorldContext, *asked: Any) -> DistributedSession:
     """
     before = session.get()
     if not isinstance(before, DistributedSession) or before._context is not here:
-        return DistributedSession(here, *asked)
+        if here.plan.predicts_with is None:
+            return DistributedSession(here, *asked)
+        from polyrhythm.session.prediction.session import PredictingSession  # imports this module
+
+        return PredictingSession(here, *asked)
     for first, later in zip(before.asked, asked, strict=True):
         if later is not None and later != first:
             raise UsageError(
@@ -108,6 +115,7 @@ class DistributedSession(Session):
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self._closing: Closing | None = None
+        self._predictions = RunTogether(here, self.workers)
         self.stopping = self._node.stopping
         self.stopping.on_abandoned = salvage_beside(
             self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
@@ -279,23 +287,26 @@ class DistributedSession(Session):
             yield
 
     def consensus(self) -> Any:
-        parts, given = self._parts, self._given
-        if parts is None or given is None:
-            return super().consensus()
-        given.check_owned()
+        return super().consensus() if self._closing is None else one_or_all(self._agreed(whole=True))
+
+    def _agreed(self, whole: bool) -> list[nn.Module]:
+        """Copies of the models that the workers agree on; not `whole`: of divided ones, a worker's part."""
+        assert self._parts is not None and self._closing is not None
         if self._scheduled is not None:
             self._scheduled.flush()
-        together = self.workers > 1 and parts.exchange_in_consensus(buffers=self._norms is not None)
+        buffers = self._norms is not None
+        together = self.workers > 1 and self._parts.exchange_in_consensus(buffers)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
         with waits, self._blocking():
-            parts.reattach()
-            parts.check_writes()
-            self._note(parts.own.note if self.workers > 1 else "")
-            if self._norms is not None:
-                with parts.first.driver.meter.exchange():
-                    self._norms.agree()
-            assert self._closing is not None
-            return one_or_all(self._closing.models(parts.consensus()))
+            return self._closing.agreed(self.workers > 1, whole)
+
+    def _together(self) -> Together:
+        call = script_call("session.predict()")
+        return self._predictions.begin(lambda value: self._gather(value, call))
+
+    def _predictor(self) -> Predictor:
+        self._one_model()
+        return self._placement.predictor(self._context, self._agreed(whole=False)[0])
 
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts

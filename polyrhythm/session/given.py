@@ -119,9 +119,10 @@ class GivenBatches:
 
     def _use(self, batch: GivenBatch, seen: bool = False) -> None:
         """The next pass is about this batch, and about those that are used before the pass, too."""
-        if self._passes() != self._at:
+        passes = self._passes()
+        if passes != self._at:
             self.settle()
-            self._used, self._at = {}, self._passes()
+            self._used, self._at = {}, passes
         self._used[batch] = seen or self._used.get(batch, False)
         weights = {each.scale for each in self._used}
         if len(weights) > 1:

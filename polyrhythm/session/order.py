@@ -185,8 +185,7 @@ class SampledOrder(Order):
             super().forget(number)
 
     def digest(self, number: int) -> str:
-        first = [list(batch) for batch in itertools.islice(self.epoch(number), 8)]
-        return hashlib.sha256(repr(first).encode()).hexdigest()[:16]
+        return _digest(tuple(map(tuple, itertools.islice(self.epoch(number), 8))))
 
     def _draw(self, seed: int) -> Epoch[Indexes]:
         batches = self._batches
@@ -198,6 +197,12 @@ class SampledOrder(Order):
         return Epoch(
             lambda: _blocks(batches, OwnNumbers(seed, own), BLOCK // self.batch_size + 1), self._expected()
         )
+
+
+@functools.lru_cache(maxsize=2)
+def _digest(batches: tuple[Indexes, ...]) -> str:
+    """Cached, because all workers of a simulation have the same."""
+    return hashlib.sha256(repr([list(batch) for batch in batches]).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)

@@ -22,11 +22,13 @@ from polyrhythm.parallel.example import Call, example_batch, given_call, model_i
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.divided_model import DividedModel, ModelDivision
+from polyrhythm.session.divided_model import DividedModel
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
@@ -77,6 +79,10 @@ class Placement:
 
     def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
         """Makes copies of the models whole: on all workers, or only on those that lead."""
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
+        return WholeModel(model, context)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the digest of a result is of."""
@@ -182,6 +188,10 @@ class DividedPlacement(Placement):
                 "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
             )
         self._model.complete(models[0], on_all)
+
+    def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
+        assert self._model is not None
+        return self._model.predictor(model)
 
     def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
         return [each.detach().reshape(-1) for each in result.parameters()]

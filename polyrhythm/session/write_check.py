@@ -8,7 +8,7 @@ and every so often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,8 @@ class WriteCheck:
     def __init__(self, worker: Worker, replica: Replica) -> None:
         self._worker, self._replica = worker, replica
         self._sampled = [_sample(replica, part) for part in range(len(replica.parameters))]
+        self._viewed: Sequence[Tensor] = ()  # vectors on a CPU,
+        self._views: list[np.ndarray[Any, Any]] = []  # and what NumPy sees of them
         self.written()
 
     def written(self) -> None:
@@ -98,10 +100,14 @@ class WriteCheck:
 
     def _read(self) -> list[bytes]:
         """The sampled elements."""
-        return [
-            _bits(vector).take(at).tobytes() if vector.device.type == "cpu" else _bits(vector[at]).tobytes()
-            for vector, at in zip(self._replica.parameters, self._sampled, strict=True)
-        ]
+        vectors = self._replica.parameters
+        if vectors is not self._viewed:
+            if any(vector.device.type != "cpu" for vector in vectors):
+                return [
+                    _bits(vector[at]).tobytes() for vector, at in zip(vectors, self._sampled, strict=True)
+                ]
+            self._viewed, self._views = vectors, [_bits(vector) for vector in vectors]
+        return [view.take(at).tobytes() for view, at in zip(self._views, self._sampled, strict=True)]
 
     def _checksums(self) -> list[int]:
         layout, vectors = self._replica.layout, self._replica.parameters

@@ -67,11 +67,12 @@ class DiLoCoWorker(RoundsWorker):
 
     def __init__(self, strategy: DiLoCo, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
-        self.theta, self.m = replica.buffer(), replica.buffer()
+        self.theta: Sequence[Tensor] = ()  # needs no memory between two rounds
+        self.m = replica.buffer()
 
     def step(self) -> None:
         if self.local_steps == 0:
-            copied(self.replica.parameters, self.theta)
+            self.theta = copied(self.replica.parameters, self.theta or self.replica.scratch())
         super().step()
 
     def synchronize(self, full: bool = False) -> None:
@@ -85,6 +86,7 @@ class DiLoCoWorker(RoundsWorker):
 
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         if not self.local_steps:
+            self.theta = ()  # all are at theta; freed here only, because new memory takes time
             return self.replica.parameters
         delta = self._mean_delta(self.replica.consensus_vectors(), full=True)
         return self._outer_step(self.theta, self.m, delta, delta, preview=True)
@@ -119,5 +121,6 @@ class DiLoCoWorker(RoundsWorker):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        copied(state["theta"], self.theta)
+        if state["theta"]:
+            self.theta = copied(state["theta"], self.theta or self.replica.scratch())
         copied(state["m"], self.m)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.worker import State, Worker
-from polyrhythm.model.vectors import cloned, copied
+from polyrhythm.model.vectors import blocks, cloned, copied
 from polyrhythm.strategies.reduce_ops import numbers
 from polyrhythm.strategies.rounds import Averaging, AveragingWorker
 
@@ -69,12 +69,13 @@ class SlowMoWorker(AveragingWorker):
 
     def __init__(self, strategy: SlowMo, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
-        self.w_prev, self.u = replica.buffer(), replica.buffer()
+        self.w_prev: Sequence[Tensor] = ()  # needs no memory between two rounds
+        self.u = replica.buffer()
         self._rates: list[float] = []  # of all workers, in the mean
 
     def step(self) -> None:
         if self.local_steps == 0:
-            copied(self.replica.parameters, self.w_prev)
+            self.w_prev = copied(self.replica.parameters, self.w_prev or self.replica.scratch())
         super().step()
 
     def synchronize(self, full: bool = False) -> None:
@@ -84,7 +85,9 @@ class SlowMoWorker(AveragingWorker):
     def consensus(self, final: bool = False) -> Sequence[Tensor]:
         consensus = super().consensus(final)
         if self.local_steps:
-            self._slow_step(consensus, cloned(self.u))
+            self._slow_step(consensus, self.u, preview=True)
+        else:
+            self.w_prev = ()  # freed here only, because new memory takes time
         return consensus
 
     def mean(self, vectors: Sequence[Tensor], *flags: Tensor, full: bool = False) -> None:
@@ -93,25 +96,30 @@ class SlowMoWorker(AveragingWorker):
         super().mean(vectors, *flags, rates, full=full)
         self._rates = rates.tolist()
 
-    def _slow_step(self, w_mean: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
-        """The slow step from the mean, in place, written so that a term without weight changes no bit."""
+    def _slow_step(self, w_mean: Sequence[Tensor], momentum: Sequence[Tensor], preview: bool = False) -> None:
+        """The slow step from the mean, in place, written so that a term without weight changes no bit.
+
+        It changes the momentum unless `preview`.
+        """
         alpha, beta = self.strategy.alpha, self.strategy.beta
         for span in self.replica.spans(whole=True):
             lr = self._rates[span.group]
-            w, u = span.of(w_mean), span.of(momentum)
-            change = span.of(self.w_prev) - w
-            if alpha != 1:
-                w.add_(change, alpha=1 - alpha)
-            if beta:
-                u.mul_(beta)
-                w.sub_(u, alpha=alpha * lr)
-                if lr:
-                    u.add_(change, alpha=1 / lr)
+            parts = [[span.of(each)] for each in (self.w_prev, w_mean, momentum)]
+            for w_prev, w, before in blocks(*parts):
+                change = w_prev - w
+                if alpha != 1:
+                    w.add_(change, alpha=1 - alpha)
+                if beta:
+                    u = (before.clone() if preview else before).mul_(beta)
+                    w.sub_(u, alpha=alpha * lr)
+                    if lr:
+                        u.add_(change, alpha=1 / lr)
 
     def state_dict(self) -> State:
         return {**super().state_dict(), "w_prev": cloned(self.w_prev), "u": cloned(self.u)}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        copied(state["w_prev"], self.w_prev)
+        if state["w_prev"]:
+            self.w_prev = copied(state["w_prev"], self.w_prev or self.replica.scratch())
         copied(state["u"], self.u)

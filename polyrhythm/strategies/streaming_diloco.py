@@ -107,7 +107,7 @@ class StreamingDiLoCoWorker(DiLoCoWorker):
 
     def step(self) -> None:
         if self.steps == 0:
-            copied(self.replica.parameters, self.theta)
+            self.theta = copied(self.replica.parameters, self.replica.scratch())
         self.replica.apply()
         self.steps += 1
         every = self.strategy.every

@@ -98,26 +98,31 @@ def weights_by_turn(
 
 
 def mix(
-    own: Sequence[Tensor], published: Sequence[Tensor], given: Sequence[tuple[float, Sequence[Tensor]]]
+    own: Sequence[Tensor],
+    published: Sequence[Tensor] | None,
+    given: Sequence[tuple[float, Sequence[Tensor]]],
 ) -> None:
     """own <- own + sum_j W_ij (published_j - published_i), in rank order.
 
-    In this form vectors that are equal everywhere stay equal to the last bit. Works in blocks that stay in
-    the cache, so each vector is read once. 16-bit numbers are summed in 32 bits and rounded once.
+    In this form vectors that are equal everywhere stay equal to the last bit. If `published` is None, the
+    differences themselves are given. Works in blocks that stay in the cache, so each vector is read once.
+    16-bit numbers are summed in 32 bits and rounded once.
     """
     import torch
 
     if not given:
         return
-    for part, (target, mine) in enumerate(zip(own, published, strict=True)):
+    for part, target in enumerate(own):
         exact = torch.promote_types(target.dtype, torch.float32)
         spare = torch.empty(min(BLOCK, target.numel()), dtype=exact, device=target.device)
         for start in range(0, target.numel(), BLOCK):
             here = slice(start, start + BLOCK)
-            total, base = target[here].to(exact), mine[here].to(exact)  # no copies, if they are exact
-            difference = spare[: total.numel()]
+            total = target[here].to(exact)  # no copies, if they are exact
+            base = None if published is None else published[part][here].to(exact)
             for weight, theirs in given:
-                torch.sub(theirs[part][here], base, out=difference)
+                difference = theirs[part][here]
+                if base is not None:
+                    difference = torch.sub(difference, base, out=spare[: total.numel()])
                 total.add_(difference, alpha=weight)
             if target.dtype != exact:
                 target[here].copy_(total)

@@ -106,12 +106,23 @@ class NeighborExchange:
             for number, peer in enumerate(self.neighbors()):
                 self._fetches.append(self.published.fetch(peer, key, into=into(number, peer)))
 
+    @property
+    def weights(self) -> Weights:
+        """The weights of the neighbors in the round that was published last."""
+        return self._turns[(self.round - 1) % len(self._turns)]
+
+    @property
+    def near(self) -> bool:
+        """True if waiting for the requested publications waits for no network."""
+        here = self.published.on_this_host
+        return all(fetch.arrived or fetch.publisher in here for fetch in self._fetches)
+
     def received(self) -> Iterator[tuple[float, Fetch, Message]]:
         """What the neighbors published in this round, in rank order, each with the neighbor's weight.
 
         A neighbor that sends no reply is gone for the rest of the cohort.
         """
-        near = self._turns[(self.round - 1) % len(self._turns)]
+        near = self.weights
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
             message = fetch.wait()
@@ -144,7 +155,7 @@ class NeighborWorker(CohortWorker):
     def into(self, number: int, _: Peer) -> Sequence[Tensor]:
         """Memory for the publication of a neighbor."""
         if number == len(self._buffers):
-            self._buffers.append(self.replica.buffer(exact=self.exact))
+            self._buffers.append(self.replica.scratch(exact=self.exact))
         return self._buffers[number]
 
     def begin(self) -> None:
@@ -165,6 +176,7 @@ class NeighborWorker(CohortWorker):
     def finish(self) -> None:
         self.published.close()
         self.exchange.give_up()
+        self._buffers.clear()
         self.published.trim()
 
     def state_dict(self) -> State:

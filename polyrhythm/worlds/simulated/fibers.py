@@ -9,7 +9,6 @@ import contextvars
 import heapq
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,8 @@ class Fiber:
 
     def resume(self, _: object = None) -> None:
         if not self._greenlet.dead:
-            self.node.install_modules()
+            if self.node.world.modules is not None:
+                self.node.install_modules()
             self._greenlet.switch()
 
     def block(self, *what: object) -> None:
@@ -80,7 +80,10 @@ class Fiber:
         self.waiting, self._since = what, self.loop.now
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.node.fiber = None
-        with torch.inference_mode(False) if inference else nullcontext():  # or others would be in it
+        if inference:
+            with torch.inference_mode(False):  # or others would be in it
+                self.loop.hub.switch()
+        else:
             self.loop.hub.switch()
         self.node.fiber = self
         if torch.is_grad_enabled() != grad:

@@ -84,10 +84,14 @@ class Simulated:
         self.modules = OwnModules(self._own) if self._own else None
         try:
             here = self.coordinator
+            ending, membership = here.ending, here.membership
 
             def is_over() -> bool:
-                # The run may be finished before the last failure of the cluster file.
-                return here.ending.over or here.finished
+                # The run may be finished before the last failure of the cluster file. Called before each
+                # event, so what is nearly always true is looked at first.
+                return (ending.failure is not None and ending.over) or (
+                    not membership.members and here.finished
+                )
 
             with self.foreign_threads.guarded():
                 self.loop.run(is_over)
