@@ -13,7 +13,9 @@ from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
+from polyrhythm.core.group import Group
 from polyrhythm.core.peer import Peer
+from polyrhythm.parallel.grid import Grid
 from polyrhythm.session.meter import DIGITS, Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
@@ -28,11 +30,16 @@ class StageLink:
     `python`: the model runs code that was not captured, and may draw from any generator.
     """
 
-    def __init__(self, context: ModelContext, shares: Sequence[float], seed: int, python: bool) -> None:
+    def __init__(
+        self, context: ModelContext, grid: Grid, shares: Sequence[float], seed: int, python: bool
+    ) -> None:
         self._context, self._node = context, context.worker_node
         self._places: Sequence[Peer] = context.model
         self._place, self._shares = context.place, shares
+        self._section, self._column = grid.section(context.place), grid.column(context.place)
         self._group = self._node.everyone.split(self._places)
+        self._column_group = self._split("column", self._column)
+        self._row_group = self._split("row", grid.row(context.place))
         # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed, python=python)
         self.meter: Meter | None = None
@@ -57,8 +64,13 @@ class StageLink:
             batch=self.fingerprint,
         )
 
+    def _split(self, name: str, places: Sequence[int]) -> Group:
+        """The group of some places; that of all has no name."""
+        peers = [self._places[each] for each in places]
+        return self._group if len(peers) == self._group.size else self._node.everyone.split(peers, name)
+
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        for place in range(len(self._places)):
+        for place in self._column:
             if place != self._place:
                 self.send(place, kind, values)
 
@@ -80,7 +92,12 @@ class StageLink:
         return {**message["plain"], **found_tensors}
 
     def sum(self, *tensors: Tensor) -> None:
-        self._wait(lambda: self._group.all_reduce(*tensors))
+        if len(self._column) > 1:
+            self._wait(lambda: self._column_group.all_reduce(*tensors))
+
+    def sum_parts(self, tensor: Tensor) -> None:
+        """Sums a contiguous tensor over the workers that compute divided layers together, in place."""
+        self._wait(lambda: self._row_group.all_reduce(tensor.view(-1)))
 
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
@@ -105,7 +122,7 @@ class StageLink:
             self._wait(lambda: self._context.advance_time(seconds), computes=True)
         took = round(self._node.now() - began, DIGITS)
         self._node.log(
-            MicroBatch("backward" if backward else "forward", self._place, round(began, DIGITS), took)
+            MicroBatch("backward" if backward else "forward", self._section, round(began, DIGITS), took)
         )
 
     @contextmanager
