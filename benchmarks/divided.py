@@ -57,27 +57,29 @@ class _Script:
         alone = torch.optim.SGD(plain.parameters(), lr=0.01)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loader = DataLoader(TensorDataset(*inputs, y), len(y))
-        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        model, optimizer, loader = session.prepare(model, optimizer, loader, loss=F.mse_loss)
         speeds: Speeds = {"alone": [], "divided": []}
 
-        def by(model: Any, optimizer: Any) -> Callable[[], None]:
-            def train() -> None:
-                optimizer.zero_grad()
-                F.mse_loss(model(*inputs), y).backward()
-                optimizer.step()
+        def train_alone() -> None:
+            alone.zero_grad()
+            F.mse_loss(plain(*inputs), y).backward()
+            alone.step()
 
-            return train
+        def train() -> None:
+            optimizer.zero_grad()
+            session.backward(inputs, y)  # without a schedule that is the loop of a script
+            optimizer.step()
 
         for number in range(self.rounds + 1):
             if session.is_main:
-                speed = timed(by(plain, alone), self.steps)
+                speed = timed(train_alone, self.steps)
                 if number:  # not the first
                     speeds["alone"].append(speed)
             session.barrier()
             for batch in loader:
                 assert len(batch[0]) == len(y)
                 break
-            speed = timed(by(model, optimizer), self.steps)
+            speed = timed(train, self.steps)
             if number:
                 speeds["divided"].append(speed)
             session.barrier()

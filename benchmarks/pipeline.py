@@ -39,6 +39,16 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
                 more={"torch.distributed.pipelining, 1F1B": f"{other:.3f}×"},
             )
         )  # fmt: skip
+    name = "MLP, 8 layers of 512, batch 2048"
+    for schedule, steps in (("1f1b", 1), ("pipedream", 4), ("2bw", 4)):
+        cut = "" if schedule == "pipedream" else f",micro_batches={MICRO_BATCHES}"
+        strategy = f"pipeline:2,schedule={schedule}{cut}"
+        speeds: Speeds = apart(by_turns, partial(_build, name), strategy, rounds, steps)
+        divided, alone = statistics.median(speeds["divided"]), statistics.median(speeds["alone"])
+        gained = ratio(speeds["divided"], speeds["alone"])
+        rows.append(
+            Row(f"{name}, {schedule}: steps/s, 2 stages against one process", divided, "/s", alone, gained)
+        )
     return rows, [
         f"{MICRO_BATCHES} micro-batches, so (K-1)/(M+K-1) = 1/9 of the time is idle and 1.78× is the most; "
         "one thread for each process; forward, backward and a step of SGD"

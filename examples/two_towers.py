@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=384)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.005)
+    parser.add_argument("--lr", type=float, default=0.002)
     args = parser.parse_args()
     torch.manual_seed(0)
     session = pr.init()

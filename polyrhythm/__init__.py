@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polyrhythm.optim.linear_scaling import LinearScaling
     from polyrhythm.optim.sparse_sgd import SparseSGD
     from polyrhythm.parallel.replicate import replicate
-    from polyrhythm.parallel.splits import Branches, Pipeline
+    from polyrhythm.parallel.splits import Branches, Pipeline, TensorParallel
     from polyrhythm.record.result import RunResult
     from polyrhythm.session.api import Session, init
     from polyrhythm.strategies.reduce_ops import MeanReducer
@@ -42,14 +42,15 @@ _HOME = {
     "WaitError": "core.errors", "PeerLost": "core.errors", "NotFinite": "core.errors",
     "LinearScaling": "optim.linear_scaling", "LARS": "optim.lars_lamb", "LAMB": "optim.lars_lamb",
     "SparseSGD": "optim.sparse_sgd", "Pipeline": "parallel.splits", "Branches": "parallel.splits",
+    "TensorParallel": "parallel.splits",
     "replicate": "parallel.replicate",
 }  # fmt: skip
 
 __all__ = [
     "LAMB", "LARS", "Branches", "Codec", "LinearScaling", "MeanReducer", "Message", "Node", "NotFinite",
     "Peer", "PeerLost", "Pipeline", "Plan", "PolyrhythmError", "Reduction", "Replica", "RunResult", "Server",
-    "Session", "Shard", "SparseSGD", "Strategy", "Traits", "UsageError", "WaitError", "WireError", "Worker",
-    "init", "integrations", "join", "parse", "replicate", "run", "simulate",
+    "Session", "Shard", "SparseSGD", "Strategy", "TensorParallel", "Traits", "UsageError", "WaitError",
+    "WireError", "Worker", "init", "integrations", "join", "parse", "replicate", "run", "simulate",
 ]  # fmt: skip
 
 

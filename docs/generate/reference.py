@@ -5,7 +5,10 @@ from __future__ import annotations
 import polyrhythm as pr
 
 GROUPS = {
-    "session": ("In a training script", ["init", "Session", "Pipeline", "Branches", "replicate"]),
+    "session": (
+        "In a training script",
+        ["init", "Session", "Pipeline", "Branches", "TensorParallel", "replicate"],
+    ),
     "launch": ("Starting runs from Python", ["run", "simulate", "join", "RunResult", "Plan"]),
     "strategy": ("Writing a strategy", ["Strategy", "Traits", "Worker", "Server", "MeanReducer", "parse"]),
     "codec": ("Writing a codec", ["Codec", "Reduction"]),

@@ -160,7 +160,8 @@ def levels(text: str) -> list[str]:
 def _called(text: str) -> bool:
     """True if a level could begin here: the name of a strategy, then its fields, its codec or the end."""
     found = re.match(r"([a-z0-9_-]+)(?=$|[:+/ ])", text)
-    return found is not None and found[1] in _KINDS["strategy"].registry
+    known = _KINDS["strategy"].registry if "strategy" in _KINDS else {}
+    return found is not None and found[1] in known
 
 
 def _slash(rest: str) -> str:

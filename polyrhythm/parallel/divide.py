@@ -11,11 +11,13 @@ from polyrhythm.parallel.cut import choose_cuts
 from polyrhythm.parallel.estimates import Estimate, estimate
 from polyrhythm.parallel.graph import ModelGraph
 from polyrhythm.parallel.partition import Partition, split
-from polyrhythm.parallel.splits import Branches, Pipeline
+from polyrhythm.parallel.splits import Branches, Pipeline, TensorParallel
 
 
 def choose(graph: ModelGraph, how: ModelSplit, inputs: dict[str, Any], trained: Collection[str]) -> list[int]:
     """What one worker decides for all. `trained`: the names of parameters to train."""
+    if isinstance(how, TensorParallel):
+        return []
     if isinstance(how, Branches):
         return choose_places(graph, how, estimate(graph.train, inputs))
     assert isinstance(how, Pipeline)

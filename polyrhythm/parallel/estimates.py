@@ -98,4 +98,5 @@ class _Estimator(fx.Interpreter):
         return found
 
     def _faked(self, value: Any) -> Any:
-        return self._fake.from_tensor(value) if isinstance(value, Tensor) else value
+        # Detached, because a view of a parameter without data asserts that it has a gradient.
+        return self._fake.from_tensor(value.detach()) if isinstance(value, Tensor) else value

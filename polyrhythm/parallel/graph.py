@@ -107,10 +107,11 @@ class ModeGraph:
 
     def tensors_of(self, node: fx.Node) -> list[str]:
         """The names of the parameters and buffers that an operation uses."""
+        inside: list[str] = []
         if node.op == "call_module":
             module = self.attributes[str(node.target)]
-            return [f"{node.target}.{name}" for name in _tensor_names(module)]
-        return [str(other.target) for other in node.all_input_nodes if self.is_tensor(other)]
+            inside = [f"{node.target}.{name}" for name in _tensor_names(module)]
+        return inside + [str(other.target) for other in node.all_input_nodes if self.is_tensor(other)]
 
     def is_tensor(self, node: fx.Node) -> bool:
         """True for a parameter, buffer or other tensor of the model."""

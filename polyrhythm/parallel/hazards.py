@@ -132,4 +132,18 @@ def bound_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> list[tuple[se
             }
             if whole:
                 found.append((whole | {node}, f"{node.name} is not a tensor"))
+    return [*found, *_counters(graph)]
+
+
+def _counters(graph: fx.Graph) -> list[tuple[set[fx.Node], str]]:
+    """Operations that no value depends on, such as the counter of BatchNorm, each with one of its module."""
+    found, last = [], dict[str, fx.Node]()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        module = str(node.meta.get("module", ""))
+        if node.users or any(other.op != "get_attr" for other in node.all_input_nodes):
+            last[module] = node
+        elif module in last:
+            found.append(({node, last[module]}, f"{node.name} counts for {module}"))
     return found

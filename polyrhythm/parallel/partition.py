@@ -201,7 +201,7 @@ class _Part:
             if node in self.mode.sizes:
                 copy_size(node, graph, copies, self._find)
         graph.output(tuple(copies[node] for node in outputs))
-        return fx.GraphModule(_holder(attributes), graph, "GraphSegment")
+        return fx.GraphModule(holder(attributes), graph, "GraphSegment")
 
 
 def _later(user: fx.Node, number: int, segment_of: Mapping[fx.Node, int]) -> bool:
@@ -212,7 +212,7 @@ def _home(held: fx.Node, segment_of: Mapping[fx.Node, int]) -> int:
     return min((segment_of[user] for user in held.users if user in segment_of), default=0)
 
 
-def _holder(attributes: Mapping[str, Any]) -> nn.Module:
+def holder(attributes: Mapping[str, Any]) -> nn.Module:
     """A module that has tensors and modules by dotted names, as they are."""
     root = nn.Module()
     for name, value in attributes.items():

@@ -45,7 +45,7 @@ class StageMessages(Protocol):
         """Sends values to another place. They may be changed at once."""
 
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Sends values to all other places."""
+        """Sends values to all other places of this column."""
 
     def receive(self, sender: int, kind: str) -> Values:
         """Waits for the values that another place sends under this kind.
@@ -54,7 +54,7 @@ class StageMessages(Protocol):
         """
 
     def sum(self, *tensors: Tensor) -> None:
-        """Replaces each tensor by its sum over all places, in place."""
+        """Replaces each tensor by its sum over the places of this column, in place."""
 
     def compute(self, segment: int, backward: bool, micro_batches: int) -> AbstractContextManager[None]:
         """A context for the computation of one of so many micro-batches in a segment."""
@@ -69,8 +69,8 @@ class Tied:
 
     lent: Mapping[int, dict[str, nn.Parameter]]  # by other place: what it borrows
     borrowed: Mapping[int, dict[str, nn.Parameter]]  # by owning place: the copies here
-    # Every user computes the whole gradient of these, so that of the owner is right without those of copies.
-    replicated: frozenset[str] = frozenset()
+    # Places that compute the same gradients as the owner of what they borrow, and do not return them.
+    silent: frozenset[int] = frozenset()
 
 
 class StageRunner:
@@ -337,11 +337,12 @@ class Pass:
             found = {
                 name: totals.take(number[id(each)]) for name, each in copies.items() if id(each) in number
             }
-            known = {
-                name: each for name, each in found.items() if each is not None and name not in tied.replicated
-            }
-            self.runner.link.send(place, kind, known)
+            known = {name: each for name, each in found.items() if each is not None}
+            if place not in tied.silent:
+                self.runner.link.send(place, kind, known)
         for place, lent in tied.lent.items():
+            if place in tied.silent:
+                continue
             for name, gradient in self.runner.link.receive(place, kind).items():
                 if id(lent[name]) in number:
                     totals.add(number[id(lent[name])], gradient)

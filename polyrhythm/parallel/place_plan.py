@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyrhythm.parallel.partition import Mode, Partition
@@ -31,9 +31,14 @@ class PlacePlan:
     build: Callable[[Mapping[str, Any]], Any]  # makes the model's output from values
 
 
-def place_plan(parts: Partition, mode: Mode, place: int) -> PlacePlan:
-    """The plan of one place. A value is sent once to each place that needs it, when its segment has run."""
-    segments = parts.segments(mode)
+def place_plan(parts: Partition, mode: Mode, place: int, column: Sequence[int] | None = None) -> PlacePlan:
+    """The plan of one place. A value is sent once to each place that needs it, when its segment has run.
+
+    `column`: the places to which those of the partition are mapped, where tensors are divided besides.
+    """
+    segments = list(parts.segments(mode))
+    if column is not None:
+        segments = [replace(each, place=column[each.place]) for each in segments]
     home = {name: number for number, each in enumerate(segments) for name in each.outputs}
     places = [each.place for each in segments]
 

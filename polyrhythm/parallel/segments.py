@@ -26,24 +26,8 @@ def direct_inputs(mode: ModeGraph) -> list[list[int]]:
 
 
 def bound_positions(mode: ModeGraph) -> list[tuple[set[int], str]]:
-    """Sets of operations that must run together, each with the reason.
-
-    A counter that no value depends on, such as that of BatchNorm, runs with its module.
-    """
-    found = [({mode.positions[node] for node in nodes}, why) for nodes, why in mode.bound]
-    inputs = direct_inputs(mode)
-    used = {other for others in inputs for other in others}
-    used |= {
-        mode.positions[each] for each in mode.graph.output_node().all_input_nodes if each in mode.positions
-    }
-    by_module: dict[str, int] = {}
-    for position in reversed(range(len(inputs))):
-        module = mode.module_of(position)
-        if inputs[position] or position in used:
-            by_module[module] = position
-        elif module in by_module:
-            found.append(({position, by_module[module]}, f"both are of {module}"))
-    return found
+    """Sets of operations that must run together, each with the reason."""
+    return [({mode.positions[node] for node in nodes}, why) for nodes, why in mode.bound]
 
 
 def segments_of(graph: ModelGraph, places: Sequence[int]) -> tuple[list[int], list[int]]:

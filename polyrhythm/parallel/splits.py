@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from polyrhythm.core.errors import UsageError
@@ -168,3 +168,58 @@ def _joined(fields: dict[str, Any], name: str) -> dict[str, Any]:
     """Fields with a list of layers as the text that the grammar has for it."""
     layers = fields.get(name, "")
     return fields if isinstance(layers, str) else {**fields, name: "/".join(layers)}
+
+
+@dataclass(frozen=True)
+class TensorParallel(ModelSplit):
+    r"""The neurons of linear layers are divided over workers, which compute each layer together.
+
+    A column layer has a part of its outputs on each worker, and the row layer that follows it the same part
+    of its inputs. Elementwise operations and attention heads between them work on parts, and the sum over the
+    workers is the output (Megatron):
+
+    $$Z = \sum_p f(X A_p) \, B_p$$
+
+    Without a plan, column and row layers are found in the operations of the model: MLP and attention blocks.
+    A dict in Python names them: `pr.TensorParallel(2, plan={"fc1": "column", "fc2": "row"})`.
+
+    >>> import polyrhythm as pr
+    >>> print(pr.parse("local:8") @ pr.TensorParallel(2, plan={"fc1": "column", "fc2": "row"}))
+    local:8@tensor:2,column=fc1,row=fc2
+    """
+
+    name = "tensor"
+    main = "parts"
+    shows_main = True
+    paper = "Shoeybi et al. 2019, Megatron-LM: Training Multi-Billion Parameter Language Models"
+    axis: ClassVar[Axis] = "tensor"
+
+    parts: int = 2
+    column: str = ""  # layers whose outputs are divided, such as layers.0.fc1/layers.1.fc1
+    row: str = ""  # layers whose inputs are divided
+
+    plan: InitVar[Mapping[str, str] | None] = None  # in Python: the style of each layer
+
+    def __post_init__(self, plan: Mapping[str, str] | None) -> None:
+        if self.parts < 1:
+            raise UsageError(f"tensor: parts is {self.parts}; there must be 1 or more")
+        for layer, style in (plan or {}).items():
+            if style not in ("column", "row"):
+                raise UsageError(f"plan: {layer} is {style!r}; a layer is divided as 'column' or as 'row'")
+            object.__setattr__(self, style, "/".join([*_names(getattr(self, style)), layer]))
+        if both := sorted(set(_names(self.column)) & set(_names(self.row))):
+            raise UsageError(f"tensor: {both[0]} is both a column and a row; choose one")
+
+    @property
+    def size(self) -> int:
+        return self.parts
+
+    @property
+    def layers(self) -> dict[str, Literal["column", "row"]]:
+        """The style of each layer of the user's plan; empty if there is none."""
+        column: Literal["column"] = "column"
+        row: Literal["row"] = "row"
+        return {
+            **dict.fromkeys(_names(self.column), column),
+            **dict.fromkeys(_names(self.row), row),
+        }

@@ -83,7 +83,9 @@ class _Linear(nn.Module):
             or torch.is_autocast_enabled(x.device.type)
         ):
             return F.linear(x, weight, bias)
-        return _Apart.apply(self._gradients, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+        # The output must not be a view that was made inside: a later operation may change it in place.
+        flat = _Apart.apply(self._gradients, x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
+        return flat.view(*x.shape[:-1], -1) if x.dim() != 2 else flat  # type: ignore[no-any-return]
 
 
 class _Apart(torch.autograd.Function):

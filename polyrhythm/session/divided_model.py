@@ -8,31 +8,25 @@ the operations of all places, and tensors of other places have no data here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.hooks import Hook
-from polyrhythm.model.layout import needs_closure
-from polyrhythm.parallel.divide import choose, divide, doubt
-from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
-from polyrhythm.parallel.graph import ModelGraph, Signature, capture
+from polyrhythm.parallel.graph import Signature
 from polyrhythm.parallel.loss import with_loss
 from polyrhythm.parallel.micro_batches import Values
-from polyrhythm.parallel.partition import Mode, Partition
+from polyrhythm.parallel.partition import Mode
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
-from polyrhythm.parallel.rows import check_rows
 from polyrhythm.parallel.weight_gradients import WeightGradients
-from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.prediction.models import digest_of, evaluating
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
@@ -42,82 +36,6 @@ _SAVE = (
     "the model is divided over several workers, and each holds a part of it and of its optimizer: save "
     "session.consensus().state_dict(), or use the consensus.safetensors of the run"
 )
-Decide = Callable[[Callable[[], list[int]], str], list[int]]
-
-
-class ModelDivision:
-    """How a model is divided, as every node of the run knows it."""
-
-    def __init__(self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide) -> None:
-        """`decide` lets worker 0 choose for all nodes."""
-        self.how = how = splits[0]
-        if len(splits) > 1:
-            raise UsageError(
-                f"{'@'.join(map(str, splits))} would divide one model in {len(splits)} ways: use one of them"
-            )
-        if len(given.models) > 1 or len(given.optimizers) > 1:
-            raise UsageError(
-                f"{how} divides one model with one optimizer, and session.prepare() got "
-                f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
-                "whole models, such as allreduce"
-            )
-        self.model, self.optimizer, self.loss = given.models[0], given.optimizers[0], given.loss
-        if needs_closure(self.optimizer):
-            raise UsageError(
-                f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
-                "optimizer such as SGD or Adam, or allreduce without @"
-            )
-        if how.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
-            raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
-        self.graph: ModelGraph = capture(self.model, *call)
-        inputs = self.graph.signature.values(*call)
-        owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
-        trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
-        chosen = decide(lambda: choose(self.graph, how, inputs, trained), self.graph.hash)
-        self.parts: Partition = divide(self.graph, how, chosen)
-        # The inputs that have a row for each example.
-        self.batched = [
-            name
-            for name, each in zip(inputs, self.graph.signature.inputs, strict=True)
-            if each.rows is not None
-        ]
-        if how.micro_batches > 1:
-            check_rows(self.parts, inputs, self.batched)
-        costs = estimate(self.graph.train, inputs)
-        self.shares = self._shares(costs.seconds)
-        self.doubt = doubt(self.graph, how, self.parts, costs)
-        if idle := sorted(set(range(how.size)) - {self.owner(name) for name in trained}):
-            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
-
-    def _shares(self, costs: Sequence[float]) -> list[float]:
-        """By segment: its share of the computation of the model."""
-        spent = [0.0] * len(self.parts.train)
-        for segment, cost in zip(self.parts.operations, costs, strict=True):
-            spent[segment] += cost
-        return [each / sum(costs) for each in spent]
-
-    def users(self, name: str) -> tuple[int, ...]:
-        """The places that use a tensor of the model, the owner first."""
-        return self.parts.users.get(self.graph.names.get(name, name), ()) or (0,)
-
-    def owner(self, name: str) -> int:
-        """The place that owns a tensor: it trains it, and lends it to the others that use it."""
-        return self.users(name)[0]
-
-    def groups(self, place: int) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer with the parameters that a place owns."""
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        return [
-            {**group, "params": [each for each in group["params"] if self.owner(names[id(each)]) == place]}
-            for group in self.optimizer.param_groups
-        ]
-
-    def optimizer_of(self, place: int) -> torch.optim.Optimizer:
-        """A copy of the optimizer for the parameters of one place."""
-        copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
-        copy.__dict__.update(self.optimizer.__dict__)
-        copy.param_groups, copy.state = self.groups(place), self.optimizer.state.copy()
-        return copy
 
 
 class DividedModel:
@@ -127,11 +45,18 @@ class DividedModel:
         self._context, self._model, how = context, division.model, division.how
         self.place = place = context.place
         chain = bool(division.graph.note)  # of modules, which run as they are
-        self.link = StageLink(context, division.shares, mix("stage", seed, place), chain)
+        self._grid, self._tensors = division.grid, division.tensors
+        section, column = self._grid.section(place), self._grid.column(place)
+        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, section), chain)
+        if self._tensors is not None:
+            self._tensors.release()
+            self._tensors.axis.all_reduce = self.link.sum_parts
         self.signature: Signature = division.graph.signature
         self.batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
-        self._plans: dict[Mode, PlacePlan] = {mode: place_plan(division.parts, mode, place) for mode in modes}
+        self._plans: dict[Mode, PlacePlan] = {
+            mode: place_plan(division.parts, mode, place, column) for mode in modes
+        }
         self.plans_with_loss: dict[Mode, PlacePlan] = {}
         if division.loss is not None and how.needs_loss:
             with_it = with_loss(division.parts, division.loss)
@@ -140,8 +65,8 @@ class DividedModel:
         self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        self._mine = {name for name in tensors if division.owner(name) == place}
-        used = {name for name in tensors if place in division.users(name)}
+        self._mine = {name for name in tensors if division.owner(name, place) == place}
+        used = {name for name in tensors if place in division.users(name, place)}
         kept = [each for name, each in self._model.named_parameters() if name in used]
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
@@ -246,20 +171,29 @@ class DividedModel:
                 *(each.reshape(-1) for each in tensors.values()),
                 names=list(tensors),
             )
+        shards = self._tensors.shardings if self._tensors is not None else {}
+        parts = {name: {self._grid.rank(me): each} for name, each in tensors.items() if name in shards}
         for place in others if on_all or not me else ():
             message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
-                tensors[name] = flat  # a message is a copy
+                if name in shards:
+                    parts.setdefault(name, {})[self._grid.rank(place)] = flat  # a message is a copy
+                else:
+                    tensors[name] = flat
         if on_all or not me:
-            self._fill(copy, tensors)
+            for name, pieces in parts.items():
+                assert self._tensors is not None
+                tensors[name] = self._tensors.joined(name, pieces)
+            self._fill(copy, tensors, parts)
 
-    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
+        """Replaces tensors without data, and the parts of divided ones."""
         made: dict[str, nn.Parameter] = {}
         for prefix, module in copy.named_modules():
             for name, parameter in module._parameters.items():
                 first = self._first(prefix, name)
-                if parameter is not None and parameter.is_meta:
-                    value = tensors[first].view(parameter.shape)
+                if parameter is not None and (parameter.is_meta or first in parts):
+                    value = tensors[first] if first in parts else tensors[first].view(parameter.shape)
                     module._parameters[name] = made.setdefault(
                         first, nn.Parameter(value, first in self._trainable)
                     )
@@ -335,13 +269,21 @@ def _tied(division: ModelDivision, place: int) -> Tied:
     lent: dict[int, dict[str, nn.Parameter]] = {}
     borrowed: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in division.model.named_parameters():
-        owner, *others = division.users(name)
+        owner, *others = division.users(name, place)
         if owner == place:
             for other in others:
                 lent.setdefault(other, {})[name] = parameter
         elif place in others:
             borrowed.setdefault(owner, {})[name] = parameter
-    return Tied(lent, borrowed)
+    row = set(division.grid.row(place)) - {place}
+    if division.grid.rank(place) == 0:
+        # Also without parameters: workers that compute together compare their batches.
+        lent = {other: lent.get(other, {}) for other in sorted({*lent, *row})}
+    else:
+        first = division.grid.place(division.grid.section(place), 0)
+        borrowed.setdefault(first, {})
+    column = set(division.grid.column(place))
+    return Tied(lent, borrowed, frozenset({*lent, *borrowed} - column))
 
 
 def _without_data(parameter: Tensor) -> nn.Parameter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,11 @@ from polyrhythm.parallel.example import Call, example_batch, given_call, model_i
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
 from polyrhythm.session.context import WorldContext
-from polyrhythm.session.divided_model import DividedModel, ModelDivision
+from polyrhythm.session.divided_model import DividedModel
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
 from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
@@ -33,6 +35,14 @@ _MICRO_BATCHES = (
     "the model has BatchNorm, and under {strategy} it normalizes each micro-batch by itself: its statistics "
     "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
 )
+
+
+class Served(NamedTuple):
+    """A part that a server serves: the node as it sees it, and what is trained."""
+
+    node: Node
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 class Placement:
@@ -47,11 +57,10 @@ class Placement:
     def begin(self, seed: int) -> None:
         """Called on every worker after `plan`: it keeps its own part of the model."""
 
-    def on_server(
-        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
-        """The node and the optimizer of each part that a server serves."""
-        return scoped(node, len(optimizers)), optimizers
+    def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
+        """The parts that a server serves."""
+        nodes, model = scoped(node, len(given.optimizers)), joined(given.models)
+        return [Served(each, model, one) for each, one in zip(nodes, given.optimizers, strict=True)]
 
     def measured_by(self, meter: Meter) -> bool:
         """True if workers wait for each other inside forward and backward passes, which this meter counts."""
@@ -106,7 +115,9 @@ class DividedPlacement(Placement):
         check_scheduled(self._strategy, given, self._context.plan.workers)
         if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
-        self._division = ModelDivision(self._strategy.splits, given, _example(given), self._decide)
+        self._division = ModelDivision(
+            self._strategy.splits, given, _example(given), self._decide, self._context.place
+        )
         if self._division.doubt:
             self._context.request(ShowNote(self._division.doubt))
 
@@ -136,12 +147,12 @@ class DividedPlacement(Placement):
                 f"{needed >> 20} MiB more than it has: raise the limit of its memory, as by ulimit -v"
             )
 
-    def on_server(
-        self, node: Node, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[Node], Sequence[torch.optim.Optimizer]]:
+    def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         assert self._division is not None
-        places = range(self._context.size)
-        return [*map(self._context.node_at, places)], [*map(self._division.optimizer_of, places)]
+        return [
+            Served(self._context.node_at(place), *self._division.on_server(place))
+            for place in range(self._context.size)
+        ]
 
     def measured_by(self, meter: Meter) -> bool:
         assert self._model is not None

@@ -73,7 +73,8 @@ class ScheduledTraining:
         """Adds gradients to those of the parameters, as a backward pass of the script would."""
         parameters = self._model.runner.trained
         pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[1] is not None]
-        torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs])
+        if pairs:  # or all of its parameters are frozen, or the loss does not depend on them
+            torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs])
 
     def check_forward(self) -> None:
         """Called when the script calls the model."""

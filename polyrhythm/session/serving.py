@@ -10,7 +10,6 @@ import torch
 from polyrhythm.core.node import Node
 from polyrhythm.core.requests import LeaveRun
 from polyrhythm.core.strategy import Strategy
-from polyrhythm.model.consensus import joined
 from polyrhythm.model.optimizer_runner import OptimizerRunner
 from polyrhythm.model.shard import Shard
 from polyrhythm.session.agreement import agree
@@ -28,12 +27,14 @@ def serve_run(
     seed: int,
 ) -> NoReturn:
     """Serves until all workers have left, and ends the script."""
-    node, model, count = context.node, joined(given.models), len(context.node.members.servers)
-    nodes, optimizers = placement.on_server(node, given.optimizers)
-    shards = [Shard(model, each, context.me.rank, count, node.memory.empty, runner) for each in optimizers]
+    node, count = context.node, len(context.node.members.servers)
+    parts = placement.on_server(node, given)
+    shards = [
+        Shard(each.model, each.optimizer, context.me.rank, count, node.memory.empty, runner) for each in parts
+    ]
     agree(context, [shard.layout for shard in shards], given, seed)
     with torch.no_grad():
-        serve(strategy, node, nodes, shards)
+        serve(strategy, node, [each.node for each in parts], shards)
     steps = sum(shard.version for shard in shards)
     node.totals(steps=steps, samples=0, compute_s=0.0, wait_s=0.0)
     context.flush()

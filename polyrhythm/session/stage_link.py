@@ -13,7 +13,9 @@ from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
+from polyrhythm.core.group import Group
 from polyrhythm.core.peer import Peer
+from polyrhythm.parallel.grid import Grid
 from polyrhythm.session.meter import DIGITS, Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
@@ -29,10 +31,15 @@ class StageLink:
     `python`: the model runs code that was not captured, and may draw from any generator.
     """
 
-    def __init__(self, context: ModelContext, shares: Sequence[float], seed: int, python: bool) -> None:
+    def __init__(
+        self, context: ModelContext, grid: Grid, shares: Sequence[float], seed: int, python: bool
+    ) -> None:
         self._context, self._node = context, context.worker_node
         self._places: Sequence[Peer] = context.model
         self._place, self._shares = context.place, shares
+        self._section, self._column = grid.section(context.place), grid.column(context.place)
+        row = [self._places[each] for each in grid.row(context.place)]
+        self._row_group = self._node.everyone.split(row) if len(row) > 1 else None
         # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed, python=python)
         self.meter: Meter | None = None
@@ -58,7 +65,7 @@ class StageLink:
         )
 
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        for place in range(len(self._places)):
+        for place in self._column:
             if place != self._place:
                 self.send(place, kind, values)
 
@@ -80,24 +87,29 @@ class StageLink:
         return {**message["plain"], **found_tensors}
 
     def sum(self, *tensors: Tensor) -> None:
-        """Replaces tensors by the sums over all places, the same on all."""
-        for tensor, parts in zip(tensors, self._gather(*tensors), strict=True):
+        """Replaces tensors by the sums over the places of this column, the same on all."""
+        for tensor, parts in zip(tensors, self._gather(self._column, *tensors), strict=True):
             tensor.copy_(torch.stack(parts).sum(0))
 
-    def _gather(self, *tensors: Tensor) -> list[list[Tensor]]:
-        """For each of these tensors, those of all places in order. Messages, and no collective of a group:
+    def _gather(self, places: Sequence[int], *tensors: Tensor) -> list[list[Tensor]]:
+        """For each of these tensors, those of some places in order. Messages, and no collective of a group:
         a collective fails once any worker of the run has died, also one of another model."""
         mine: dict[str, Any] = {str(index): each for index, each in enumerate(tensors)}
-        self.send_all(_GATHERED, mine)
-        places = [
-            mine if place == self._place else self.receive(place, _GATHERED)
-            for place in range(len(self._places))
-        ]
-        return [[place[name].to(each) for place in places] for name, each in mine.items()]
+        for place in places:
+            if place != self._place:
+                self.send(place, _GATHERED, mine)
+        found = [mine if place == self._place else self.receive(place, _GATHERED) for place in places]
+        return [[each[name].to(tensor) for each in found] for name, tensor in mine.items()]
+
+    def sum_parts(self, tensor: Tensor) -> None:
+        """Sums a contiguous tensor over the workers that compute divided layers together, in place."""
+        group = self._row_group
+        assert group is not None
+        self._wait(lambda: group.all_reduce(tensor.view(-1)))
 
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
-        [found] = self._gather(part.detach().double().cpu())
+        [found] = self._gather(range(len(self._places)), part.detach().double().cpu())
         parts = torch.stack(found)
         if math.isinf(kind):
             return (parts.max() if kind > 0 else parts.min()).to(part)
@@ -115,7 +127,7 @@ class StageLink:
             self._wait(lambda: self._context.advance_time(seconds), computes=True)
         took = round(self._node.now() - began, DIGITS)
         self._node.log(
-            MicroBatch("backward" if backward else "forward", self._place, round(began, DIGITS), took)
+            MicroBatch("backward" if backward else "forward", self._section, round(began, DIGITS), took)
         )
 
     @contextmanager

@@ -139,13 +139,14 @@ def test_the_death_of_the_last_model_ends_the_run(tmp_path: Path) -> None:
         )
 
 
-def test_in_lockstep_the_error_names_the_dead_stage(tmp_path: Path) -> None:
+@few("strategy", ["allreduce@pipeline:2", "async@tensor:2"], quick=1)
+def test_where_no_model_can_continue_the_error_names_the_dead_stage(strategy: str, tmp_path: Path) -> None:
     cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [3]\nat = "20 ms"\n'
     with pytest.raises(pr.PolyrhythmError, match=r"worker 3 crashed at 0\.02 s; it held a part of a model"):
         run_in(
             "simulated",
             Training(tmp_path / "seen"),
-            strategy="allreduce@pipeline:2",
+            strategy=strategy,
             workers=4,
             cluster=cluster,
         )

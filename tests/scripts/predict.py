@@ -48,7 +48,9 @@ def main() -> None:
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     if args.mistake == "step":
         optimizer.step()
-    if not session.predicting or args.mistake == "loop":
+    if args.mistake == "loop":
+        next(iter(loader))
+    if not session.predicting:
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()

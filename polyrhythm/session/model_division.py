@@ -1,0 +1,150 @@
+"""ModelDivision: how a script's model is divided over the workers that hold it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polyrhythm.core.errors import UsageError
+from polyrhythm.core.split import ModelSplit
+from polyrhythm.model.layout import needs_closure
+from polyrhythm.parallel.divide import choose, divide, doubt
+from polyrhythm.parallel.estimates import estimate
+from polyrhythm.parallel.example import Call
+from polyrhythm.parallel.graph import ModelGraph, capture
+from polyrhythm.parallel.grid import Grid
+from polyrhythm.parallel.partition import Partition, holder, split
+from polyrhythm.parallel.rows import check_rows
+from polyrhythm.parallel.splits import TensorParallel
+from polyrhythm.parallel.tensor_shards import TensorShards
+from polyrhythm.session.arguments import Arguments
+
+Decide = Callable[[Callable[[], list[int]], str], list[int]]
+
+
+class ModelDivision:
+    """How a model is divided, as every node of the run knows it."""
+
+    def __init__(
+        self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide, place: int
+    ) -> None:
+        """`decide` lets worker 0 choose for all nodes. `place`: that of this worker; 0 on servers."""
+        how = self.how = _main_split(splits)
+        self.grid = Grid(splits)
+        if len(given.models) > 1 or len(given.optimizers) > 1:
+            raise UsageError(
+                f"{how} divides one model with one optimizer, and session.prepare() got "
+                f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
+                "whole models, such as allreduce"
+            )
+        self.model, self.optimizer, self.loss = given.models[0], given.optimizers[0], given.loss
+        if needs_closure(self.optimizer):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
+                "optimizer such as SGD or Adam, or allreduce without @"
+            )
+        if how.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
+            raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
+        self.graph: ModelGraph = capture(self.model, *call)
+        inputs = self.graph.signature.values(*call)
+        owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
+        # The inputs that have a row for each example.
+        self.batched = [
+            name
+            for name, each in zip(inputs, self.graph.signature.inputs, strict=True)
+            if each.rows is not None
+        ]
+        if how.micro_batches > 1:
+            check_rows(split(self.graph, ()), inputs, self.batched)
+        captured, whole = self.graph.hash, sum(estimate(self.graph.train, inputs).seconds)
+        self.tensors = self._take_shards(splits, place)
+        chosen = decide(lambda: choose(self.graph, how, inputs, trained), captured)
+        self.parts: Partition = divide(self.graph, how, chosen)
+        costs = estimate(self.graph.train, inputs)
+        self.shares = self._shares(costs.seconds, whole)
+        self.doubt = doubt(self.graph, how, self.parts, costs)
+        if idle := sorted(set(range(self.grid.sections)) - {self._sections(name)[0] for name in trained}):
+            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
+
+    def _take_shards(self, splits: Sequence[ModelSplit], place: int) -> TensorShards | None:
+        """Leaves this worker's parts of divided tensors in the model, and its operations in the graph."""
+        for each in splits:
+            if isinstance(each, TensorParallel):
+                tensors = TensorShards(self.graph, each, self.grid.rank(place))
+                tensors.check(self.optimizer)
+                tensors.take(self.model, self.optimizer)
+                self.graph = tensors.graph
+                return tensors
+        return None
+
+    def _shares(self, costs: Sequence[float], whole: float) -> list[float]:
+        """By segment: its share of the computation of the whole model."""
+        spent = [0.0] * len(self.parts.train)
+        for segment, cost in zip(self.parts.operations, costs, strict=True):
+            spent[segment] += cost
+        return [each / whole for each in spent]
+
+    def _sections(self, name: str) -> tuple[int, ...]:
+        """The sections of the grid that use a tensor of the model, the owner first."""
+        return self.parts.users.get(self.graph.names.get(name, name), ()) or (0,)
+
+    def users(self, name: str, place: int) -> tuple[int, ...]:
+        """The places that use the same tensor as one place does, the owner first.
+
+        Of a divided tensor each rank on the tensor axis has another part; a whole one belongs to rank 0.
+        """
+        sections = self._sections(name)
+        if self.tensors is not None and name in self.tensors.shardings:
+            return tuple(self.grid.place(each, self.grid.rank(place)) for each in sections)
+        ranks = range(self.grid.tensor)
+        return tuple(self.grid.place(each, rank) for each in sections for rank in ranks)
+
+    def owner(self, name: str, place: int) -> int:
+        """The place that owns a tensor: it trains it, and lends it to the others that use it."""
+        return self.users(name, place)[0]
+
+    def groups(self, place: int) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer with the parameters that a place owns."""
+        names = {id(each): name for name, each in self.model.named_parameters()}
+
+        def owned(parameter: Tensor) -> bool:
+            return self.owner(names[id(parameter)], place) == place
+
+        return [{**each, "params": [*filter(owned, each["params"])]} for each in self.optimizer.param_groups]
+
+    def on_server(self, place: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The parameters of one place by name, and a copy of the optimizer for them."""
+        copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
+        copy.__dict__.update(self.optimizer.__dict__)
+        copy.param_groups, copy.state = self.groups(place), self.optimizer.state.copy()
+        if self.tensors is None:
+            return self.model, copy
+        rank, tensors = self.grid.rank(place), self.tensors
+        named = {name: tensors.of(name, each, rank) for name, each in self.model.named_parameters()}
+        for name, each in self.model.named_parameters():
+            if named[name] is not each:
+                copy.state[named[name]] = tensors.state_of(name, rank)
+        parts = {id(each): named[name] for name, each in self.model.named_parameters()}
+        for group in copy.param_groups:
+            group["params"] = [parts[id(each)] for each in group["params"]]
+        return holder(named), copy
+
+
+def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:
+    """The way in which the operations of a model are divided; tensors may be divided besides."""
+    others = [each for each in splits if not isinstance(each, TensorParallel)]
+    if len(others) > 1:
+        raise UsageError(
+            f"{'@'.join(map(str, splits))} would divide one model in {len(others)} ways: use one of them, "
+            "alone or with tensor"
+        )
+    if others and others[0].needs_loss and len(splits) > 1:
+        raise UsageError(
+            f"{others[0]} cannot be used with tensor: leave out its schedule, which is gpipe then"
+        )
+    return others[0] if others else splits[0]
