@@ -13,7 +13,6 @@ from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
-from polyrhythm.core.group import Group
 from polyrhythm.core.peer import Peer
 from polyrhythm.parallel.grid import Grid
 from polyrhythm.session.meter import DIGITS, Meter
