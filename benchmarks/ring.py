@@ -155,7 +155,7 @@ def node(place: Together, listen: str, crowd: Crowd | None = None, encrypt: bool
     crowd = crowd or Crowd([""] * place.count, {"": None})
     me, home = Peer("worker", place.rank), crowd.homes[place.rank]
     arenas = crowd.arenas[home]
-    options = TransportOptions(listen, arenas, home, encrypt=encrypt, wait=60.0)
+    options = TransportOptions(listen, arenas, host=home, encrypt=encrypt, wait=60.0)
     transport = Transport(me, b"b" * 32, options)
     mine = Unlogged(me, transport, 0, time.monotonic(), arenas, crowd.place(place.rank))
     mine.meet([

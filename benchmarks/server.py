@@ -195,7 +195,7 @@ class Ours(System):
             Peer("server", r) for r in range(servers)
         ]
         me = peers[here.rank]
-        transport = Transport(me, bytes(32), TransportOptions(listen, arenas, "here", encrypt=encrypt))
+        transport = Transport(me, bytes(32), TransportOptions(listen, arenas, host="here", encrypt=encrypt))
         self.node = _counting_node()(me, transport, 0, time.monotonic(), arenas, here.rank if arenas else -1)
         addresses = here.exchange(transport.address)
         self.node.meet([

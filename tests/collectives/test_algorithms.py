@@ -123,7 +123,7 @@ def joined(
     torch.set_num_threads(1)
     me, mine = Peer("worker", rank), hosts[rank]
     local = list(hosts[:rank]).count(mine)
-    options = TransportOptions("tcp:127.0.0.1:0", arenas[mine], mine, wait=20.0, encrypt=False)
+    options = TransportOptions("tcp:127.0.0.1:0", arenas[mine], host=mine, wait=20.0, encrypt=False)
     transport = Transport(me, b"k" * 32, options)
     if coordinator:
         transport.introduce(COORDINATOR, coordinator)
