@@ -56,7 +56,7 @@ class CallOrder:
             self._ended.add(peer)
             self._check_ended()
 
-    def lose(self, peer: Peer) -> None:
+    def forget(self, peer: Peer) -> None:
         """A worker has died; the others do not wait for its calls."""
         self._ended.discard(peer)
 

@@ -17,7 +17,17 @@ from polyrhythm.coordination.deaths import fatal
 from polyrhythm.coordination.ending import Ending, Failure
 from polyrhythm.coordination.finish import Finish
 from polyrhythm.coordination.gathers import Gathers
-from polyrhythm.coordination.handlers import Respond, compared, due, failing, logged, noted, once
+from polyrhythm.coordination.handlers import (
+    Respond,
+    compared,
+    due,
+    failing,
+    late,
+    logged,
+    noted,
+    once,
+    releasing,
+)
 from polyrhythm.coordination.key_values import KeyValues
 from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
@@ -101,7 +111,7 @@ class Coordinator:
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
         self._calls = CallOrder(self.membership, launcher, self._refuse)
         self._joining: ReplyBarrier[Welcome] = ReplyBarrier()
-        self._preparing = Preparing()
+        self._preparing = Preparing(self.membership, self.data.leases, launcher)
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
@@ -109,9 +119,10 @@ class Coordinator:
             ShareEpoch: self.data.share_epoch, ExamplesDue: due(self.tally, self.membership),
             LogMetrics: logged(self.tally, self.membership, self._record),
             BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
-            StepsDone: self._steps_done, LeaveRun: self._leave_run, WhoIsLate: self._name_late,
-            ReleaseMemory: self._release_memory, Gather: self._gathers.add, LastStep: self._end_script,
-            EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
+            StepsDone: self._steps_done, LeaveRun: self._leave_run,
+            WhoIsLate: late(self.membership, self._finish.done, self.data.cohorts, self._gathers.waiting),
+            ReleaseMemory: releasing(self.membership, launcher.released), Gather: self._gathers.add,
+            LastStep: self._end_script, EnterCall: self._calls.enter, FileWritten: self.ending.files.add,
             WhoIsLost: lambda peer, _, respond: respond(WorkerNames(self.membership.lost_for_good)),
             ShowNote: noted(once(launcher.say)),
             NodeFailed: failing(self.fail), ScriptAt: self.ending.add_place,
@@ -142,8 +153,8 @@ class Coordinator:
             self.tally.report((peer, incarnation), request)
             self._record.lines(request.lines)
             respond(None)
-        elif incarnation != self.membership.incarnations[peer]:
-            respond(None)  # its process has died since, and the death has been handled
+        elif (peer, incarnation) in self.membership.dead:
+            pass  # its process has died since or is being ended, and needs no reply
         else:
             self._handlers[type(request)](peer, request, respond)
 
@@ -157,7 +168,11 @@ class Coordinator:
         self.membership.join(peer, request.location, late=self._prepared)
         self._log(NodeJoined(str(peer), self.membership.incarnations[peer]))
         self._joining.add(peer, respond)
-        if self.running or len(self.membership.members) >= self.plan.nodes:
+        model = self.membership.model_of(peer)
+        if self.running and all(each in self._joining for each in model):
+            for each in model:
+                self._joining.release(each, self._welcome(each))
+        elif len(self.membership.members) >= self.plan.nodes:
             self._joining.release_all(self._welcome)
 
     def _prepare(self, peer: Peer, request: Prepared, respond: Respond) -> None:
@@ -165,20 +180,14 @@ class Coordinator:
             self.fail(wrong)
             return
         self.tally.totals[self.membership.current(peer)] = Totals()
-        if self._prepared:
-            self.membership.announce(peer)
-            self.data.leases.enter(peer.rank)
-            # Announced when it is ready, so that nobody waits for a worker that is still loading its data,
-            # and before it gets its reply, so that nobody gets a message from an unknown worker.
-            address = self.membership.members[peer][0]
-            self._launcher.tell(Notice("joined", peer.role, peer.rank, address=address))
         self._gathers.prepared(peer)
         self._preparing.add(peer, request, respond)
-        if self._prepared or self.membership.prepared >= self.plan.nodes:
-            if not self._prepared:
-                self._prepared = True
-                self._begin()
-                self.ending.keeps = self._record.lasting
+        if self._prepared:
+            self._preparing.announce(peer)
+        elif self.membership.prepared >= self.plan.nodes:
+            self._prepared = True
+            self._begin()
+            self.ending.keeps = self._record.lasting
             self._preparing.release()
 
     def _begin(self, tool: str = "") -> None:
@@ -222,16 +231,6 @@ class Coordinator:
         self.ended.end(peer, request, respond)
         self._calls.end(peer)
 
-    def _name_late(self, peer: Peer, request: WhoIsLate, respond: Respond) -> None:
-        waiting = {*self._finish.done, *self.data.cohorts.waiting, *self._gathers.waiting}
-        respond(WorkerNames([str(each) for each in sorted(self.membership.members) if each not in waiting]))
-
-    def _release_memory(self, peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
-        dead = Peer("worker", request.rank), request.incarnation
-        if self.membership.release(peer, dead):
-            self._launcher.released(*dead)
-        respond(None)
-
     def result(
         self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
     ) -> None:
@@ -265,9 +264,9 @@ class Coordinator:
             self._launcher.tell(Notice("over"))
         self._gathers.lose(peer)
 
-    def died(self, peer: Peer, reason: str) -> None:
+    def died(self, peer: Peer, reason: str, incarnation: int | None = None) -> None:
         """The process of a node has ended before the node left; it may not even have joined."""
-        if peer in self.membership.gone:
+        if peer in self.membership.gone or (peer, incarnation) in self.membership.dead:
             return
         strategy = self.strategy
         if self.failure is None:
@@ -283,30 +282,42 @@ class Coordinator:
             self.leave(peer, reason)  # nobody shall wait for it any longer
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """A worker has died and the others continue, with a replacement if the launcher can start one."""
-        membership = self.membership
-        dead, joined = membership.current(peer), peer in membership.members
-        membership.mark_dead(peer)
-        done = self._finish.lose(peer)
-        self._calls.lose(peer)
-        again = not done and not self.ending.stopping and self._launcher.replace(peer)
-        if not again and not self.digest and not membership.others(peer):
-            # Servers or shared memory still hold the parameters, and a worker has to send them.
-            held = not self._peers_hold_parameters and not self.ending.stopping
-            again = not membership.expected and held and self._launcher.rescue(peer)
+        """A worker has died, which ends its model. The other models continue."""
+        membership, model = self.membership, self.membership.model_of(peer)
+        ended = f"ended with {peer}, which held a part of the same model"
+        for each in model:
+            membership.mark_dead(each)
+            for waiting in (self._calls, self._joining, self._preparing):
+                waiting.forget(each)
+        for each in model[1:]:  # they may still run, and would report that they have lost the dead one
+            membership.count_death(each, ended)
+            self._launcher.end(each)
+        again = self._replaced(model)
         if again:
-            membership.expected.add(peer)
-        self.leave(peer, reason)
-        if again:
-            membership.expect(peer)
-        else:
-            membership.gone[peer] = reason
-        # Workers that hold the parameters read each other's memory.
-        if not joined or not membership.hold(dead, workers_too=self._peers_hold_parameters):
-            self._launcher.released(*dead)
+            membership.expected.update(model)
+        for each in model:
+            dead, joined = membership.current(each), each in membership.members
+            why = reason if each == peer else ended
+            self.leave(each, why)
+            if again:
+                membership.expect(each)
+            else:
+                membership.gone[each] = why
+            # Workers that hold the parameters read each other's memory.
+            if not joined or not membership.hold(dead, workers_too=self._peers_hold_parameters):
+                self._launcher.released(*dead)
         self._advance()
         if membership.no_workers_left and not self.digest:
             self.fail(f"{peer} {reason}, and no worker is left to send the final parameters")
+
+    def _replaced(self, model: Sequence[Peer]) -> bool:
+        """True if others will replace the workers of a model, which have died."""
+        done, stopping = [self._finish.lose(each) for each in model], self.ending.stopping
+        if stopping or (not any(done) and self._launcher.replace(model)):
+            return not stopping
+        # Servers or shared memory may still hold the parameters, and a worker has to send them.
+        others = self.membership.expected or self.membership.others(model[0])
+        return not (self.digest or self._peers_hold_parameters or others) and self._launcher.rescue(model)
 
     def stop(self) -> bool:
         """Ends the run as if the scripts had ended. False if there is nothing to keep yet."""

@@ -14,8 +14,8 @@ def fatal(peer: Peer, reason: str, running: bool, strategy: ResolvedStrategy | N
         return f"{peer} {reason}; its part of the parameters is lost (is there enough memory?)"
     if trained_by:
         return f"{peer} {reason}; no worker can continue without it under {trained_by}"
+    if strategy is not None and strategy.traits.survives:
+        return ""
     if strategy is not None and strategy.traits.model_size > 1:
         return f"{peer} {reason}; it held a part of a model, and under {strategy} nobody else has it"
-    if strategy is None or not strategy.traits.survives:
-        return f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"
-    return ""
+    return f"{peer} {reason}; under {strategy} no worker can continue without it (under async they can)"

@@ -78,9 +78,8 @@ class Gathers:
                 f"{first} is at {self._open[first].point}, which {peer} has not called before the end of its "
                 "script: all workers must call it, also those that got no batch"
             )
-        followers = {*membership.workers} - {*membership.leaders}
-        awaited = {*membership.members, *membership.expected} - self._serving - followers
-        if not awaited - {*self._open}:
+        nodes = {*membership.members, *membership.expected} - self._serving - {*self._open}
+        if not any(each.role == "server" or membership.leads(each) for each in nodes):
             values = [self._open[peer].value for peer in sorted(self._open) if peer.role == "worker"]
             self._past.append(values if self.keep else [])
             self._open = {}

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from polyrhythm.coordination.leases import Cohorts
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import Recorder
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.core.events import Metrics
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.requests import ExamplesDue, LogMetrics, NodeFailed, Request, ShowNote
+from polyrhythm.core.requests import (
+    ExamplesDue,
+    LogMetrics,
+    NodeFailed,
+    ReleaseMemory,
+    Request,
+    ShowNote,
+    WorkerNames,
+)
 
 Respond = Callable[[Any], None]  # sends the reply to a request, see `core.requests`
 Handle = Callable[[Peer, Any, Respond], None]
@@ -70,6 +79,28 @@ def logged(tally: SummaryBuilder, members: Membership, record: Recorder) -> Hand
     def handle(peer: Peer, request: LogMetrics, respond: Respond) -> None:
         tally.metrics.add(members.current(peer), request)
         record.metrics(str(peer), request.t, Metrics(request.step, request.values))
+        respond(None)
+
+    return handle
+
+
+def late(members: Membership, done: Collection[Peer], cohorts: Cohorts, gathering: Iterable[Peer]) -> Handle:
+    """Handles the question which nodes others wait for."""
+
+    def handle(peer: Peer, request: Request[Any], respond: Respond) -> None:
+        waiting = {*done, *cohorts.waiting, *gathering}
+        respond(WorkerNames([str(each) for each in sorted(members.members) if each not in waiting]))
+
+    return handle
+
+
+def releasing(members: Membership, released: Callable[[Peer, int], None]) -> Handle:
+    """Handles the report of a node that it no longer uses the memory of a dead worker."""
+
+    def handle(peer: Peer, request: ReleaseMemory, respond: Respond) -> None:
+        dead = Peer("worker", request.rank), request.incarnation
+        if members.release(peer, dead):
+            released(*dead)
         respond(None)
 
     return handle

@@ -55,19 +55,27 @@ class Membership:
         """The workers in the run that hold the same part of a model, and replace no other."""
         return [each for each in self.originals if (each.rank - peer.rank) % self.model_size == 0]
 
+    def model_of(self, peer: Peer) -> list[Peer]:
+        """A node, and after it the workers, in the run or expected, that hold one model together with it."""
+        if peer.role != "worker" or self.model_size == 1:
+            return [peer]
+        first = peer.rank - peer.rank % self.model_size
+        model = {Peer("worker", rank) for rank in range(first, first + self.model_size)} - {peer}
+        return [peer, *sorted(model & {*self.workers, *self.expected})]
+
     def current(self, peer: Peer) -> Incarnation:
         """The current incarnation of a peer."""
         return peer, self.incarnations[peer]
 
     def announced_to(self, peer: Peer) -> dict[Peer, Location]:
-        """This node and those that it may send requests to: not the workers that still load their data."""
-        return {
-            each: at for each, at in sorted(self.members.items()) if each == peer or each not in self.loading
-        }
+        """This node and those that it may send requests to: not other models that still load their data."""
+        hidden = self.loading.difference(self.model_of(peer)) if self.loading else ()
+        return {each: at for each, at in sorted(self.members.items()) if each not in hidden}
 
     def others(self, peer: Peer) -> list[Peer]:
-        """The leaders in the run besides this worker."""
-        return [each for each in self.leaders if each != peer]
+        """The leaders of the other models in the run."""
+        model = peer.rank // self.model_size
+        return [each for each in self.leaders if each.rank // self.model_size != model]
 
     # --- joining and leaving ------------------------------------------------------------------------
 

@@ -20,11 +20,14 @@ class NodeLauncher(Protocol):
     def tell(self, notice: Notice) -> None:
         """Sends a notice to all members of the run, except the one that it is about."""
 
-    def replace(self, peer: Peer) -> bool:
-        """A worker has died. True if another process will replace it."""
+    def end(self, peer: Peer) -> None:
+        """Ends a worker, because another one that held the same model has died."""
 
-    def rescue(self, peer: Peer) -> bool:
-        """The last worker has died, and servers hold the parameters. True if another will be started."""
+    def replace(self, model: Sequence[Peer]) -> bool:
+        """The workers of a model have died. True if other processes will replace them."""
+
+    def rescue(self, model: Sequence[Peer]) -> bool:
+        """The last workers have died, and servers hold the parameters. True if others will be started."""
 
     def released(self, peer: Peer, incarnation: int) -> None:
         """The memory of a dead worker is no longer in use."""

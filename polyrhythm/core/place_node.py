@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from polyrhythm.core.events import Event
@@ -61,7 +62,7 @@ class PlaceNode(Node):
     def everyone(self) -> Group:
         if self._group is None:
             workers = [self._place.worker(model) for model in self.members.workers]
-            self._group = _PlaceGroup(self._node.everyone.split(workers), self._place)
+            self._group = _PlaceGroup(self._node, workers, self._place)
         return self._group
 
     def group(self, *axes: Axis) -> Group:
@@ -153,10 +154,18 @@ class _PlaceMembers(Members):
 class _PlaceGroup(Group):
     """Some of the workers at one place, numbered by model."""
 
-    def __init__(self, group: Group, place: Place) -> None:
-        self._group, self._place = group, place
-        self.members = [place.model(each) for each in group.members]
-        self.rank = getattr(group, "rank", -1)  # a server is in no group
+    def __init__(self, node: Node, workers: Sequence[Peer], place: Place, name: str = "") -> None:
+        self._node, self._workers, self._place, self._name = node, sorted(workers), place, name
+        self.members = [place.model(each) for each in self._workers]
+        self.rank = (
+            self._workers.index(node.me) if node.me in self._workers else -1
+        )  # a server is in no group
+        if not node.incarnation:  # the others made theirs without a replacement, which has no collectives
+            _ = self._group
+
+    @cached_property
+    def _group(self) -> Group:
+        return self._node.everyone.split(self._workers, self._name)
 
     def all_reduce(self, *tensors: Tensor, op: str = "sum") -> None:
         self._group.all_reduce(*tensors, op=op)
@@ -175,4 +184,4 @@ class _PlaceGroup(Group):
 
     def split(self, members: Sequence[Peer], name: str = "") -> Group:
         workers = [self._place.worker(each) for each in members]
-        return _PlaceGroup(self._group.split(workers, name), self._place)
+        return _PlaceGroup(self._node, workers, self._place, name)

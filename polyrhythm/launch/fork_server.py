@@ -76,10 +76,10 @@ class ForkServer:
         with contextlib.suppress(OSError):  # if it is gone, `receive` returns []
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(outputs))
 
-    def kill(self, number: int) -> None:
-        """Sends a signal to every living node, and to the processes that it started."""
+    def kill(self, number: int, node: Peer | None = None) -> None:
+        """Sends a signal to a node, or to all that live, and to the processes that they started."""
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(["kill", int(number)]).encode())
+            self._socket.send(json.dumps(["kill", int(number), *(node or ())]).encode())
 
     def receive(self) -> list[object]:
         """Returns the next message of the fork server, or [] if it is gone."""
@@ -184,7 +184,7 @@ class _Server:
             return False
         command = json.loads(data)
         if command[0] == "kill":
-            self._kill(command[1])
+            self._kill(command[1], *command[2:])
         else:
             _, role, rank, *rest = command
             self._fork(NodeStart(Peer(role, rank), *rest), files)
@@ -229,9 +229,10 @@ class _Server:
             if peer is not None:
                 self._send("exit", peer.role, peer.rank, os.waitstatus_to_exitcode(status))
 
-    def _kill(self, number: int) -> None:
-        for pid in self._children:
-            _kill_group(pid, number)
+    def _kill(self, number: int, *node: object) -> None:
+        for pid, peer in self._children.items():
+            if not node or node == peer:
+                _kill_group(pid, number)
 
     def _send(self, *words: object) -> None:
         self._there.send(json.dumps(words).encode())

@@ -4,9 +4,10 @@ A launcher on another host (`launch/joiner.py`) talks to the coordinator as a pe
 
     it requests  enlist {version, workers, address, site}  the reply has its ranks and the plan, or an error
     it receives  fork {rank, incarnation}             start this worker
+                 kill {rank, incarnation}             end this worker; its exit is not reported
                  released {rank, incarnation}         no node uses the memory of this incarnation any longer
                  end {message, exit_code}             the run is over
-    it sends     exit {rank, status}                  the process of this worker has ended
+    it sends     exit {rank, incarnation, status}     the process of this worker has ended
                  leave {reason}                       all workers that are left here have ended
 
 If its connection ends without a message, all its workers have ended too.

@@ -113,6 +113,8 @@ class Joiner:
                 fields = header.fields
                 if header.kind == "fork":
                     self._nodes.want(Peer("worker", fields["rank"]), fields["incarnation"])
+                elif header.kind == "kill":
+                    self._nodes.kill(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "released":
                     self._pool.release(Peer("worker", fields["rank"]), fields["incarnation"])
                 elif header.kind == "end":
@@ -124,10 +126,10 @@ class Joiner:
         except OSError:
             self._over = Failure(f"the run at {self._where} is gone: its connection ended")
 
-    def _exited(self, peer: Peer, status: int) -> None:
+    def _exited(self, peer: Peer, incarnation: int, status: int) -> None:
         if status and self._over is None:
             self._console.line(f"{peer} {cause(status)}")
-        self._send("exit", rank=peer.rank, status=status)
+        self._send("exit", rank=peer.rank, incarnation=incarnation, status=status)
 
     def _broken(self, why: str, exit_code: int) -> None:
         self._leave(f"ended ({why})", why, exit_code)

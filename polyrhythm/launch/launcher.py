@@ -14,6 +14,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from polyrhythm.coordination.coordinator import Coordinator
@@ -136,22 +137,32 @@ class Launcher:
         assert self._service is not None
         self._service.tell(notice)
 
-    def replace(self, peer: Peer) -> bool:
-        """Decides whether a dead worker is replaced; its host must still take part."""
-        if self._restarts == 0 or self._hosts.registry.host_left(peer):
+    def end(self, peer: Peer) -> None:
+        """Kills a worker, because another one that held the same model has died."""
+        assert self._nodes is not None
+        self._wanted = [each for each in self._wanted if each != peer]
+        home, incarnation = self._hosts.registry.home(peer), self.coordinator.membership.incarnations[peer]
+        if home is None:
+            self._nodes.kill(peer, incarnation)
+        else:
+            self._hosts.order(home, "kill", rank=peer.rank, incarnation=incarnation)
+
+    def replace(self, model: Sequence[Peer]) -> bool:
+        """Decides whether the dead workers of a model are replaced; their hosts must still take part."""
+        if self._restarts == 0 or any(map(self._hosts.registry.host_left, model)):
             return False
         self._restarts -= 1
-        return self._want(peer)
+        return self._want(model)
 
-    def rescue(self, peer: Peer) -> bool:
-        """Replaces the last worker once, so that the parameters that servers hold can be saved."""
+    def rescue(self, model: Sequence[Peer]) -> bool:
+        """Replaces the last workers once, so that the parameters that servers hold can be saved."""
         if self._rescued:
             return False
         self._rescued = True
-        return self._want(peer)
+        return self._want(model)
 
-    def _want(self, peer: Peer) -> bool:
-        self._wanted.append(peer)
+    def _want(self, model: Sequence[Peer]) -> bool:
+        self._wanted += model
         self._wake_loop()
         return True
 
@@ -182,17 +193,18 @@ class Launcher:
     def terms(self) -> dict[str, Any]:
         return {"plan": self.coordinator.plan.to_json(), "elapsed": self.coordinator.clock()}
 
-    def died(self, peer: Peer, reason: str) -> None:
+    def died(self, peer: Peer, reason: str, incarnation: int | None = None) -> None:
         """Handles the end of a node's process; the coordinator knows whether it was expected."""
         membership = self.coordinator.membership
-        deaths = membership.deaths
-        self.coordinator.died(peer, reason)
+        deaths, others = membership.deaths, [each.rank for each in membership.model_of(peer)[1:]]
+        self.coordinator.died(peer, reason, incarnation)
         if membership.deaths > deaths and self.coordinator.failure is None:
             then = "the others train on"
             if peer in membership.expected:
                 left = f"{self._restarts} restart{'s' * (self._restarts != 1)} left"
                 then = f"another takes its place ({left})"
-            self._console.line(f"{peer} {reason}; {then}")
+            ended = f", which ends its model on {listing(sorted([peer.rank, *others]))}" if others else ""
+            self._console.line(f"{peer} {reason}{ended}; {then}")
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -231,9 +243,9 @@ class Launcher:
             else:
                 self._hosts.order(home, "fork", rank=peer.rank, incarnation=incarnation)
 
-    def _exited(self, peer: Peer, status: int) -> None:
+    def _exited(self, peer: Peer, incarnation: int, status: int) -> None:
         with self._lock:
-            self.died(peer, cause(status))
+            self.died(peer, cause(status), incarnation)
 
     def _broken(self, why: str, exit_code: int) -> None:
         with self._lock:

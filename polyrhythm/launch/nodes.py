@@ -30,8 +30,8 @@ GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 class NodeProcesses:
     """Forks nodes, forwards their output, reports their exits, and ends them.
 
-    `exited(peer, status)`, `broken(why, exit_code)` and `resolved(strategy)` are called from `poll`, until
-    `end` is called.
+    `exited(peer, incarnation, status)`, `broken(why, exit_code)` and `resolved(strategy)` are called from
+    `poll`, until `end` is called.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class NodeProcesses:
         server: ForkServer,
         pool: ArenaPool,
         console: Console,
-        exited: Callable[[Peer, int], None],
+        exited: Callable[[Peer, int, int], None],
         broken: Callable[[str, int], None],
         resolved: Callable[[ResolvedStrategy], None] = lambda strategy: None,
     ) -> None:
@@ -48,7 +48,8 @@ class NodeProcesses:
         self._exited, self._broken, self._resolved = exited, broken, resolved
         self._wanted: list[tuple[Peer, int]] = []
         self.keep_output: Callable[[str, str], None] = lambda node, line: None  # of the script, in a log
-        self._alive: set[Peer] = set()
+        self._alive: dict[Peer, int] = {}  # the incarnation of each node that has a process
+        self._killed: set[tuple[Peer, int]] = set()  # incarnations that `kill` has ended
         self._outputs: dict[int, _LineSplitter] = {}
         self._ending = False
         self._selector = selectors.DefaultSelector()
@@ -70,17 +71,27 @@ class NodeProcesses:
     def want(self, peer: Peer, incarnation: int) -> None:
         self._wanted.append((peer, incarnation))
 
+    def kill(self, peer: Peer, incarnation: int) -> None:
+        """Kills a node, now or when it is forked. May be called in any thread."""
+        self._killed.add((peer, incarnation))
+        self._server.kill(signal.SIGKILL, peer)
+
     def start(self, coordinator: str) -> None:
         """Forks the nodes that are wanted; those without a free arena stay wanted."""
+        if not self.ready or not self._killed.isdisjoint(self._alive.items()):  # that may write to its arena
+            return
         waiting = []
-        for peer, incarnation in self._wanted if self.ready else ():
+        for peer, incarnation in self._wanted:
+            if (peer, incarnation) in self._killed:
+                continue
             arena = self._pool.take(peer, incarnation)
             if arena is None:
                 waiting.append((peer, incarnation))
-            else:
-                self._fork(NodeStart(peer, incarnation, arena, coordinator))
-        if self.ready:
-            self._wanted = waiting
+                continue
+            self._fork(NodeStart(peer, incarnation, arena, coordinator))
+            if (peer, incarnation) in self._killed:  # by another thread, before it was forked
+                self._server.kill(signal.SIGKILL, peer)
+        self._wanted = waiting
 
     def end(self, failed: bool) -> None:
         """Waits for nodes that are done, kills the others, and forwards the rest of their output."""
@@ -108,7 +119,7 @@ class NodeProcesses:
     def _fork(self, start: NodeStart) -> None:
         ends = [os.pipe(), os.pipe()]
         self._server.fork(start, (ends[0][1], ends[1][1]))
-        self._alive.add(start.peer)
+        self._alive[start.peer] = start.incarnation
         for (read, write), show in zip(ends, (self._console.print, self._console.line), strict=True):
             os.close(write)
             os.set_blocking(read, False)
@@ -145,9 +156,10 @@ class NodeProcesses:
             self._fail(words[1], words[2])
         elif words[0] == "exit":
             _, role, rank, status = words
-            self._alive.discard(Peer(role, rank))
-            if not self._ending:
-                self._exited(Peer(role, rank), status)
+            peer = Peer(role, rank)
+            incarnation = self._alive.pop(peer)
+            if not self._ending and (peer, incarnation) not in self._killed:
+                self._exited(peer, incarnation, status)
 
     def _fail(self, why: str, exit_code: int) -> None:
         if not self._ending:

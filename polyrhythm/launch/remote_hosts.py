@@ -32,7 +32,7 @@ class RunState(Protocol):
     def terms(self) -> dict[str, Any]:
         """The plan and the time, which a host needs to take part."""
 
-    def died(self, peer: Peer, reason: str) -> None:
+    def died(self, peer: Peer, reason: str, incarnation: int | None = None) -> None:
         """Handles the end of a node's process."""
 
 
@@ -56,7 +56,8 @@ class RemoteHosts:
         if host is None:
             return  # its last messages; its workers are known to be gone
         if incoming.kind == "exit":
-            self._run.died(Peer("worker", fields["rank"]), f"{cause(fields['status'])} on {host.address}")
+            reason = f"{cause(fields['status'])} on {host.address}"
+            self._run.died(Peer("worker", fields["rank"]), reason, fields["incarnation"])
         elif incoming.kind == "leave":
             self._lose(who, f"{fields['reason']} on {host.address}")
         elif incoming.kind == DISCONNECTED:

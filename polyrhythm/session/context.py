@@ -67,6 +67,10 @@ class WorldContext(ABC):
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         """Sends the final parameters to the coordinator, as the parts of a file: tensors of bytes."""
 
+    def worker_of(self, node: Peer) -> Peer:
+        """The worker of this session that a node is, or holds a part of the model of."""
+        return node
+
     def compute_time(self) -> float:
         """The simulated duration of the step that has just run its backward pass; 0 on real processes."""
         return 0.0

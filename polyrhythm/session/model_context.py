@@ -37,6 +37,7 @@ from polyrhythm.core.requests import (
     ShowNote,
     StepsDone,
     Welcome,
+    WorkerNames,
     kind_of,
     pack_reply,
     unpack_reply,
@@ -144,6 +145,10 @@ class ModelContext(WorldContext):
         if isinstance(reply, ShareReply) and reply.share is not None:
             ranks = [rank // self.size for rank in reply.share.ranks]
             return ShareReply(msgspec.structs.replace(reply.share, ranks=ranks))
+        if isinstance(reply, WorkerNames):
+            leaders = (rank for rank in range(0, self.plan_of_workers.workers, self.size))
+            lost = [Peer("worker", rank) for rank in leaders if str(Peer("worker", rank)) in reply.workers]
+            return WorkerNames([str(self.worker_of(each)) for each in lost])
         return reply
 
     def _pass_on(self, request: Request[Any], reply: Any) -> None:
@@ -173,6 +178,9 @@ class ModelContext(WorldContext):
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         """The leader has the whole model; the others leave."""
         self._inner.send_result(digest, file) if self.leads else self._inner.request(LeaveRun())
+
+    def worker_of(self, node: Peer) -> Peer:
+        return Place(self.place, self.size).model(node)
 
     # --- the rest is that of the worker -------------------------------------------------------------
 

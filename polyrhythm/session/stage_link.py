@@ -13,7 +13,6 @@ from torch import Tensor
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
-from polyrhythm.core.group import Group
 from polyrhythm.core.peer import Peer
 from polyrhythm.parallel.grid import Grid
 from polyrhythm.session.meter import DIGITS, Meter
@@ -21,6 +20,7 @@ from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
 
 SAMPLED = 64  # numbers of each input that the workers of a model compare
+_GATHERED = "gathered"  # the kind of messages with what all places need of each other
 FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as long
 
 
@@ -37,9 +37,8 @@ class StageLink:
         self._places: Sequence[Peer] = context.model
         self._place, self._shares = context.place, shares
         self._section, self._column = grid.section(context.place), grid.column(context.place)
-        self._group = self._node.everyone.split(self._places)
-        self._column_group = self._split("column", self._column)
-        self._row_group = self._split("row", grid.row(context.place))
+        row = [self._places[each] for each in grid.row(context.place)]
+        self._row_group = self._node.everyone.split(row) if len(row) > 1 else None
         # All workers of a model draw the same numbers in the script, and their own in dropout.
         self._random = OwnNumbers(seed, python=python)
         self.meter: Meter | None = None
@@ -64,11 +63,6 @@ class StageLink:
             batch=self.fingerprint,
         )
 
-    def _split(self, name: str, places: Sequence[int]) -> Group:
-        """The group of some places; that of all has no name."""
-        peers = [self._places[each] for each in places]
-        return self._group if len(peers) == self._group.size else self._node.everyone.split(peers, name)
-
     def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
         for place in self._column:
             if place != self._place:
@@ -92,24 +86,34 @@ class StageLink:
         return {**message["plain"], **found_tensors}
 
     def sum(self, *tensors: Tensor) -> None:
-        if len(self._column) > 1:
-            self._wait(lambda: self._column_group.all_reduce(*tensors))
+        """Replaces tensors by the sums over the places of this column, the same on all."""
+        for tensor, parts in zip(tensors, self._gather(self._column, *tensors), strict=True):
+            tensor.copy_(torch.stack(parts).sum(0))
+
+    def _gather(self, places: Sequence[int], *tensors: Tensor) -> list[list[Tensor]]:
+        """For each of these tensors, those of some places in order. Messages, and no collective of a group:
+        a collective fails once any worker of the run has died, also one of another model."""
+        mine: dict[str, Any] = {str(index): each for index, each in enumerate(tensors)}
+        for place in places:
+            if place != self._place:
+                self.send(place, _GATHERED, mine)
+        found = [mine if place == self._place else self.receive(place, _GATHERED) for place in places]
+        return [[each[name].to(tensor) for each in found] for name, tensor in mine.items()]
 
     def sum_parts(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor over the workers that compute divided layers together, in place."""
-        self._wait(lambda: self._row_group.all_reduce(tensor.view(-1)))
+        group = self._row_group
+        assert group is not None
+        self._wait(lambda: group.all_reduce(tensor.view(-1)))
 
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
-        total = part.detach().double().reshape(1).cpu()
+        [found] = self._gather(range(len(self._places)), part.detach().double().cpu())
+        parts = torch.stack(found)
         if math.isinf(kind):
-            self._group.all_reduce(total, op="max" if kind > 0 else "min")
-        else:
-            power = kind or 1.0  # the norm of kind 0 counts
-            total = total**power
-            self._group.all_reduce(total)
-            total = total ** (1 / power)
-        return total.reshape(()).to(part)
+            return (parts.max() if kind > 0 else parts.min()).to(part)
+        power = kind or 1.0  # the norm of kind 0 counts
+        return ((parts**power).sum() ** (1 / power)).to(part)
 
     @contextmanager
     def compute(self, segment: int, backward: bool, micro_batches: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ class Survivors:
     """The workers that have not died, or will be replaced. One that has finished stays first."""
 
     def __init__(self, context: WorldContext, workers: int) -> None:
-        self._me, self._workers = context.me, workers
+        self._me, self._workers, self._worker_of = context.me, workers, context.worker_of
         context.node.on_notice["left"] = self._on_left
         replaces = context.node.incarnation > 0  # others may have died before this worker joined
         self._lost = set(context.request(WhoIsLost()).workers if replaces else ())  # by name
@@ -25,6 +25,6 @@ class Survivors:
 
     def _on_left(self, notice: Notice) -> str:
         """Called in any thread."""
-        if not notice.finished and not notice.replaced:
-            self._lost.add(str(notice.peer))
+        if notice.peer is not None and not notice.finished and not notice.replaced:
+            self._lost.add(str(self._worker_of(notice.peer)))
         return ""

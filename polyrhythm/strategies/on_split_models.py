@@ -65,9 +65,10 @@ class OnSplitModels(Strategy):
 
     @property
     def traits(self) -> Traits:
-        # The others of a model cannot continue without a part of it, nor can one process replace a model.
         axes = tuple((each.axis, each.size) for each in self.how)
-        return replace(self.on.traits, model_axes=axes, survives_loss=False)
+        traits = replace(self.on.traits, model_axes=axes)
+        # Divided layers are summed by collectives, which fail once any worker of the run has died.
+        return replace(traits, survives_loss=False) if "tensor" in dict(axes) else traits
 
     def check(self, plan: Plan) -> None:
         self.on.check(plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import polyrhythm as pr
 from polyrhythm.coordination.coordinator import Coordinator
 from polyrhythm.core.notice import Notice
@@ -19,6 +21,7 @@ class SilentLauncher:
         self.notices: list[Notice] = []
         self.freed: list[tuple[Peer, int]] = []
         self.lines: list[str] = []
+        self.ended: list[Peer] = []
 
     def start_servers(self, count: int) -> None:
         pass
@@ -26,11 +29,14 @@ class SilentLauncher:
     def tell(self, notice: Notice) -> None:
         self.notices.append(notice)
 
-    def replace(self, peer: Peer) -> bool:
+    def end(self, peer: Peer) -> None:
+        self.ended.append(peer)
+
+    def replace(self, model: Sequence[Peer]) -> bool:
         self.restarts -= 1
         return self.restarts >= 0
 
-    def rescue(self, peer: Peer) -> bool:
+    def rescue(self, model: Sequence[Peer]) -> bool:
         return False
 
     def released(self, peer: Peer, incarnation: int) -> None:

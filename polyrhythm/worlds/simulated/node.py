@@ -233,6 +233,8 @@ class SimulatedNode(Node):
 
     def crash(self) -> None:
         """Stops all fibers of this node, as if its process were killed."""
+        if self.crashed:
+            return
         self.crashed = True
         for fiber in self.fibers:
             fiber.kill()

@@ -149,11 +149,15 @@ class Simulated:
         if notice.kind == "abandon":
             self.collectives.lose()
 
-    def replace(self, peer: Peer) -> bool:
-        """True if the worker that has just crashed comes back, according to the cluster file."""
+    def end(self, peer: Peer) -> None:
+        """Ends a worker, because another one that held the same model has crashed."""
+        self.nodes[peer].crash()
+
+    def replace(self, model: Sequence[Peer]) -> bool:
+        """True if the model that has just crashed comes back, according to the cluster file."""
         return self._comes_back
 
-    def rescue(self, peer: Peer) -> bool:
+    def rescue(self, model: Sequence[Peer]) -> bool:
         """False: a simulated last worker is never replaced."""
         return False
 
@@ -170,16 +174,19 @@ class Simulated:
         peer, crash = which
         if peer not in self.coordinator.membership.members:
             return
-        self._comes_back = crash.back is not None
+        self._comes_back, model = crash.back is not None, self.coordinator.membership.model_of(peer)
         self.coordinator.died(peer, f"crashed at {crash.at:.6g} s")
         if not self.coordinator.ending.over:
             self.nodes[peer].crash()
             self.collectives.lose()
             if crash.back is not None and peer in self.coordinator.membership.expected:  # it had work left
-                self.loop.at(crash.back, self._come_back, peer)
+                for each in model:
+                    self.loop.at(crash.back, self._come_back, each)
 
     def _come_back(self, peer: Peer) -> None:
-        self._start(peer, self.coordinator.membership.incarnations[peer])
+        incarnation = self.coordinator.membership.incarnations[peer]
+        if self.nodes[peer].incarnation < incarnation:  # it has not come back after an earlier crash
+            self._start(peer, incarnation)
 
     def _start(self, me: Peer, incarnation: int = 0) -> None:
         node = self.nodes[me] = SimulatedNode(self, me, incarnation)
