@@ -21,6 +21,10 @@ class Grid:
         self.sections = math.prod(each.size for each in splits) // self.tensor
         self._tensor_last = isinstance(splits[-1], TensorParallel)  # the last axis varies fastest
 
+    @property
+    def places(self) -> int:
+        return self.sections * self.tensor
+
     def place(self, section: int, tensor: int) -> int:
         return section * self.tensor + tensor if self._tensor_last else tensor * self.sections + section
 

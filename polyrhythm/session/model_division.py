@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,28 @@ class ModelDivision:
         costs = estimate(self.graph.train, inputs)
         self.shares = self._shares(costs.seconds, whole)
         self.doubt = doubt(self.graph, how, self.parts, costs)
-        if idle := sorted(set(range(self.grid.sections)) - {self._sections(name)[0] for name in trained}):
-            raise UsageError(f"worker {idle[0]} of {how} would have no parameter to train: {how.advice}")
+        self._ranks = self._owning_ranks(trained)
+        owners = {self.owner(name, place) for name in trained for place in range(self.grid.places)}
+        if idle := sorted(set(range(self.grid.places)) - owners):
+            split_up = "@".join(map(str, splits))
+            raise UsageError(f"worker {idle[0]} of {split_up} would have no parameter to train: {how.advice}")
+
+    def _owning_ranks(self, trained: Collection[str]) -> dict[str, int]:
+        """The ranks on the tensor axis that own whole parameters; those of others are owned by rank 0.
+
+        In a section without divided parameters all ranks own some, because each must have one to train.
+        """
+        sections: dict[int, list[str]] = {}
+        for name, _ in self.model.named_parameters():
+            if name in trained:
+                sections.setdefault(self._sections(name)[0], []).append(name)
+        divided = self.tensors.shardings if self.tensors is not None else {}
+        return {
+            name: number % self.grid.tensor
+            for names in sections.values()
+            if not any(name in divided for name in names)
+            for number, name in enumerate(names)
+        }
 
     def _take_shards(self, splits: Sequence[ModelSplit], place: int) -> TensorShards | None:
         """Leaves this worker's parts of divided tensors in the model, and its operations in the graph."""
@@ -96,12 +116,13 @@ class ModelDivision:
     def users(self, name: str, place: int) -> tuple[int, ...]:
         """The places that use the same tensor as one place does, the owner first.
 
-        Of a divided tensor each rank on the tensor axis has another part; a whole one belongs to rank 0.
+        Of a divided tensor each rank on the tensor axis has another part; a whole one belongs to one rank.
         """
         sections = self._sections(name)
         if self.tensors is not None and name in self.tensors.shardings:
             return tuple(self.grid.place(each, self.grid.rank(place)) for each in sections)
-        ranks = range(self.grid.tensor)
+        count, first = self.grid.tensor, self._ranks.get(name, 0)
+        ranks = [(first + rank) % count for rank in range(count)]
         return tuple(self.grid.place(each, rank) for each in sections for rank in ranks)
 
     def owner(self, name: str, place: int) -> int:

@@ -114,6 +114,31 @@ def test_strategies_in_lockstep_train_divided_layers_like_whole_models(
     )
 
 
+class Uneven(nn.Module):
+    """Its second half has no layers that can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu())
+        for layer in self.layers:
+            x = layer(x).softmax(-1)
+        return x
+
+
+def test_workers_of_a_stage_without_divided_layers_share_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "uneven", (Uneven, MODELS["mlp"][1]))
+    program = Training("uneven", clip=0.05)
+    whole = final(program, "allreduce", 1, tmp_path)
+    split = "pipeline:2,split_at=layers.0@tensor:2"
+    assert distance(final(program, split, 4, tmp_path), whole) < 1e-12
+
+
 def test_clipping_counts_whole_parameters_once(tmp_path: Path) -> None:
     program = Training("gpt", clip=0.05)
     whole = final(program, "allreduce", 1, tmp_path)
