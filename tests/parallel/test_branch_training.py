@@ -14,6 +14,7 @@ import polyrhythm as pr
 from polyrhythm.parallel import divide, estimates
 from tests.parallel.test_branches import random_places
 from tests.parallel.test_pipelines import ROWS, Misuse, Training, Twice, chain, distance, final
+from tests.support.combine import few
 from tests.support.programs import events, trained
 from tests.support.runs import run_in
 
@@ -113,14 +114,14 @@ def test_any_division_trains_like_the_whole_model(
 
 
 @pytest.mark.usefixtures("free_messages")
-@pytest.mark.parametrize("strategy", ["allreduce", "local:2"])
+@few("strategy", ["local:2", "allreduce"], quick=1)
 def test_a_strategy_in_lockstep_trains_branches_like_whole_models(strategy: str, tmp_path: Path) -> None:
     program = Training(Blocks)
     whole = final("simulated", program, strategy, 2, tmp_path)
     assert distance(final("simulated", program, f"{strategy}@branches:2", 4, tmp_path), whole) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["ssp:1", "async+topk:0.5"])
+@few("strategy", ["ssp:1", "async+topk:0.5"], quick=1)
 def test_strategies_with_servers_train_branches(strategy: str, tmp_path: Path) -> None:
     summary = run_in(
         "simulated", Training(Blocks), strategy=f"{strategy}@branches:2", workers=4, runs=tmp_path

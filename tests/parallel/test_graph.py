@@ -18,6 +18,7 @@ from polyrhythm.parallel.graph import ModelGraph, capture, flatten_inputs
 from polyrhythm.parallel.partition import Partition, cuts_at, split
 from polyrhythm.parallel.trees import flatten
 from tests.parallel.models import CASES, Branch, Case, Tied, Wrapped, loss_of, unequal
+from tests.support.combine import each_value
 
 Made = tuple[nn.Module, ModelGraph, Case, bool]
 
@@ -81,8 +82,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("mode", ["train", "eval"])
+@each_value(("mode", ["train", "eval"]), ("name", CASES))
 def test_stages_in_order_equal_the_model(name: str, mode: Any, captured: dict[str, Made]) -> None:
     """Outputs, gradients, statistics and random numbers have the same bits, with any number of rows."""
     model, graph, case, _ = captured[name]

@@ -211,6 +211,7 @@ def idle(summary: dict[str, Any]) -> list[float]:
     return [1 - busy[stage] / (end - begin) for stage in sorted(busy)]
 
 
+@pytest.mark.slow
 def test_the_bubble_is_that_of_gpipe_unless_the_pipeline_is_never_drained(tmp_path: Path) -> None:
     def waits(schedule: str) -> list[float]:
         program, strategy = Training(chain, tmp_path), f"pipeline:4,schedule={schedule},split_at=2/4/6"
@@ -361,8 +362,8 @@ class Wrong(Training):
             optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "program", "error"),
+@few(
+    "schedule, program, error",
     [
         ("1f1b", Wrong("no loss"), "needs to know the loss"),
         ("1f1b", Wrong("call"), "call that instead of the model"),
@@ -376,6 +377,7 @@ class Wrong(Training):
         ("pipedream", Wrong("accumulate"), "called twice before optimizer.step"),
         ("pipedream", Wrong("evaluate"), "evaluate session.consensus"),
     ],
+    quick=5,
 )
 def test_what_a_schedule_cannot_do_is_refused_in_one_line(schedule: str, program: Wrong, error: str) -> None:
     with pytest.raises(pr.UsageError, match=error) as raised:

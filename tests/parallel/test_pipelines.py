@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
@@ -90,7 +90,7 @@ def test_a_pipeline_trains_like_the_whole_model(
         assert distance(final("simulated", program, strategy, stages, tmp_path), whole) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local:2", "gossip", "diloco:2"])
+@few("strategy", ["allreduce", "local:2", "gossip", "diloco:2"], quick=1)
 def test_a_strategy_in_lockstep_trains_pipelines_like_whole_models(strategy: str, tmp_path: Path) -> None:
     program = Training(chain)
     whole = final("simulated", program, strategy, 2, tmp_path)
@@ -104,9 +104,7 @@ def test_clipping_uses_the_norm_of_the_whole_model(tmp_path: Path) -> None:
     assert distance(final("simulated", Training(Skipping), "allreduce", 1, tmp_path), whole) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "strategy", ["async", "ssp:1", "sync", "async+topk:0.5", "easgd:2", "adpsgd", "hogwild"]
-)
+@few("strategy", ["async+topk:0.5", "adpsgd", "ssp:1", "sync", "async", "easgd:2", "hogwild"], quick=2)
 def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: str, tmp_path: Path) -> None:
     summary = run_in(
         "simulated", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path
@@ -261,8 +259,8 @@ class Deciding(nn.Module):
         return self.inner(x) if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize(
-    ("strategy", "workers", "program", "error"),
+@few(
+    "strategy, workers, program, error",
     [
         ("pipeline:5", 5, Misuse(chain()), "more stages than the model has layers .* use 4 at most"),
         ("allreduce@pipeline:2", 3, Misuse(chain()), "3 is no multiple of 2: use 2 or 4 workers"),
@@ -277,6 +275,7 @@ class Deciding(nn.Module):
         ("pipeline:2", 2, Misuse(chain(), "copy"), "copy the model that session.consensus"),
         ("pipeline:2", 2, Misuse(Centered()), "depends on other rows of its batch"),
     ],
+    quick=6,
 )
 def test_misuse_of_a_divided_model_is_refused_in_one_line(
     strategy: str, workers: int, program: Misuse, error: str

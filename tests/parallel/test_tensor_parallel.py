@@ -19,6 +19,7 @@ from polyrhythm.parallel.splits import TensorParallel
 from polyrhythm.parallel.tensor_parallel import OwnRandomNumbers, TensorAxis, divide_tensors, join_shards
 from polyrhythm.parallel.tensor_plan import choose_plan
 from tests.parallel.tensor_models import GPT, HEADS, MODELS, WIDTH, Attention, encoder, mlp, tokens, vectors
+from tests.support.combine import few
 
 
 class Threads:
@@ -105,7 +106,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("mlp", 4), ("gpt", 4)])
+@few("name, size", [("gpt", 4), ("mlp", 4), *((name, 2) for name in MODELS)], quick=4)
 def test_outputs_and_gradients_are_those_of_the_whole_model(name: str, size: int) -> None:
     torch.manual_seed(1)
     make, inputs = MODELS[name]

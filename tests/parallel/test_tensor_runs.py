@@ -73,8 +73,8 @@ def slow(*values: Any) -> Any:
 CASES = [
     ("mlp", "tensor:2", 2),
     ("mlp", "tensor:2@pipeline:2,micro_batches=3,recompute=yes", 4),
-    ("encoder", "tensor:4", 4),
-    ("gpt", "pipeline:2@tensor:2", 4),
+    slow("encoder", "tensor:4", 4),
+    slow("gpt", "pipeline:2@tensor:2", 4),
     slow("mlp", "tensor:4", 4),
     slow("mlp", "pipeline:2@tensor:2", 4),
     slow("encoder", "tensor:2", 2),

@@ -148,7 +148,7 @@ RUNS = [
 ]
 
 
-@few("world, strategy, workers", RUNS, quick=4)
+@few("world, strategy, workers", RUNS, quick=2)
 def test_outputs_are_those_of_one_process(world: str, strategy: str, workers: int, tmp_path: Path) -> None:
     program = Program(tmp_path, predicts)
     run_in(world, program, strategy=strategy, workers=workers)
@@ -157,6 +157,7 @@ def test_outputs_are_those_of_one_process(world: str, strategy: str, workers: in
     check(left, first=2 if "@" in strategy or "pipeline" in strategy else 1)
 
 
+@pytest.mark.slow
 def test_a_divided_model_trains_on_after_a_prediction(tmp_path: Path) -> None:
     """Under `local` the model that predicts is not the one that trains: a prediction changes nothing."""
 
