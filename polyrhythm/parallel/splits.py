@@ -30,7 +30,7 @@ class Pipeline(ModelSplit):
       keeps the activations of K - s micro-batches and not of M.
     - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
       gradient at its parameters of K - s - 1 updates before, which it keeps until then:
-      $w(t+1) = w(t) - \eta \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
+      $w(t+1) = w(t) - \eta g(t)$ with $g(t) = \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
     - `2bw` does not wait, either, and cuts batches: $w(t+1) = w(t) - \eta \nabla f(w(t-1))$ on all stages,
       with two versions of the parameters. Use as many micro-batches as stages, or more.
 
