@@ -63,6 +63,7 @@ def test_code_blocks_of_documents_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a page may train many models
 @pytest.mark.parametrize(
     "name", [name for name in PAGES if name not in QUICK or any(b.slow for b in blocks(text_of(name)))]
 )
