@@ -96,6 +96,11 @@ class TrainingData:
         return sum(loader.progress.count.own for loader in self.loaders)
 
     @property
+    def epochs(self) -> int:
+        """How many epochs of all loaders the script has begun, also before it resumed."""
+        return sum(loader.begun for loader in self.loaders)
+
+    @property
     def left_early(self) -> bool:
         """True if the script did not finish the last epoch of a loader."""
         return any(loader.left_early for loader in self.loaders)
@@ -113,6 +118,7 @@ class TrainingData:
         """Has this called around the steps of a part."""
         part.driver.check_step, part.driver.on_training = self.check_step, self._separation.begin
         part.driver.on_backward = self.given.before_backward
+        part.replica.epochs = lambda: self.epochs
         if self.balance is not None and part is self._parts.first:
             part.driver.after_step = self.balance.after_step
 
@@ -239,13 +245,16 @@ class TrainingData:
         if self.balance is not None and "balance" in state:
             self.balance.load_state_dict(state["balance"])
 
-    def load_progress(self, state: dict[str, Any] | None) -> None:
-        """For a replacement, whose script may load schedulers that are older than the run is now."""
+    def load_position(self, state: dict[str, Any] | None) -> None:
+        """For a replacement: its script resumes with the saved epoch, and may load schedulers that are older
+        than the run is now. What is left of the epochs the others know."""
         if state is None:
             return
-        for loader, position in zip(self.loaders, state["loaders"], strict=True):
+        for number, (loader, position) in enumerate(zip(self.loaders, state["loaders"], strict=True)):
             saved = Position(**position)
+            loader.epoch = saved.epoch
             loader.progress.resume(saved.run, saved.reached, within=saved.batches > 0)
+            self.compare_position(number, saved.epoch, saved.batches)
         self.schedules.load_state_dict(state.get("schedules", ()))
 
     def restore_random(self, state: dict[str, Any] | None) -> None:
