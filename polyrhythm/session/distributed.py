@@ -121,7 +121,6 @@ class DistributedSession(Session):
             self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
         )
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
-        self.external: ExternalTraining | None = None
 
     def prepare(
         self,

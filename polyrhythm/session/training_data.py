@@ -23,7 +23,7 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.hooks import Hook
 from polyrhythm.session.balance import WHOLE, Balance
-from polyrhythm.session.context import WorldContext
+from polyrhythm.session.context import WorldContext, on_iterate
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.evaluation import EvaluationLoader
@@ -56,6 +56,10 @@ NOT_USED = (
     "the script takes a step before it has got a batch of the loader that session.prepare() returned: if it "
     "trains on the loader that it had before, no worker shares its data; use what prepare() returns"
 )
+OLD_LOADER = (
+    "the script trains on the loader that it passed to session.prepare(), so every worker trains on all the "
+    "data: use what it returns, as in model, optimizer, loader = session.prepare(model, optimizer, loader)"
+)
 
 
 class TrainingData:
@@ -86,6 +90,8 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
+        self._old_loader = False  # the script uses a loader that it passed to prepare()
+        on_iterate.set(self._on_iterate)
         self._ended: tuple[Peer, int] | None = None  # in lockstep: who has ended, after how many steps
         if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
             context.node.on_notice["done"] = self._on_done
@@ -138,6 +144,8 @@ class TrainingData:
             if not self.loaders:
                 self.note(NO_LOADER)
             elif not self.batches:
+                if self._old_loader:
+                    raise UsageError(OLD_LOADER)
                 self.note(NOT_USED)
             if not self._strategy.traits.lockstep:
                 self.schedules.own_rates.check(self._parts.optimizers)
@@ -149,6 +157,9 @@ class TrainingData:
                 )
         if self._ended is not None and (wrong := self._beyond(*self._ended)):
             raise UsageError(wrong)
+
+    def _on_iterate(self, loader: DataLoader[Any]) -> None:
+        self._old_loader |= any(loader is each.loader for each in self.loaders)
 
     def check_other(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that was not prepared takes a step."""
