@@ -55,7 +55,8 @@ class Pipeline(ModelSplit):
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
-    schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"  # others need `prepare(..., loss=fn)`
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zerobubble", "pipedream", "2bw"] = "gpipe"
+    chunks: int = 1  # segments of the model on each worker; 2 under interleaved, where it is not given
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -64,14 +65,22 @@ class Pipeline(ModelSplit):
     def __post_init__(self) -> None:
         names = _names(self.split_at)
         object.__setattr__(self, "split_at", "/".join(names))
+        if self.schedule == "interleaved" and self.chunks == 1:
+            object.__setattr__(self, "chunks", 2)
+        if self.chunks < 1 or (self.chunks > 1 and self.schedule not in ("interleaved", "zerobubble")):
+            raise UsageError(
+                f"pipeline: chunks is {self.chunks} under schedule={self.schedule}; several segments on each "
+                "worker need schedule=interleaved or schedule=zerobubble"
+            )
         if self.stages is None:
-            object.__setattr__(self, "stages", len(names) + 1 if names else 2)
+            object.__setattr__(self, "stages", max(1, (len(names) + 1) // self.chunks) if names else 2)
         if self.size < 1:
             raise UsageError(f"pipeline: stages is {self.stages}; there must be 1 or more")
-        if names and len(names) != self.size - 1:
+        if names and len(names) != self.segments - 1:
+            each = f" of {self.chunks} chunks" if self.chunks > 1 else ""
             raise UsageError(
-                f"pipeline: {self.size} stages begin at {self.size - 1} layers, but split_at names "
-                f"{len(names)}; leave stages out, or name one layer less than there are stages"
+                f"pipeline: {self.size} stages{each} begin at {self.segments - 1} layers, but split_at names "
+                f"{len(names)}; leave stages out, or name one layer less than there are parts of the model"
             )
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
@@ -93,9 +102,19 @@ class Pipeline(ModelSplit):
         return self.schedule in ("pipedream", "2bw")
 
     @property
+    def apart(self) -> bool:
+        """True if weight gradients are computed later than gradients of inputs."""
+        return self.schedule == "zerobubble"
+
+    @property
     def size(self) -> int:
         assert self.stages is not None
         return self.stages
+
+    @property
+    def segments(self) -> int:
+        """The parts that the model is cut into; part i is on worker i mod `size`."""
+        return self.size * self.chunks
 
     @property
     def layers(self) -> list[str]:

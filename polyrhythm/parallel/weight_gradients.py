@@ -29,11 +29,34 @@ class _Product(NamedTuple):
     x: Tensor
 
 
-class WeightGradients:
-    """The gradients of one place that are yet to be computed."""
+class Products:
+    """Weight gradients that are yet to be computed."""
 
     def __init__(self) -> None:
-        self._later: list[_Product] = []
+        self._products: list[_Product] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._products)
+
+    def put(self, product: _Product) -> None:
+        self._products.append(product)
+
+    def add_to(self, sums: GradientSums, parameters: Sequence[Tensor]) -> None:
+        """Computes them, and adds them to the sums of these parameters."""
+        number = {id(each): number for number, each in enumerate(parameters)}
+        for each in self._products:
+            dy, x = each.dy.reshape(-1, each.dy.shape[-1]), each.x.reshape(-1, each.x.shape[-1])
+            if id(each.weight) in number:
+                sums.add_product(number[id(each.weight)], dy.t(), x)
+            if id(each.bias) in number:
+                sums.add(number[id(each.bias)], dy.sum(0))
+
+
+class WeightGradients:
+    """Those of the backward pass that runs now at one place."""
+
+    def __init__(self) -> None:
+        self._found = Products()
 
     def defer(self, module: Any) -> None:
         """Makes the linear layers of a captured graph leave their weight gradients to this object."""
@@ -52,21 +75,15 @@ class WeightGradients:
         module.recompile()
 
     def __bool__(self) -> bool:
-        return bool(self._later)
+        return bool(self._found)
 
     def put(self, product: _Product) -> None:
-        self._later.append(product)
+        self._found.put(product)
 
-    def add_to(self, sums: GradientSums, parameters: Sequence[Tensor]) -> None:
-        """Computes them, and adds them to the sums of these parameters."""
-        number = {id(each): number for number, each in enumerate(parameters)}
-        for each in self._later:
-            dy, x = each.dy.reshape(-1, each.dy.shape[-1]), each.x.reshape(-1, each.x.shape[-1])
-            if id(each.weight) in number:
-                sums.add_product(number[id(each.weight)], dy.t(), x)
-            if id(each.bias) in number:
-                sums.add(number[id(each.bias)], dy.sum(0))
-        self._later.clear()
+    def take(self) -> Products:
+        """Those that were found since the last call."""
+        found, self._found = self._found, Products()
+        return found
 
 
 class _Linear(nn.Module):

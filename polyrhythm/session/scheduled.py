@@ -1,9 +1,9 @@
 """ScheduledTraining: `session.backward()` of a divided model, by a schedule that needs to know the loss.
 
-Under 1F1B a call is a whole pass, like `loss.backward()`. Under the asynchronous schedules a call gives a
-batch to the pipeline, and the gradient that `optimizer.step()` then applies is of an earlier batch. While the
-pipeline fills there is none, and `step()` does nothing. A scheduler that the script steps is stepped after
-the update of the batch that was given last. `flush` makes the updates that are left.
+Under 1F1B and its relatives a call is a whole pass, like `loss.backward()`. Under the asynchronous schedules
+a call gives a batch to the pipeline, and the gradient that `optimizer.step()` then applies is of an earlier
+batch. While the pipeline fills there is none, and `step()` does nothing. A scheduler that the script steps is
+stepped after the update of the batch that was given last. `flush` makes the updates that are left.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from polyrhythm.core.stopping import RunStopped
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.parallel.loss import with_targets
 from polyrhythm.parallel.micro_batches import Values, micro_batches
+from polyrhythm.parallel.orders import order
 from polyrhythm.parallel.partition import Mode
 from polyrhythm.parallel.pipedream import AsynchronousPipeline, GivenPass
-from polyrhythm.parallel.schedules import BatchPass, InFlight
+from polyrhythm.parallel.schedules import BatchPass
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.divided_model import DividedModel
@@ -36,7 +37,7 @@ from polyrhythm.session.patches import installed
 
 
 class ScheduledTraining:
-    """Trains one stage of a model by 1F1B."""
+    """Trains one place of a model by 1F1B, interleaved 1F1B or zero bubble."""
 
     stashed = False
 
@@ -54,9 +55,10 @@ class ScheduledTraining:
         return batch.loss(self._stages - 1)
 
     def _run(self, inputs: Values, mode: Mode, targets: tuple[Any, ...]) -> BatchPass:
-        batch, flight = self._batch(inputs, mode, targets), InFlight(self._stages - 1 - self._stage)
-        flight.forward(batch)
-        flight.backward(batch)
+        batch = self._batch(inputs, mode, targets)
+        batch.begin()
+        for action in order(self._stage, self._stages, self._how.chunks, batch.pieces, self._how.apart):
+            batch.run(action)
         return batch
 
     def _batch(self, inputs: Values, mode: Mode, targets: tuple[Any, ...]) -> BatchPass:

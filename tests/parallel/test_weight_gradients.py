@@ -68,7 +68,7 @@ def test_gradients_are_those_of_autograd_and_only_the_input_s_comes_at_once(mode
         for number, each in enumerate(found):
             sums.add(number, each)
         assert later
-        later.add_to(sums, parameters)
+        later.take().add_to(sums, parameters)
         assert not later
     for x in batches:
         model(x).sum().backward()
