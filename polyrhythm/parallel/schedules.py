@@ -19,7 +19,7 @@ from polyrhythm.parallel.orders import Action
 from polyrhythm.parallel.pipeline import Pass, StageRunner
 from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
 from polyrhythm.parallel.stage_messages import Computation
-from polyrhythm.parallel.weight_gradients import Products
+from polyrhythm.parallel.weight_gradients import PutOff
 
 
 class BatchPass(Pass):
@@ -41,7 +41,7 @@ class BatchPass(Pass):
         self._computed: Tensor | None = None  # on the last place: the loss of the micro-batches so far
         self._known: dict[int, Values] = {}  # by micro-batch: what a later chunk may need
         self._arriving: dict[int, dict[str, list[Tensor]]] = {}  # and the gradients for an earlier chunk
-        self._later: dict[tuple[int, int], Products] = {}  # by micro-batch and segment, put off
+        self._later: dict[tuple[int, int], PutOff] = {}  # by micro-batch and segment, put off
         self.pieces = len(pieces)
         self._left = len(pieces) * len(plan.segments)  # passes that complete the gradients of a chunk
         self.gradients: list[Tensor | None] = []  # of the parameters here, when none is left

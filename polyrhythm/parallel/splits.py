@@ -28,6 +28,10 @@ class Pipeline(ModelSplit):
 
     - `1f1b` computes the same in the same time. Forward and backward passes take turns, so stage s (from 0)
       keeps the activations of K - s micro-batches and not of M.
+    - `interleaved` cuts the model into K times `chunks` segments, and worker i has the segments i, i + K, ...
+      So it waits `chunks` times less, sends as many times more, and keeps more activations.
+    - `zerobubble` computes the weight gradients of linear layers and convolutions later than those of inputs,
+      when it would wait otherwise (ZB-H1). It waits a third as long, and keeps K micro-batches at most.
     - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
       gradient at its parameters of K - s - 1 updates before, which it keeps until then:
       $w(t+1) = w(t) - \eta g(t)$ with $g(t) = \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
@@ -45,7 +49,8 @@ class Pipeline(ModelSplit):
     paper = (
         "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism; "
         "Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN "
-        "Training"
+        "Training; Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters; "
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism"
     )
     axis: ClassVar[Axis] = "stage"
     advice: ClassVar[str] = (

@@ -222,6 +222,31 @@ def test_synchronous_schedules_have_the_bits_of_1f1b_on_the_same_segments(
     assert all(same(final(world, schedule, stages), wanted) for world in WORLDS)
 
 
+class Recurring(nn.Module):
+    """A weight in the segments 0 and 2, a value of 0 that 2 takes, and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Conv1d(1, 1, 3, padding=1)
+        self.third, self.fourth = nn.Linear(6, 6), nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin = torch.tanh(self.first(x))
+        h = torch.tanh(self.second(begin.unsqueeze(1)).squeeze(1))
+        h = torch.tanh(self.third(h) + F.linear(begin, self.first.weight))
+        return self.fourth(h.unsqueeze(1)).squeeze(1) + begin
+
+
+@few("schedule", ["zerobubble,chunks=2", "interleaved"], 1)
+def test_chunks_of_one_worker_share_values_and_weights(schedule: str, tmp_path: Path) -> None:
+    strategy = f"pipeline:2,micro_batches=3,schedule={schedule},split_at=second/third/fourth"
+    program = Training(Recurring, tmp_path)
+    summary = run_in("simulated", program, strategy=strategy, workers=2, runs=tmp_path)
+    found, (expected, _) = trained(summary), serially(Recurring, 1, lambda t, s: t, MOMENTUM, 3)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], int]] = {  # the version that stage s of K takes for batch t
     "pipedream": lambda t, s, count: max(0, t - (count - s - 1)),
     "2bw": lambda t, s, count: max(0, t - 1),
@@ -444,6 +469,9 @@ class Wrong(Training):
         ("1f1b", Wrong("", nn.MSELoss(reduction="none")), "a tensor without dimensions"),
         ("2bw,micro_batches=4", Wrong("", contrastive), "not the mean of the losses of its rows"),
         ("pipedream,micro_batches=4", Wrong(""), "leave micro_batches out"),
+        ("1f1b,chunks=2", Wrong(""), "need schedule=interleaved or schedule=zerobubble"),
+        ("interleaved,split_at=2", Wrong(""), "2 stages of 2 chunks begin at 3 layers, but split_at names 1"),
+        ("interleaved,chunks=3", Wrong(""), "has more segments .2 x 3. than the model has layers"),
         ("pipedream", Wrong("clip"), "leave out clip_grad_norm_"),
         ("pipedream", Wrong("accumulate"), "called twice before optimizer.step"),
         ("pipedream", Wrong("evaluate"), "evaluate session.consensus"),
