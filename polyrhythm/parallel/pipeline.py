@@ -268,17 +268,19 @@ class Pass:
                 arriving.setdefault(name, []).append(piece)
         reached = [name for name in outputs if name in arriving]
         found: list[Tensor | None] = [None] * (len(wanted) + len(self._trained))
+
+        def differentiate() -> None:
+            found[:] = torch.autograd.grad(
+                [outputs[name] for name in reached],
+                [*wanted.values(), *self.differentiated],
+                [added(arriving.pop(name)) for name in reached],
+                allow_unused=True,
+            )
+
         done = Computation("backward", segment.number, number)
         with link.compute(done, len(self._sizes)):
             if reached:
-                found = list(
-                    torch.autograd.grad(
-                        [outputs[name] for name in reached],
-                        [*wanted.values(), *self.differentiated],
-                        [added(arriving.pop(name)) for name in reached],
-                        allow_unused=True,
-                    )
-                )
+                link.run_backward(differentiate)
             if apart and self.runner.later:
                 done.kind = "input"
         for name, gradient in zip(wanted, found, strict=False):

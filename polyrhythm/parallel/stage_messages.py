@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +41,9 @@ class StageMessages(Protocol):
 
     def sum(self, *tensors: Tensor) -> None:
         """Replaces each tensor by its sum over the places of this column, in place."""
+
+    def run_backward(self, differentiate: Callable[[], None]) -> None:
+        """Lets autograd work; workers that compute divided layers together wait for each other meanwhile."""
 
     def compute(self, what: Computation, micro_batches: int) -> AbstractContextManager[None]:
         """A context for the computation of one of so many micro-batches in a segment."""

@@ -43,7 +43,7 @@ class ScheduledTraining:
 
     def __init__(self, model: DividedModel, how: Pipeline) -> None:
         self._model, self._how = model, how
-        self._stage, self._stages = model.place, how.size
+        self._stage, self._stages, self._last = model.section, how.size, model.column[-1]
         model.before_forward = self.check_forward
 
     def backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> Tensor:
@@ -52,7 +52,7 @@ class ScheduledTraining:
             lambda inputs, mode: self._run(inputs, mode, targets), args, kwargs
         )
         self._accumulate(batch.gradients)
-        return batch.loss(self._stages - 1)
+        return batch.loss(self._last)
 
     def _run(self, inputs: Values, mode: Mode, targets: tuple[Any, ...]) -> BatchPass:
         batch = self._batch(inputs, mode, targets)
@@ -223,11 +223,6 @@ def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
                 f"schedule={how.schedule} needs a loss without parameters to train: make these parameters "
                 "part of the model"
             )
-        if len(strategy.splits) > 1:
-            raise UsageError(
-                f"schedule={how.schedule} runs pipelines only, and {strategy} divides the stages, too: use "
-                "schedule=gpipe, or pipeline without another @"
-            )
         if how.asynchronous and given.schedulers and models > 1:
             raise UsageError(
                 f"under {strategy} a prepared scheduler would follow batches that are still in the pipeline: "
@@ -235,8 +230,13 @@ def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
             )
 
 
-def scheduled_training(model: DividedModel, how: ModelSplit, part: TrainingPart) -> ScheduledTraining | None:
+def scheduled_training(
+    model: DividedModel, splits: Sequence[ModelSplit], part: TrainingPart
+) -> ScheduledTraining | None:
     """How `session.backward()` trains a divided model; None: by calling it, as the script would."""
-    if not isinstance(how, Pipeline) or not how.needs_loss:
-        return None
-    return AsynchronousTraining(model, how, part) if how.asynchronous else ScheduledTraining(model, how)
+    for how in splits:
+        if isinstance(how, Pipeline) and how.needs_loss:
+            return (
+                AsynchronousTraining(model, how, part) if how.asynchronous else ScheduledTraining(model, how)
+            )
+    return None

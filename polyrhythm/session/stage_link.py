@@ -114,6 +114,9 @@ class StageLink:
         assert group is not None
         self._wait(lambda: group.all_reduce(tensor.view(-1)))
 
+    def run_backward(self, differentiate: Callable[[], None]) -> None:
+        self._context.run_backward(differentiate) if self._row_group is not None else differentiate()
+
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
         [found] = self._gather(range(len(self._places)), part.detach().double().cpu())

@@ -247,6 +247,34 @@ def test_chunks_of_one_worker_share_values_and_weights(schedule: str, tmp_path: 
         torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
 
 
+@few(
+    "strategy, world",
+    [
+        ("pipeline:2,schedule=zerobubble@tensor:2", "real"),
+        ("tensor:2@pipeline:2,schedule=1f1b", "simulated"),
+        ("pipeline:2,schedule=interleaved@tensor:2", "simulated"),
+        ("allreduce@pipeline:2,schedule=1f1b@tensor:2", "simulated"),
+    ],
+    quick=1,
+)
+def test_stages_of_divided_layers_train_like_the_whole_model(
+    strategy: str, world: str, tmp_path: Path
+) -> None:
+    workers = 8 if strategy.startswith("allreduce") else 4
+    summary = run_in(world, Training(chain, tmp_path), strategy=strategy, workers=workers, runs=tmp_path)
+    found = trained(summary)
+    torch.manual_seed(5)
+    model = chain().double()
+    optimizer = MOMENTUM(model.parameters())
+    for x, y in DataLoader(data(), BATCH * workers // 4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for name, each in model.state_dict().items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
+    assert len({tuple(each) for each in losses(tmp_path, workers)}) == workers // 4
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], int]] = {  # the version that stage s of K takes for batch t
     "pipedream": lambda t, s, count: max(0, t - (count - s - 1)),
     "2bw": lambda t, s, count: max(0, t - 1),
@@ -472,6 +500,7 @@ class Wrong(Training):
         ("1f1b,chunks=2", Wrong(""), "need schedule=interleaved or schedule=zerobubble"),
         ("interleaved,split_at=2", Wrong(""), "2 stages of 2 chunks begin at 3 layers, but split_at names 1"),
         ("interleaved,chunks=3", Wrong(""), "has more segments .2 x 3. than the model has layers"),
+        ("pipedream@tensor:2", Wrong(""), "keeps old versions of parameters, and tensor lends some"),
         ("pipedream", Wrong("clip"), "leave out clip_grad_norm_"),
         ("pipedream", Wrong("accumulate"), "called twice before optimizer.step"),
         ("pipedream", Wrong("evaluate"), "evaluate session.consensus"),
@@ -480,7 +509,8 @@ class Wrong(Training):
 )
 def test_what_a_schedule_cannot_do_is_refused_in_one_line(schedule: str, program: Wrong, error: str) -> None:
     with pytest.raises(pr.UsageError, match=error) as raised:
-        run_in("simulated", program, strategy=f"pipeline:2,schedule={schedule}", workers=2)
+        workers = 4 if "tensor" in schedule else 2
+        run_in("simulated", program, strategy=f"pipeline:2,schedule={schedule}", workers=workers)
     assert "\n" not in str(raised.value)
 
 
