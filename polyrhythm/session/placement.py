@@ -175,7 +175,7 @@ class DividedPlacement(Placement):
 
     def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
         assert self._model is not None
-        return scheduled_training(self._model, self._strategy.splits[0], part)
+        return scheduled_training(self._model, self._strategy.splits, part)
 
     def settle(self) -> None:
         node, [leader, *others] = self._context.worker_node, self._context.model
