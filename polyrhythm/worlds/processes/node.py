@@ -118,12 +118,14 @@ class ProcessNode(Node):
         notices = [each.notice for each in list(self._notices)]
         return {each.peer: each.reason for each in notices if each.kind == "left" and each.peer is not None}
 
-    def check_wait(self, missing: Sequence[Peer], waited: float, what: str = "a collective") -> None:
-        """Raises if a collective need not wait any longer for the missing workers."""
+    def check_wait(
+        self, missing: Sequence[Peer], waited: float, group: Sequence[Peer], what: str = "a collective"
+    ) -> None:
+        """Raises if a collective of a group need not wait any longer for the missing workers."""
         left, workers = self.left, self.members.workers
-        died = [peer for peer in self.members.lost if peer not in workers]
-        died += [peer for peer, reason in left.items() if reason != "finished"]
-        # If any worker has died the collective fails: the missing workers wait for the dead one too.
+        died = [peer for peer in group if peer in self.members.lost and peer not in workers]
+        died += [peer for peer in group if left.get(peer, "finished") != "finished"]
+        # If any member has died the collective fails: the missing workers wait for the dead one too.
         gone = next(iter(died), None) or next(
             (peer for peer in missing if peer in left or peer not in workers), None
         )
