@@ -72,6 +72,7 @@ class Session:
 
     rank: int = 0
     workers: int = 1
+    worker: int = 0  # the number of this process; not its rank if several processes hold one model
     strategy: Strategy | None = None
     batch_norm: str = norms.DEFAULT
     predicting: bool = False  # the script runs to predict with a saved model, by `polyrhythm predict`
@@ -236,7 +237,7 @@ class Session:
         has died, the first of those that are alive saves.
         """
         call = script_call(f'session.save("{Path(path).name}")')
-        if self.rank == min(self._gather(self.rank, call)):
+        if self.worker == min(self._gather(self.worker, call)):
             save_atomically(value, path)
             self.file_written(path, once=True)
         self._gather(None, call)
@@ -287,7 +288,7 @@ class Session:
         """The state of this worker besides model and optimizer: its strategy's, such as the residual of a
         codec, the position in the data, and the random number generators.
 
-        Each worker saves its own: `torch.save(session.state_dict(), f"{session.rank}.pt")`.
+        Each worker saves its own: `torch.save(session.state_dict(), f"{session.worker}.pt")`.
         """
         return {}
 

@@ -67,6 +67,11 @@ class WorldContext(ABC):
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         """Sends the final parameters to the coordinator, as the parts of a file: tensors of bytes."""
 
+    @property
+    def worker(self) -> Peer:
+        """This node by itself, also where several workers hold one model and are one to the session."""
+        return self.me
+
     def worker_of(self, node: Peer) -> Peer:
         """The worker of this session that a node is, or holds a part of the model of."""
         return node

@@ -42,7 +42,7 @@ from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.external import ExternalTraining
 from polyrhythm.session.grad_scaler import check_scaler
-from polyrhythm.session.loading import check_saved
+from polyrhythm.session.loading import check_model, check_saved
 from polyrhythm.session.model_context import model_context
 from polyrhythm.session.optimizer_hooks import watch_optimizer
 from polyrhythm.session.part import Parts, check_optimizers
@@ -108,6 +108,7 @@ class DistributedSession(Session):
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
         self.rank, self.workers = here.me.rank, here.plan.workers
+        self.worker = here.worker.rank
         self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
         self._placement = placement(here, self.strategy, self.batch_norm, self._exchange)
         self._late = welcome.incarnation > 0  # replaces a worker that died
@@ -312,7 +313,8 @@ class DistributedSession(Session):
         parts = self._parts
         if parts is None:
             return {}
-        self._placement.refuse("session.state_dict()")
+        if self._scheduled is not None:
+            self._scheduled.flush()
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -324,6 +326,7 @@ class DistributedSession(Session):
             "workers": self.workers,
             "lost": self._context.request(WhoIsLost()).workers if self.strategy.traits.survives else [],
             "data": data,
+            "placement": self._placement.state_dict(),
             **states,
         }
 
@@ -335,8 +338,9 @@ class DistributedSession(Session):
             )
         if not state:
             return
-        self._placement.refuse("session.load_state_dict()")
-        check_saved(state, self.strategy, parts.layout, self.workers)
+        check_saved(state, self.strategy)
+        self._placement.load_state_dict(state.get("placement", {}))
+        check_model(state, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
             self._data.load_progress(state.get("data"))

@@ -104,6 +104,10 @@ class ModelContext(WorldContext):
         return [Peer("worker", rank) for rank in range(first, first + self.size)]
 
     @property
+    def worker(self) -> Peer:
+        return self._inner.me
+
+    @property
     def workload(self) -> float:
         return self._inner.workload
 
