@@ -100,7 +100,8 @@ class Session:
         loader that is not passed stays whole on every worker.
 
         `example` is needed only where the model is divided over workers and its inputs cannot be told from a
-        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
+        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples; of
+        several models, a list of these.
         `loss` is the loss function, if the script trains by `backward`.
         """
         given = Arguments(objects, evaluate, again=self._copies is not None, example=example, loss=loss)

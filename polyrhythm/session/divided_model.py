@@ -70,6 +70,7 @@ class DividedModel:
             self.plans_with_loss = {mode: place_plan(with_it, mode, place) for mode in modes}
         self.before_forward: Callable[[], None] = lambda: None  # called when the script calls the model
         self.before_saving: Callable[[], None] = lambda: None  # called when the script saves its state
+        self._saving: list[nn.Module] = []  # the modules whose `state_dict()` is running
         self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -199,13 +200,19 @@ class DividedModel:
             module.register_state_dict_post_hook(Hook(partial(self._whole_state, prefix)))
             module.register_load_state_dict_pre_hook(Hook(partial(self._own_state, prefix)))
 
-    def _before_saving(self, *_: object) -> None:
-        self.before_saving()
+    def _before_saving(self, module: nn.Module, *_: object) -> None:
+        """Called when `state_dict()` of a module begins. It calls that of its children."""
+        while self._saving and not any(module is each for each in self._saving[-1].children()):
+            self._saving.pop()  # its `state_dict()` has failed
+        if not self._saving:
+            self.before_saving()
+        self._saving.append(module)
 
-    def _whole_state(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """`name`: that of the module."""
-        if prefix and module is not self._model:
-            return  # the call was of a larger module
+    def _whole_state(self, name: str, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Called when `state_dict()` of a module ends. `name`: that of the module."""
+        self._saving.pop()
+        if self._saving:
+            return  # it makes the state of this module whole, too
         own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         keys = {
             key: first
@@ -217,6 +224,7 @@ class DividedModel:
         state.update((key, whole[first]) for key, first in keys.items())
 
     def _own_state(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Called before a module loads its own tensors. `name`: that of the module."""
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             full = self._first(name, key)
             if tensor is None or prefix + key not in state:

@@ -22,11 +22,14 @@ class ParameterOwners:
         self, models: nn.Module, divisions: Sequence[ModelDivision], optimizers: Sequence[Optimizer]
     ) -> None:
         self._models, how = models, divisions[0].how
-        self._of = {
-            id(parameter): (division, name)
-            for division in divisions
-            for name, parameter in division.model.named_parameters()
-        }
+        self._of: dict[int, tuple[ModelDivision, str]] = {}
+        for division in divisions:
+            for name, parameter in division.model.named_parameters():
+                if self._of.setdefault(id(parameter), (division, name))[0] is not division:
+                    raise UsageError(
+                        f"{name} is in two models, and {how} divides each by itself: make them one model, or "
+                        "give each its own parameter"
+                    )
         self._whole = all(division.tensors is None for division in divisions)
         for optimizer in optimizers:
             kind = type(optimizer).__name__

@@ -114,6 +114,7 @@ class DividedPlacement(Placement):
         self._owners: ParameterOwners | None = None
         self._given: Arguments | None = None
         self._models: list[DividedModel] = []
+        self._whole: Sequence[nn.Module] = ()  # the same as the script has them
         self._scheduled: ScheduledTraining | None = None
 
     def plan(self, given: Arguments) -> None:
@@ -125,15 +126,26 @@ class DividedPlacement(Placement):
         check_scheduled(self._strategy, given, self._context.plan.workers)
         if tracking(joined(given.models)) and any(each.micro_batches > 1 for each in self._strategy.splits):
             self._context.request(ShowNote(_MICRO_BATCHES.format(strategy=self._strategy)))
+        self._given = given
         for model, example in zip(given.models, _examples(given), strict=True):
-            division = ModelDivision(
-                self._strategy.splits, model, given, example, self._decide, self._context.place
-            )
+            division = self._divided(model, example)
             self._divisions.append(division)
             if division.doubt:
                 self._context.request(ShowNote(division.doubt))
-        self._given = given
         self._owners = ParameterOwners(joined(given.models), self._divisions, given.optimizers)
+
+    def _divided(self, model: nn.Module, example: Call) -> ModelDivision:
+        given, splits = self._given, self._strategy.splits
+        assert given is not None
+        try:
+            return ModelDivision(splits, model, given, example, self._decide, self._context.place)
+        except (UsageError, RuntimeError, TypeError) as error:
+            if len(given.models) == 1 or given.example is not None:
+                raise
+            raise UsageError(
+                f"{str(error).splitlines()[0]}; {type(model).__name__} got a batch of the loader: if it "
+                "takes other inputs, pass example=[...] to session.prepare(), with those of each model"
+            ) from error
 
     def _decide(self, choose: Callable[[], list[int]], captured: str) -> list[int]:
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
@@ -158,7 +170,7 @@ class DividedPlacement(Placement):
         for number, division in enumerate(self._divisions):
             self._models.append(DividedModel(self._context, division, seed, number, exchange))
             self._models[-1].before_saving = self._before_saving
-        self._divisions, self._owners, self._given = [], None, None
+        self._divisions, self._owners, self._given, self._whole = [], None, None, models
         gc.collect()  # graphs refer to themselves, and to the tensors of other workers
         # Besides its gradient, an optimizer state and a copy of its part.
         needed = _held(joined(models), data=False) + 3 * _held(joined(models), data=True)
@@ -169,7 +181,13 @@ class DividedPlacement(Placement):
             )
 
     def _before_saving(self) -> None:
-        """The script saves the state of a model or of an optimizer."""
+        """The script saves the state of a model or of an optimizer, and gets a whole one."""
+        missing = sum(_held(model, data=False) for model in self._whole)
+        if not _room(missing):
+            raise UsageError(
+                f"state_dict() of a divided model is whole on every worker, and {missing >> 20} MiB more do "
+                "not fit this one: raise the limit of its memory, or use the consensus.safetensors of the run"
+            )
         if self._scheduled is not None:
             self._scheduled.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ class Misuse:
             if self.wrong == "mode":
                 model[0].eval()
             if self.wrong == "save":
-                model.state_dict()
+                torch.save(model, io.BytesIO())
             if self.wrong == "copy":
                 copy.deepcopy(model)(x)
             other = session._context.place if self.wrong == "batches" else 0.0  # type: ignore[attr-defined]
@@ -269,7 +270,7 @@ class Deciding(nn.Module):
         ("pipeline:2", 2, Misuse(Mean(), "loss"), "micro_batches=1"),
         ("pipeline:2", 2, Misuse(chain(), "batches"), "call it with different batches"),
         ("pipeline:2", 2, Misuse(chain(), "mode"), "some layers .* are in training mode"),
-        ("pipeline:2", 2, Misuse(chain(), "save"), "save session.consensus"),
+        ("pipeline:2", 2, Misuse(chain(), "save"), "save model.state_dict"),
         ("pipeline:2", 2, Misuse(chain(), "twice"), "cannot be differentiated twice"),
         ("pipeline:2", 2, Misuse(chain(), "again"), "a second time"),
         ("pipeline:2", 2, Misuse(chain(), "copy"), "copy the model that session.consensus"),
