@@ -293,8 +293,7 @@ class DistributedSession(Session):
     def _agreed(self, whole: bool) -> list[nn.Module]:
         """Copies of the models that the workers agree on; not `whole`: of divided ones, a worker's part."""
         assert self._parts is not None and self._closing is not None
-        if self._scheduled is not None:
-            self._scheduled.flush()
+        self._placement.flush()
         buffers = self._norms is not None
         together = self.workers > 1 and self._parts.exchange_in_consensus(buffers)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
@@ -313,8 +312,7 @@ class DistributedSession(Session):
         parts = self._parts
         if parts is None:
             return {}
-        if self._scheduled is not None:
-            self._scheduled.flush()
+        self._placement.flush()
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -333,9 +331,7 @@ class DistributedSession(Session):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parts = self._parts
         if parts is None:
-            raise UsageError(
-                "call session.prepare(model, optimizer, loader) before session.load_state_dict()"
-            )
+            raise UsageError("call session.prepare(...) before session.load_state_dict()")
         if not state:
             return
         check_saved(state, self.strategy)

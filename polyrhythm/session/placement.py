@@ -39,6 +39,8 @@ _MICRO_BATCHES = (
     "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
 )
 
+_WORTH_COLLECTING = 1 << 24  # bytes; a collection takes half a second, and Python makes one by itself later
+
 
 class Served(NamedTuple):
     """A part that a server serves: the node as it sees it, and what is trained."""
@@ -76,6 +78,9 @@ class Placement:
     def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
         """How `session.backward` trains the part, if that is not what a script would do."""
         return None
+
+    def flush(self) -> None:
+        """Makes all updates that are left in a pipeline."""
 
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
@@ -171,9 +176,11 @@ class DividedPlacement(Placement):
             self._models.append(DividedModel(self._context, division, seed, number, exchange))
             self._models[-1].before_saving = self._before_saving
         self._divisions, self._owners, self._given, self._whole = [], None, None, models
-        gc.collect()  # graphs refer to themselves, and to the tensors of other workers
+        others = _held(joined(models), data=False)
+        if others > _WORTH_COLLECTING:
+            gc.collect()  # graphs refer to themselves, and to the tensors of other workers
         # Besides its gradient, an optimizer state and a copy of its part.
-        needed = _held(joined(models), data=False) + 3 * _held(joined(models), data=True)
+        needed = others + 3 * _held(joined(models), data=True)
         if self.leads and not _room(needed):
             raise UsageError(
                 f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
@@ -188,6 +195,9 @@ class DividedPlacement(Placement):
                 f"state_dict() of a divided model is whole on every worker, and {missing >> 20} MiB more do "
                 "not fit this one: raise the limit of its memory, or use the consensus.safetensors of the run"
             )
+        self.flush()
+
+    def flush(self) -> None:
         if self._scheduled is not None:
             self._scheduled.flush()
 
@@ -219,7 +229,7 @@ class DividedPlacement(Placement):
         return models[0].link.norm(norm, kind)  # of the parts that all places have of these gradients
 
     def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
-        self._scheduled = scheduled_training(self._models[0], self._strategy.splits[0], part)
+        self._scheduled = scheduled_training(self._models[0], self._strategy.splits, part)
         return self._scheduled
 
     def settle(self) -> None:
