@@ -36,6 +36,8 @@ _MICRO_BATCHES = (
     "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
 )
 
+_WORTH_COLLECTING = 1 << 24  # bytes; a collection takes half a second, and Python makes one by itself later
+
 
 class Served(NamedTuple):
     """A part that a server serves: the node as it sees it, and what is trained."""
@@ -138,9 +140,11 @@ class DividedPlacement(Placement):
         assert self._division is not None
         model = self._division.model
         self._model, self._division = DividedModel(self._context, self._division, seed), None
-        gc.collect()  # graphs refer to themselves, and to the tensors of other workers
+        others = _held(model, data=False)
+        if others > _WORTH_COLLECTING:
+            gc.collect()  # graphs refer to themselves, and to the tensors of other workers
         # Besides its gradient, an optimizer state and a copy of its part.
-        needed = _held(model, data=False) + 3 * _held(model, data=True)
+        needed = others + 3 * _held(model, data=True)
         if self.leads and not _room(needed):
             raise UsageError(
                 f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
