@@ -31,6 +31,7 @@ from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.parameter_owners import ParameterOwners
 from polyrhythm.session.part import TrainingPart, scoped
 from polyrhythm.session.place_exchange import PlaceExchange
+from polyrhythm.session.places import script_call
 from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
@@ -156,7 +157,8 @@ class DividedPlacement(Placement):
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
         me = self._context.me
         decides = me.role == "worker" and me.rank == 0
-        found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
+        call = script_call("session.prepare()", anywhere=True)
+        found = self._exchange.gather([choose() if decides else [], captured], call)
         chosen, theirs = found[0]
         if theirs != captured:
             raise UsageError(
