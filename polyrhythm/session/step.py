@@ -83,8 +83,7 @@ class StepDriver:
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
-        evaluates = needs_closure(optimizer)
-        step = self._make_step(self._step_with if evaluates else self._step_after)
+        step = self._make_step(self._step_with if needs_closure(optimizer) else self._step_after)
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         if self._before_forward is not None:
 
