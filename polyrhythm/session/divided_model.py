@@ -67,6 +67,7 @@ class DividedModel:
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name, place) == place}
         used = {name for name in tensors if place in division.users(name, place)}
+        self.held = used | self._mine
         kept = [each for name, each in self._model.named_parameters() if name in used]
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):

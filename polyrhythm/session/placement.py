@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.core.address_space import address_space
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
+from polyrhythm.model.spilled import SpilledParameters
 from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
@@ -105,8 +107,11 @@ class DividedPlacement(Placement):
         self.leads = context.leads
         self._division: ModelDivision | None = None
         self._model: DividedModel | None = None
+        self._spilled = spilled_parameters(context, strategy)
 
     def plan(self, given: Arguments) -> None:
+        if self._spilled is not None:
+            self._spilled.stop()
         if tracking(joined(given.models)) and self._batch_norm in ("sync", "recompute"):
             raise UsageError(
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
@@ -136,19 +141,16 @@ class DividedPlacement(Placement):
 
     def begin(self, seed: int) -> None:
         assert self._division is not None
-        model = self._division.model
+        parameters = dict(self._division.model.named_parameters())
         self._model, self._division = DividedModel(self._context, self._division, seed), None
         gc.collect()  # graphs refer to themselves, and to the tensors of other workers
-        # Besides its gradient, an optimizer state and a copy of its part.
-        needed = _held(model, data=False) + 3 * _held(model, data=True)
-        if self.leads and not _room(needed):
-            raise UsageError(
-                f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
-                f"{needed >> 20} MiB more than it has: raise the limit of its memory, as by ulimit -v"
-            )
+        if self._spilled is not None:
+            self._spilled.close(each for name, each in parameters.items() if name not in self._model.held)
 
     def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         assert self._division is not None
+        if self._spilled is not None:
+            self._spilled.close(())
         return [
             Served(self._context.node_at(place), *self._division.on_server(place))
             for place in range(self._context.size)
@@ -201,6 +203,15 @@ class DividedPlacement(Placement):
             f"{what} is not supported where a model is divided: save session.consensus().state_dict() by "
             "session.save(), and load it into the model before session.prepare()"
         )
+
+
+def spilled_parameters(context: ModelContext, strategy: Strategy) -> SpilledParameters | None:
+    """Keeps parameters in a file until `prepare`, if the memory of this process is limited."""
+    if not context.processes or address_space() is None:
+        return None
+    spilled = SpilledParameters()
+    spilled.start()
+    return spilled
 
 
 def _room(nbytes: int) -> bool:
