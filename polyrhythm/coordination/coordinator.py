@@ -78,6 +78,8 @@ from polyrhythm.core.requests import (
     WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
+from polyrhythm.record.result_file import ResultFile
 
 
 class Coordinator:
@@ -104,6 +106,7 @@ class Coordinator:
         self.running = False
         self._prepared = False  # all nodes have built their models
         self.digest = ""  # of the final parameters
+        self._file: ResultFile | None = None  # that workers of a divided model write
         self._no_result = False  # the workers have none to send
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
@@ -231,14 +234,31 @@ class Coordinator:
         self.ended.end(peer, request, respond)
         self._calls.end(peer)
 
+    def result_part(self, part: ResultPart, content: Sequence[memoryview]) -> None:
+        """A worker of a divided model has sent a part of the final parameters, lent until this returns."""
+        try:
+            if self._file is None:
+                self._file = self._record.consensus_file(part.size)
+            self._file.write(part, content)
+        except PolyrhythmError as error:
+            self.fail(str(error))
+
     def result(
         self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
     ) -> None:
-        """A worker has sent the final parameters: the parts of a file, lent until the response."""
+        """A worker has sent the final parameters: the parts of a file, lent until the response.
+
+        Without a digest the file is there already, in parts, and this is what the digest is of: the beginning
+        and end of each parameter, as numbers of 64 bits.
+        """
         self.tally.ended = self.clock()
         self.ending.saved()
         try:
-            self._record.consensus(file)
+            if self._file is not None and not digest:
+                order = iter(memoryview(b"".join(file)).cast("q"))
+                digest = self._file.finish(zip(order, order, strict=True))
+            else:
+                self._record.consensus(file)
             self.digest = digest
         except PolyrhythmError as error:
             self.fail(str(error))

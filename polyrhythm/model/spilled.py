@@ -57,26 +57,27 @@ class SpilledParameters:
         original = self._new = nn.Parameter.__new__
 
         def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-            made = original(cls, *args, **kwargs)
+            made: Any = original(cls, *args, **kwargs)
             self.adopt(made)
             return made
 
-        nn.Parameter.__new__ = new  # type: ignore[method-assign, assignment]
+        nn.Parameter.__new__ = new  # type: ignore[method-assign]
         for mode in self._modes:
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """New parameters are not kept here. Operations may use those that are under `paging` only."""
         if self._new is None:
             return
-        if (_get_current_dispatch_mode(), _get_current_function_mode()) != self._modes:
+        current = _get_current_dispatch_mode(), _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if current != self._modes:
             raise UsageError(
                 "session.prepare() was called inside a mode of torch that began after pr.init(), and until "
                 "then parameters are kept in a file, because memory is limited: end the mode before"
             )
         for mode in self._modes:
-            mode.__exit__(None, None, None)
-        nn.Parameter.__new__, self._new = self._new, None  # type: ignore[method-assign, assignment]
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        nn.Parameter.__new__, self._new = self._new, None  # type: ignore[method-assign]
 
     @contextmanager
     def paging(self) -> Iterator[None]:
@@ -169,7 +170,8 @@ class _Page:
 
     def __init__(self, storage: torch.UntypedStorage, offset: int) -> None:
         self.nbytes, self._offset = storage.nbytes(), offset
-        self._weak = StorageWeakRef(storage)  # also keeps its address from being used again
+        # It also keeps the address from being used again.
+        self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.changed = True  # since it was written
 
     def read(self, file: int) -> None:
@@ -188,14 +190,14 @@ class _Page:
         return True
 
     def _storage(self) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[no-any-return]
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
 
 
-class _Paging(TorchDispatchMode):
+class _Paging(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads the parameters that an operation uses, also in a backward pass."""
 
     def __init__(self, spilled: SpilledParameters) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._spilled = spilled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +226,7 @@ class _Lending(TorchFunctionMode):
 @contextmanager
 def _directly() -> Iterator[None]:
     """A context in which no mode sees the functions of torch."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
 

@@ -31,6 +31,7 @@ from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
 from polyrhythm.session.prediction.models import Predictor, WholeModel
+from polyrhythm.session.result_parts import ResultParts
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
@@ -79,16 +80,16 @@ class Placement:
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
-        """Makes copies of the models whole: on all workers, or only on those that lead."""
+    def complete(self, models: Sequence[nn.Module]) -> None:
+        """Makes copies of the models whole."""
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
         return WholeModel(model, context)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the digest of a result is of."""
-        return own
+    def send_parts(self, result: nn.Module) -> Tensor:
+        """Sends this worker's part of the result of a divided model; returns the places of all parameters."""
+        raise NotImplementedError("the model is not divided")
 
     def refuse(self, what: str) -> None:
         """Raises UsageError if something is not possible with parts of a model."""
@@ -182,21 +183,26 @@ class DividedPlacement(Placement):
         for place, other in enumerate(others, 1) if self.leads else ():
             receive_from(node, other, f"finished {place}")
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
+    def complete(self, models: Sequence[nn.Module]) -> None:
         assert self._model is not None
-        if on_all and not _room(missing := _held(models[0], data=False)):
+        if not _room(missing := _missing(models[0])):
             raise UsageError(
                 f"session.consensus() is the whole model on every worker, and {missing >> 20} MiB more do "
                 "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
             )
-        self._model.complete(models[0], on_all)
+        self._model.complete(models[0])
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         assert self._model is not None
         return self._model.predictor(model)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [each.detach().reshape(-1) for each in result.parameters()]
+    def send_parts(self, result: nn.Module) -> Tensor:
+        assert self._model is not None
+        parts = ResultParts(result, self._model.owns, self._model.shares)
+        for part, tensors in parts.messages(header=self.leads):
+            self._context.send_result_part(part, tensors)
+        self.settle()  # until the parts of all have arrived
+        return parts.order
 
     def refuse(self, what: str) -> None:
         raise UsageError(
@@ -223,9 +229,9 @@ def _room(nbytes: int) -> bool:
     return True
 
 
-def _held(model: nn.Module, data: bool) -> int:
-    """The bytes of the tensors of a model that have data here, or of those that have not."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta != data)
+def _missing(model: nn.Module) -> int:
+    """The bytes of the tensors of a model that have no data here."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta)
 
 
 def _example(given: Arguments) -> Call:

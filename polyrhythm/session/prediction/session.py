@@ -80,7 +80,7 @@ class PredictingSession(DistributedSession):
             return super().consensus()
         with self._blocking():
             models = self._copies.copy()
-            self._placement.complete(models, True)
+            self._placement.complete(models)
         return one_or_all(models)
 
     def _predictor(self) -> Predictor:
