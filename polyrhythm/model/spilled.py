@@ -159,6 +159,11 @@ class SpilledParameters:
 _spilled: ContextVar[SpilledParameters | None] = ContextVar("spilled", default=None)
 
 
+def spilling() -> bool:
+    """True while a model is built whose parameters are kept in a file."""
+    return _spilled.get() is not None
+
+
 def paging() -> AbstractContextManager[None]:
     """A context in which operations may use the parameters of a model that is not prepared yet."""
     mine = _spilled.get()

@@ -57,6 +57,7 @@ class Pipeline(ModelSplit):
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
     schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"  # others need `prepare(..., loss=fn)`
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
+    spill: bool = False  # keep parameters in a file while the model is built; always done under ulimit -v
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         return super().__new__(cls, *values, **_joined(named, "split_at"))

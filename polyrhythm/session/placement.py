@@ -212,8 +212,9 @@ class DividedPlacement(Placement):
 
 
 def spilled_parameters(context: ModelContext, strategy: Strategy) -> SpilledParameters | None:
-    """Keeps parameters in a file until `prepare`, if the memory of this process is limited."""
-    if not context.processes or address_space() is None:
+    """Keeps parameters in a file until `prepare`, if memory is limited or the strategy asks for it."""
+    wanted = address_space() is not None or any(each.spill for each in strategy.splits)
+    if not wanted or not context.processes:
         return None
     spilled = SpilledParameters()
     spilled.start()

@@ -19,6 +19,7 @@ _NAMES = {
     torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
 _SMALL = 1 << 16  # bytes: shorter tensors are joined, so that the parts of a file are few
 _NAMED = 3  # entries that a note names
