@@ -33,11 +33,12 @@ from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
 from polyrhythm.coordination.preparing import Preparing
+from polyrhythm.coordination.received_result import ReceivedResult
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import Event, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.key_value import KeyValue
 from polyrhythm.core.notice import Notice
@@ -78,8 +79,6 @@ from polyrhythm.core.requests import (
     WorkerNames,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
-from polyrhythm.core.result_part import ResultPart
-from polyrhythm.record.result_file import ResultFile
 
 
 class Coordinator:
@@ -106,10 +105,10 @@ class Coordinator:
         self.running = False
         self._prepared = False  # all nodes have built their models
         self.digest = ""  # of the final parameters
-        self._file: ResultFile | None = None  # that workers of a divided model write
         self._no_result = False  # the workers have none to send
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
+        self.received = ReceivedResult(self._record, self.fail)
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
         self._calls = CallOrder(self.membership, launcher, self._refuse)
@@ -234,34 +233,13 @@ class Coordinator:
         self.ended.end(peer, request, respond)
         self._calls.end(peer)
 
-    def result_part(self, part: ResultPart, content: Sequence[memoryview]) -> None:
-        """A worker of a divided model has sent a part of the final parameters, lent until this returns."""
-        try:
-            if self._file is None:
-                self._file = self._record.consensus_file(part.size)
-            self._file.write(part, content)
-        except PolyrhythmError as error:
-            self.fail(str(error))
-
     def result(
         self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
     ) -> None:
-        """A worker has sent the final parameters: the parts of a file, lent until the response.
-
-        Without a digest the file is there already, in parts, and this is what the digest is of: the beginning
-        and end of each parameter, as numbers of 64 bits.
-        """
+        """A worker has sent the final parameters, or the last of them: see `ReceivedResult.complete`."""
         self.tally.ended = self.clock()
         self.ending.saved()
-        try:
-            if self._file is not None and not digest:
-                order = iter(memoryview(b"".join(file)).cast("q"))
-                digest = self._file.finish(zip(order, order, strict=True))
-            else:
-                self._record.consensus(file)
-            self.digest = digest
-        except PolyrhythmError as error:
-            self.fail(str(error))
+        self.digest = self.received.complete(digest, file)
         respond()
         self.leave(peer, "finished")
         for other in self._finish.end():

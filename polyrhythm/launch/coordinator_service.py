@@ -92,7 +92,7 @@ class CoordinatorService:
                 return None
             file = [buffer.view for buffer in incoming.buffers]
             if incoming.kind == "result part":
-                coordinator.result_part(msgspec.convert(incoming.fields, ResultPart), file)
+                coordinator.received.add(msgspec.convert(incoming.fields, ResultPart), file)
                 self._transport.reply(incoming)
                 return None
             digest = incoming.fields["digest"]

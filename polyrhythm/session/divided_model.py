@@ -28,7 +28,7 @@ from polyrhythm.parallel.weight_gradients import WeightGradients
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.prediction.models import digest_of, evaluating
-from polyrhythm.session.result_parts import Share
+from polyrhythm.session.result_parts import TensorShare
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
 
@@ -158,13 +158,13 @@ class DividedModel:
         return self._first_names.get(name, name) in self._mine
 
     @property
-    def shares(self) -> dict[str, Share]:
+    def shares(self) -> dict[str, TensorShare]:
         """By name: the part of each divided tensor that a worker on this rank has."""
         if self._tensors is None:
             return {}
         rank, divided = self._grid.rank(self.place), self._tensors.shardings
         return {
-            name: Share(divided[first].dim, divided[first].blocks, rank, self._grid.tensor)
+            name: TensorShare(divided[first].dim, divided[first].blocks, rank, self._grid.tensor)
             for name, first in self._first_names.items()
             if first in divided
         }

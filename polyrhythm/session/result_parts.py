@@ -17,7 +17,7 @@ _TENSORS = 1000  # in a message
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShare:
     """A worker's part of a tensor that is divided along a dimension: part `rank` of each block."""
 
     dim: int
@@ -41,7 +41,9 @@ class ResultParts:
     `shares`: by name, of tensors that are divided; equal on all workers but for the rank.
     """
 
-    def __init__(self, model: nn.Module, owned: Callable[[str], bool], shares: Mapping[str, Share]) -> None:
+    def __init__(
+        self, model: nn.Module, owned: Callable[[str], bool], shares: Mapping[str, TensorShare]
+    ) -> None:
         state = {name: each for name, each in model.state_dict().items() if savable(each)}
         shapes = {
             name: shares[name].whole(each.shape) if name in shares else list(each.shape)

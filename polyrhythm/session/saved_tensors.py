@@ -38,7 +38,7 @@ class SavedTensors:
         tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._first + entry["data_offsets"][0])
-            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
             while view and (count := file.readinto(view)):
                 view = view[count:]
         return tensor

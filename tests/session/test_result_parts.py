@@ -15,7 +15,7 @@ from polyrhythm.parallel.tensor_parallel import TensorAxis
 from polyrhythm.record.result_file import open_result
 from polyrhythm.session import result_parts
 from polyrhythm.session.result import digest, safetensors
-from polyrhythm.session.result_parts import ResultParts, Share
+from polyrhythm.session.result_parts import ResultParts, TensorShare
 
 COUNT = 3
 DIVIDED = {"rows.weight": Sharding(0), "columns.weight": Sharding(1), "fused.weight": Sharding(0, 2)}
@@ -52,7 +52,7 @@ def at(place: int) -> tuple[nn.Module, ResultParts]:
             model.get_submodule(module)._parameters[last] = nn.Parameter(
                 torch.empty_like(parameter, device="meta")
             )
-    shares = {name: Share(each.dim, int(each.blocks), place, COUNT) for name, each in DIVIDED.items()}
+    shares = {name: TensorShare(each.dim, int(each.blocks), place, COUNT) for name, each in DIVIDED.items()}
     return whole, ResultParts(model, lambda name: name in DIVIDED or place_of(name) == place, shares)
 
 

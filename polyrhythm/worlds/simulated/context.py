@@ -70,7 +70,7 @@ class SimulatedContext(WorldContext):
         self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
 
     def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
-        self.node.world.coordinator.result_part(part, [each.numpy().data for each in tensors])
+        self.node.world.coordinator.received.add(part, [each.numpy().data for each in tensors])
 
     def compute_time(self) -> float:
         return self.workload * self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
