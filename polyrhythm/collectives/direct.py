@@ -101,12 +101,16 @@ def exchange(
 
 def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], root: int, number: int) -> None:
     """Overwrites each tensor with the one of worker `root`."""
-    if node.rank == root:
-        for request in gather(node, f"broadcast {number}", workers):
-            node.reply(request, *tensors)
+    source, kind = next(worker for worker in workers if worker.rank == root), f"broadcast {number}"
+    if node.me == source:
+        replies = [node.request(worker, kind, *tensors) for worker in workers if worker != source]
+        for reply in replies:
+            reply.wait()
     else:
-        source = next(worker for worker in workers if worker.rank == root)
-        node.request(source, f"broadcast {number}", into=tensors).wait()
+        (request,) = gather(node, kind, [source, node.me])
+        for tensor, given in zip(tensors, request.tensors, strict=True):
+            tensor.copy_(given.view(tensor.shape))
+        node.reply(request)
 
 
 def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:

@@ -51,6 +51,11 @@ class Ending:
         saving = self._saving and bool(self._membership.workers)
         return self.failure is not None and not saving and not self._late
 
+    @property
+    def sending(self) -> bool:
+        """True while a worker of a run that has failed sends its parameters."""
+        return self._saving and self._saver is not None
+
     def stop(self, lockstep: bool) -> bool:
         """The run is interrupted: asks the workers to stop. False if they have nothing to save."""
         if not self.keeps or self.failure is not None:

@@ -10,7 +10,8 @@ from polyrhythm.coordination.ending import INTERRUPTED
 from polyrhythm.core.errors import Interrupted
 from polyrhythm.launch.signals import HINT, STOP
 
-SAVE = 5.0  # seconds for a worker of a run that has failed to send what it has
+OFFER = 15.0  # seconds for some worker of a run that has failed to say what it has
+SEND = 300.0  # seconds for it to send that: a large model takes long between hosts
 
 
 class EarlyEnd:
@@ -20,7 +21,7 @@ class EarlyEnd:
         self._coordinator, self._say = coordinator, say
         self.signals = 0  # how often Ctrl-C was pressed, or SIGTERM arrived
         self._stop_until: float | None = None
-        self._save_until: float | None = None
+        self._failed_at: float | None = None
 
     def advance(self) -> None:
         """Called by the launcher's loop, again and again."""
@@ -34,8 +35,9 @@ class EarlyEnd:
         if self._stop_until is not None and now > self._stop_until:
             self._interrupt()  # some worker does not get to its next step
         if coordinator.failure is not None:
-            self._save_until = self._save_until or now + SAVE
-        if self.signals > 1 or (self._save_until is not None and now > self._save_until):
+            self._failed_at = self._failed_at or now
+        late = self._failed_at is not None and now > self._failed_at + (SEND if ending.sending else OFFER)
+        if self.signals > 1 or late:
             self._interrupt()
             ending.give_up()
 

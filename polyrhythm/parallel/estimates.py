@@ -49,6 +49,15 @@ class Estimate:
 
 def estimate(mode: ModeGraph, inputs: dict[str, Any]) -> Estimate:
     """Estimates the cost of each operation: work, and bytes moved."""
+    shapes = tuple(
+        (name, tuple(each.shape), each.dtype) for name, each in inputs.items() if isinstance(each, Tensor)
+    )
+    if shapes not in mode.estimates:
+        mode.estimates[shapes] = _estimate(mode, inputs)
+    return mode.estimates[shapes]
+
+
+def _estimate(mode: ModeGraph, inputs: dict[str, Any]) -> Estimate:
     estimator = _Estimator(mode)
     estimator.estimate(inputs)
     costs = [0.0] * len(mode.operations)

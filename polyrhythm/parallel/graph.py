@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,9 @@ from polyrhythm.parallel.hazards import bound_nodes
 from polyrhythm.parallel.progress_bars import without_progress_bars
 from polyrhythm.parallel.sizes import size_nodes
 from polyrhythm.parallel.trees import flatten_call, flatten_inputs, input_name, unflatten
+
+if TYPE_CHECKING:
+    from polyrhythm.parallel.estimates import Estimate
 
 __all__ = ["Input", "ModeGraph", "ModelGraph", "Result", "capture", "flatten_inputs"]
 
@@ -80,6 +83,8 @@ class ModeGraph:
         str, Any
     ]  # what get_attr and call_module nodes name: the model's own tensors and modules
     result: Result
+    # By the shapes of inputs, because an estimate takes long. Models with the same graph share them.
+    estimates: dict[tuple[Any, ...], Estimate] = field(default_factory=dict)
 
     @cached_property
     def operations(self) -> tuple[fx.Node, ...]:
@@ -223,11 +228,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         raise UsageError(
             f"{type(model).__name__} has lazy modules, which have no parameters yet: call it once before"
         )
+    from polyrhythm.parallel.captures import captures
     from polyrhythm.parallel.chain import chain_graph
     from polyrhythm.parallel.tracing import NotExportable, export_graph
 
+    shared = captures.get()
     try:
         with without_progress_bars():
+            if shared is not None:
+                return shared.export(export_graph, model, args, kwargs)
             return export_graph(model, args, kwargs)
     except NotExportable as error:
         with paging():

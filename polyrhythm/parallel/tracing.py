@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from polyrhythm.parallel.graph import Input, ModeGraph, ModelGraph, Result
+from polyrhythm.parallel.recurrent import short_sequences
 from polyrhythm.parallel.trees import flatten, flatten_call, input_name, unflatten
 from polyrhythm.parallel.untouched import attributes_kept, random_states_kept
 
@@ -172,7 +173,7 @@ def _mode_graph(
     dynamic = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in tensors)
     drawn = _python_numbers()
     try:
-        with _quiet(), _custom_functions() as functions:
+        with _quiet(), short_sequences(), _custom_functions() as functions:
             program = torch.export.export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
     except NotExportable:
         raise

@@ -39,6 +39,8 @@ _MICRO_BATCHES = (
     "are of fewer rows than in the undivided model; with micro_batches=1 batches stay whole"
 )
 
+_WORTH_COLLECTING = 1 << 24  # bytes; a collection takes half a second, and Python makes one by itself later
+
 
 class Served(NamedTuple):
     """A part that a server serves: the node as it sees it, and what is trained."""
@@ -142,9 +144,11 @@ class DividedPlacement(Placement):
 
     def begin(self, seed: int) -> None:
         assert self._division is not None
-        parameters = dict(self._division.model.named_parameters())
+        model = self._division.model
+        parameters = dict(model.named_parameters())
         self._model, self._division = DividedModel(self._context, self._division, seed), None
-        gc.collect()  # graphs refer to themselves, and to the tensors of other workers
+        if _missing(model) > _WORTH_COLLECTING:
+            gc.collect()  # graphs refer to themselves, and to the tensors of other workers
         if self._spilled is not None:
             self._spilled.close(each for name, each in parameters.items() if name not in self._model.held)
 
@@ -174,7 +178,7 @@ class DividedPlacement(Placement):
 
     def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
         assert self._model is not None
-        return scheduled_training(self._model, self._strategy.splits[0], part)
+        return scheduled_training(self._model, self._strategy.splits, part)
 
     def settle(self) -> None:
         node, [leader, *others] = self._context.worker_node, self._context.model

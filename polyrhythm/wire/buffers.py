@@ -45,6 +45,14 @@ def copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
 
 
+def is_inside(view: memoryview, memory: memoryview | None) -> bool:
+    """True if all bytes of a view are in this memory."""
+    if memory is None or not view.nbytes:
+        return not view.nbytes
+    first, start = (np.frombuffer(each, np.uint8).ctypes.data for each in (view, memory))
+    return bool(start <= first and first + view.nbytes <= start + memory.nbytes)
+
+
 class Pool:
     """Reusable memory for inline tensors: touching fresh pages costs more than copying the bytes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyrhythm.wire.frame import Header
@@ -9,6 +10,15 @@ from polyrhythm.wire.incoming import Incoming
 
 _MAX_SEEN = 1 << 14
 _MAX_REPLIES = 1 << 14  # only a peer with so many requests at once can lose one
+
+
+@dataclass(frozen=True)
+class KeptReply:
+    """A reply that may be lost with its connection."""
+
+    header: Header
+    views: Sequence[memoryview] = ()  # its inline tensors
+    memory: memoryview | None = None  # of the request, which holds them
 
 
 @dataclass
@@ -19,7 +29,7 @@ class SenderHistory:
     first_connection: int = 0  # its number
     seen: dict[int, None] = field(default_factory=dict)  # recent sequence numbers, in order
     unanswered: dict[int, Incoming] = field(default_factory=dict)  # requests without a reply
-    replies: dict[int, Header] = field(default_factory=dict)  # unconfirmed ones without inline tensors
+    replies: dict[int, KeptReply] = field(default_factory=dict)  # those that are not confirmed yet
 
     def record(self, sequence: int) -> None:
         """Remembers that a message has arrived."""
@@ -27,13 +37,13 @@ class SenderHistory:
         if len(self.seen) > _MAX_SEEN:
             del self.seen[next(iter(self.seen))]
 
-    def keep_reply(self, reply: Header) -> None:
+    def keep_reply(self, reply: KeptReply) -> None:
         """Keeps a reply until it is confirmed: it may be lost with its connection."""
-        self.replies[reply.reply_to] = reply
+        self.replies[reply.header.reply_to] = reply
         if len(self.replies) > _MAX_REPLIES:
             del self.replies[next(iter(self.replies))]
 
-    def confirm(self, sequence: int) -> None:
-        """The replies to all requests before this one have arrived."""
-        for confirmed in [each for each in self.replies if each < sequence]:
-            del self.replies[confirmed]
+    def confirm(self, sequence: int) -> list[memoryview]:
+        """The replies to all requests before this one have arrived. Returns the memory that held them."""
+        confirmed = [self.replies.pop(each) for each in [*self.replies] if each < sequence]
+        return [each.memory for each in confirmed if each.memory is not None]

@@ -4,7 +4,7 @@ A sender whose connection broke sends its request again with the same sequence n
 sequence numbers of each peer. If a one-way message is repeated, it is dropped. If a request is repeated,
 
 - and has no reply yet, its reply goes over the new connection;
-- and its reply was kept (it had no inline tensors), the reply is sent again;
+- and its reply was kept (see `replies`), the reply is sent again;
 - otherwise it is delivered again: the receiver replies, but must not apply the sequence number twice.
 """
 
@@ -18,8 +18,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire.channel import Channel
 from polyrhythm.wire.connection import Connection
-from polyrhythm.wire.frame import Header
-from polyrhythm.wire.history import SenderHistory
+from polyrhythm.wire.history import KeptReply, SenderHistory
 from polyrhythm.wire.incoming import Incoming
 
 
@@ -29,7 +28,7 @@ class Inbox:
     A connection with `queue` unreceived messages is paused. `resend` sends a kept reply again.
     """
 
-    def __init__(self, queue: int, resend: Callable[[Channel, Header], None]) -> None:
+    def __init__(self, queue: int, resend: Callable[[Channel, KeptReply], None]) -> None:
         self.arrived = 0
         self._resend = resend
         self._queue = queue
@@ -63,7 +62,8 @@ class Inbox:
         """
         history, sequence = connection.history, message.sequence
         with self._lock:
-            history.confirm(confirmed)
+            for memory in history.confirm(confirmed):
+                connection.pool.release(memory)
             original = history.unanswered.get(sequence)
             if original is not None:
                 before = original._connection
@@ -80,6 +80,7 @@ class Inbox:
                 if not message.wants_reply:
                     return True
                 if sequence in history.replies:
+                    connection.pool.release(message._memory)
                     self._resend(connection.channel, history.replies[sequence])
                     return True
             history.record(sequence)
@@ -119,14 +120,14 @@ class Inbox:
                     return message, connection if resumed else None
         return None
 
-    def complete(self, request: Incoming, reply: Header, keep: bool) -> Connection:
-        """Marks a request as replied to, and keeps the reply if told to. Returns the connection to use."""
+    def complete(self, request: Incoming, reply: KeptReply | None) -> Connection:
+        """Marks a request as replied to, and keeps the reply if there is one. Returns its connection."""
         with self._lock:
             connection = request._connection
             if connection is None or connection.history.unanswered.pop(request.sequence, None) is None:
                 raise UsageError(
                     f"{request.kind!r} from {request.sender} is not a request, or has been replied to"
                 )
-            if keep:
+            if reply is not None:
                 connection.history.keep_reply(reply)
             return connection

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 import polyrhythm as pr
+from polyrhythm.core.peer import Peer
+from polyrhythm.core.requests import Farewell
+from polyrhythm.launch import early_end
 from polyrhythm.session import context
 from tests.support.combine import each_value, few
+from tests.support.launchers import SilentLauncher, coordinator
 from tests.support.programs import Steps
 from tests.support.runs import WORLDS, run_in
 
@@ -133,6 +137,25 @@ def test_survivors_of_a_killed_worker_save_the_model(strategy: str, tmp_path: Pa
         assert summary["digest"] == finished("real", strategy, AT - 1)["digest"]
     if strategy == "local:4":
         assert summary["source"] in ("worker 0", "worker 2")
+
+
+def test_a_worker_that_sends_its_model_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, answers = [100.0], []
+    monkeypatch.setattr(early_end.time, "monotonic", lambda: now[0])
+    run = coordinator("allreduce", 2, SilentLauncher())
+    ending = run.ending
+    ending.keeps = True
+    ending.fail("worker 1 was killed", 1)
+    end = early_end.EarlyEnd(run, print)
+    end.advance()
+    ending.offer(Peer("worker", 0), "all workers", answers.append)
+    assert answers == [Farewell(last=True)] and ending.sending
+    now[0] += early_end.SEND - 1
+    end.advance()
+    assert ending.sending
+    now[0] += 2
+    end.advance()
+    assert ending.over and not ending.sending
 
 
 @pytest.mark.slow  # the time for a worker that hangs has to pass

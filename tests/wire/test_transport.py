@@ -758,6 +758,27 @@ def test_request_memory_is_reused_only_after_the_reply():
         third.wait(5)
 
 
+def test_a_reply_in_the_memory_of_its_request_keeps_it_until_it_is_confirmed():
+    with nodes() as (server, worker):
+        waiting, first = (worker.request(SERVER, "x", [floats(*[n] * 1000)]) for n in (1, 2))
+        messages = [server.receive(timeout=60) for _ in range(2)]
+        memory, history = messages[1]._memory, messages[1]._connection.history
+        assert server.reply(messages[1], messages[1].buffers)
+        first.wait(60)
+        second = worker.request(SERVER, "x", [floats(*[3] * 1000)])  # confirms nothing, because one waits
+        messages.append(server.receive(timeout=60))
+        assert messages[2]._memory is not memory
+        assert np.frombuffer(history.replies[first.header.sequence].views[0], np.float32)[0] == 2
+        for message, pending in ((messages[0], waiting), (messages[2], second)):
+            server.reply(message)
+            pending.wait(60)
+        third = worker.request(SERVER, "x", [floats(*[4] * 1000)])
+        message = server.receive(timeout=60)
+        assert first.header.sequence not in history.replies
+        server.reply(message)
+        third.wait(60)
+
+
 def test_sockets_closed_during_the_handshake_are_ignored():
     with nodes() as (server, worker):
         for _ in range(5):

@@ -320,7 +320,7 @@ class ProcessNode(Node):
         if 0 <= offset < self.view.nbytes and tensor.is_contiguous():
             view = self.view[offset : offset + tensor.nbytes]
             return Buffer(NAMES[tensor.dtype], view, self.arena, offset)
-        host = tensor.detach().cpu().contiguous()
+        host = tensor.detach().cpu().contiguous().view(-1)
         return Buffer(NAMES[host.dtype], host.view(torch.uint8).numpy().data)
 
     # --- threads, events and shutdown ---------------------------------------------------------------

@@ -16,6 +16,7 @@ from polyrhythm.core.compile_note import compile_note
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
+from polyrhythm.parallel.captures import Captures, captures
 from polyrhythm.session.context import ServerDone, world_context
 from polyrhythm.session.script import explained, run_script, salvage
 from polyrhythm.session.seeds import start_script
@@ -69,6 +70,7 @@ class Simulated:
         self._fibers: list[Fiber] = []
         self.say = say
         self.generators = GlobalGenerators()
+        self.captures = Captures()
         self._own = own  # where the modules are that every node has a copy of
         self.modules: OwnModules | None = None
         self.coordinator: Coordinator = Coordinator(plan, strategy, self, lambda: self.loop.now, record)
@@ -201,6 +203,7 @@ class Simulated:
         node.fiber = fiber
         node.install_random_state()
         world_context.set(SimulatedContext(node))
+        captures.set(self.captures)
         start_script(self.plan.seed)
         try:
             run_script(self.program, node.stopping)
