@@ -30,6 +30,7 @@ from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.places import script_call
 from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.result_parts import ResultParts
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
@@ -133,7 +134,8 @@ class DividedPlacement(Placement):
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
         me = self._context.me
         decides = me.role == "worker" and me.rank == 0
-        found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
+        call = script_call("session.prepare()", anywhere=True)
+        found = self._exchange.gather([choose() if decides else [], captured], call)
         chosen, theirs = found[0]
         if theirs != captured:
             raise UsageError(
