@@ -31,6 +31,7 @@ from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.place_exchange import Found, PlaceExchange
 from polyrhythm.session.prediction.models import digest_of, evaluating
 from polyrhythm.session.random_states import OwnNumbers
+from polyrhythm.session.result_parts import TensorShare
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
 
@@ -76,6 +77,7 @@ class DividedModel:
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name, place) == place}
         used = {name for name in tensors if place in division.users(name, place)}
+        self.held = used | self._mine
         kept = [each for name, each in self._model.named_parameters() if name in used]
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
@@ -158,21 +160,37 @@ class DividedModel:
 
     # --- the whole model ----------------------------------------------------------------------------
 
-    def complete(self, copy: nn.Module, on_all: bool) -> None:
-        """Gives a copy of the model the tensors of all places: on all workers of the model, or on the first.
+    def owns(self, name: str) -> bool:
+        """True if this place has a tensor, or a part of it, for the whole model."""
+        return self._first_names.get(name, name) in self._mine
+
+    @property
+    def shares(self) -> dict[str, TensorShare]:
+        """By name: the part of each divided tensor that a worker on this rank has."""
+        if self._tensors is None:
+            return {}
+        rank, divided = self._grid.rank(self.place), self._tensors.shardings
+        return {
+            name: TensorShare(divided[first].dim, divided[first].blocks, rank, self._grid.tensor)
+            for name, first in self._first_names.items()
+            if first in divided
+        }
+
+    def complete(self, copy: nn.Module) -> None:
+        """Gives a copy of the model the tensors of all places.
 
         All workers of the model call this at the same time.
         """
         copy.__dict__.pop("forward", None)
         tensors = (*copy.named_parameters(), *copy.named_buffers())
-        mine = {name: each.detach() for name, each in tensors if name in self._mine}
-        if whole := self._gathered(mine, on_all):
-            self._fill(copy, whole)
+        self._fill(
+            copy, self._gathered({name: each.detach() for name, each in tensors if name in self._mine})
+        )
 
-    def _gathered(self, mine: Mapping[str, Tensor], on_all: bool) -> dict[str, Tensor]:
+    def _gathered(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors from those of all places."""
         parts: dict[str, dict[int, Tensor]] = {}
-        for place, found in enumerate(self._exchange.gather(Found(mine, {}), on_all)):
+        for place, found in enumerate(self._exchange.gather(Found(mine, {}))):
             for name, tensor in found.tensors.items():
                 parts.setdefault(name, {})[place] = tensor
         if self._tensors is None:
@@ -220,7 +238,7 @@ class DividedModel:
             if key.startswith(prefix) and (first := self._first(name, key.removeprefix(prefix))) in own
         }
         mine = dict.fromkeys(first for first in keys.values() if first in self._mine)
-        whole = self._gathered({first: own[first].detach().clone() for first in mine}, on_all=True)
+        whole = self._gathered({first: own[first].detach().clone() for first in mine})
         state.update((key, whole[first]) for key, first in keys.items())
 
     def _own_state(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
+from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.divide import choose, divide, doubt
 from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
@@ -89,7 +90,8 @@ class ModelDivision:
         for each in splits:
             if isinstance(each, TensorParallel):
                 tensors = TensorShards(self.graph, each, self.grid.rank(place))
-                tensors.take(self.model, given.optimizers)
+                with paging():
+                    tensors.take(self.model, given.optimizers)
                 self.graph = tensors.graph
                 return tensors
         return None

@@ -1,4 +1,4 @@
-"""PlaceExchange: what the workers of one model have, gathered on all of them or on the first."""
+"""PlaceExchange: what the workers of one model have, gathered on all of them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ class PlaceExchange:
     def __init__(self, context: ModelContext) -> None:
         self._context = context
 
-    def gather(self, mine: Found, on_all: bool = True) -> list[Found]:
-        """What all places have, in order; not `on_all`: on the first place, and nothing on others.
-
-        Tensors of other places are copies.
-        """
+    def gather(self, mine: Found) -> list[Found]:
+        """What all places have, in order. Tensors of other places are copies."""
         node, me = self._context.worker_node, self._context.place
         others = [place for place in range(len(self._context.model)) if place != me]
         with torch.no_grad(), self._context.blocking():
-            for place in others if on_all else [0] * (me != 0):
+            for place in others:
                 node.send(
                     self._context.model[place],
                     f"{_KIND} {me}",
@@ -43,8 +40,6 @@ class PlaceExchange:
                     shapes=[list(each.shape) for each in mine.tensors.values()],
                     plain=dict(mine.plain),
                 )
-            if me and not on_all:
-                return []
             return [mine if place == me else self._receive(place) for place in range(len(others) + 1)]
 
     def _receive(self, place: int) -> Found:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.core.address_space import address_space
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
+from polyrhythm.model.spilled import SpilledParameters
 from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
@@ -33,6 +35,7 @@ from polyrhythm.session.part import TrainingPart, scoped
 from polyrhythm.session.place_exchange import PlaceExchange
 from polyrhythm.session.places import script_call
 from polyrhythm.session.prediction.models import Predictor, WholeModel
+from polyrhythm.session.result_parts import ResultParts
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
@@ -86,16 +89,16 @@ class Placement:
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
-        """Makes copies of the models whole: on all workers, or only on those that lead."""
+    def complete(self, models: Sequence[nn.Module]) -> None:
+        """Makes copies of the models whole."""
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
         return WholeModel(model, context)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the digest of a result is of."""
-        return own
+    def send_parts(self, result: nn.Module) -> Tensor:
+        """Sends this worker's part of the result of a divided model; returns the places of all parameters."""
+        raise NotImplementedError("the model is not divided")
 
     def state_dict(self) -> dict[str, Any]:
         """What a worker has to save because it holds a part of a model."""
@@ -120,10 +123,13 @@ class DividedPlacement(Placement):
         self._owners: ParameterOwners | None = None
         self._given: Arguments | None = None
         self._models: list[DividedModel] = []
-        self._whole: Sequence[nn.Module] = ()  # the same as the script has them
+        self._whole = nn.Module()  # all of them, as the script has them
         self._scheduled: ScheduledTraining | None = None
+        self._spilled = spilled_parameters(context, strategy)
 
     def plan(self, given: Arguments) -> None:
+        if self._spilled is not None:
+            self._spilled.stop()
         if tracking(joined(given.models)) and self._batch_norm in ("sync", "recompute"):
             raise UsageError(
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
@@ -174,25 +180,22 @@ class DividedPlacement(Placement):
             members = self._owners.members(optimizer, place)
             self._owners.keep(optimizer, place)
             DividedOptimizer(optimizer, members, exchange, self._before_saving)
+        spilled: list[nn.Parameter] = []  # and not held by this worker
         for number, division in enumerate(self._divisions):
-            self._models.append(DividedModel(self._context, division, seed, number, exchange))
-            self._models[-1].before_saving = self._before_saving
-        self._divisions, self._owners, self._given, self._whole = [], None, None, models
-        others = _held(joined(models), data=False)
-        if others > _WORTH_COLLECTING:
+            parameters = dict(division.model.named_parameters())
+            divided = DividedModel(self._context, division, seed, number, exchange)
+            divided.before_saving = self._before_saving
+            self._models.append(divided)
+            spilled += [each for name, each in parameters.items() if name not in divided.held]
+        self._divisions, self._owners, self._given, self._whole = [], None, None, joined(models)
+        if _missing(self._whole) > _WORTH_COLLECTING:
             gc.collect()  # graphs refer to themselves, and to the tensors of other workers
-        # Besides its gradient, an optimizer state and a copy of its part.
-        needed = others + 3 * _held(joined(models), data=True)
-        if self.leads and not _room(needed):
-            raise UsageError(
-                f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
-                f"{needed >> 20} MiB more than it has: raise the limit of its memory, as by ulimit -v"
-            )
+        if self._spilled is not None:
+            self._spilled.close(spilled)
 
     def _before_saving(self) -> None:
         """The script saves the state of a model or of an optimizer, and gets a whole one."""
-        missing = sum(_held(model, data=False) for model in self._whole)
-        if not _room(missing):
+        if not _room(missing := _missing(self._whole)):
             raise UsageError(
                 f"state_dict() of a divided model is whole on every worker, and {missing >> 20} MiB more do "
                 "not fit this one: raise the limit of its memory, or use the consensus.safetensors of the run"
@@ -206,6 +209,8 @@ class DividedPlacement(Placement):
     def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         owners = self._owners
         assert owners is not None
+        if self._spilled is not None:
+            self._spilled.close(())
         return [
             Served(part, *owners.on_server(optimizer, place))
             for place in range(self._context.size)
@@ -241,20 +246,31 @@ class DividedPlacement(Placement):
         for place, other in enumerate(others, 1) if self.leads else ():
             receive_from(node, other, f"finished {place}")
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
-        if on_all and not _room(missing := _held(joined(models), data=False)):
+    def complete(self, models: Sequence[nn.Module]) -> None:
+        if not _room(missing := _missing(joined(models))):
             raise UsageError(
                 f"session.consensus() is the whole model on every worker, and {missing >> 20} MiB more do "
                 "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
             )
         for divided, model in zip(self._models, models, strict=True):
-            divided.complete(model, on_all)
+            divided.complete(model)
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         return self._models[0].predictor(model)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [each.detach().reshape(-1) for each in result.parameters()]
+    def send_parts(self, result: nn.Module) -> Tensor:
+        several = len(self._models) > 1
+        named = [(f"{number}." if several else "", model) for number, model in enumerate(self._models)]
+        shares = {prefix + name: each for prefix, model in named for name, each in model.shares.items()}
+
+        def owned(name: str) -> bool:
+            return any(name.startswith(each) and model.owns(name.removeprefix(each)) for each, model in named)
+
+        parts = ResultParts(result, owned, shares)
+        for part, tensors in parts.messages(header=self.leads):
+            self._context.send_result_part(part, tensors)
+        self.settle()  # until the parts of all have arrived
+        return parts.order
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -273,6 +289,16 @@ class DividedPlacement(Placement):
             model.link.random.load_state_dict(each)
 
 
+def spilled_parameters(context: ModelContext, strategy: Strategy) -> SpilledParameters | None:
+    """Keeps parameters in a file until `prepare`, if memory is limited or the strategy asks for it."""
+    wanted = address_space() is not None or any(each.spill for each in strategy.splits)
+    if not wanted or not context.processes:
+        return None
+    spilled = SpilledParameters()
+    spilled.start()
+    return spilled
+
+
 def _room(nbytes: int) -> bool:
     """True if so many bytes more fit this process."""
     try:
@@ -282,9 +308,9 @@ def _room(nbytes: int) -> bool:
     return True
 
 
-def _held(model: nn.Module, data: bool) -> int:
-    """The bytes of the tensors of a model that have data here, or of those that have not."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta != data)
+def _missing(model: nn.Module) -> int:
+    """The bytes of the tensors of a model that have no data here."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta)
 
 
 def _examples(given: Arguments) -> list[Call]:
