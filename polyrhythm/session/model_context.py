@@ -16,12 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.core.errors import PeerLost
 from polyrhythm.core.mesh import Axis
-from polyrhythm.core.message import Message
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.place_node import Place, PlaceNode
+from polyrhythm.core.place_node import Place, PlaceNode, receive_from
 from polyrhythm.core.requests import (
     CompareReplica,
     EnterCall,
@@ -225,24 +224,3 @@ def model_context(context: WorldContext, strategy: Strategy) -> WorldContext:
     """The context for a session, in which the workers that hold one model are one worker."""
     axes = strategy.traits.model_axes
     return ModelContext(context, axes) if axes else context
-
-
-def _receive(node: Node, sender: Peer, kind: str) -> Message | None:
-    try:
-        return node.receive(kind)
-    except PeerLost:
-        raise
-    except WaitError as error:
-        raise WaitError(
-            f"{error}; it holds one model with {sender}, which has not come to the same point of the script: "
-            "all workers of a model must call it, and take the same branches"
-        ) from None
-
-
-def receive_from(node: Node, sender: Peer, kind: str) -> Message:
-    """The next message of a kind, which only this worker sends; PeerLost if it has died."""
-    while (message := _receive(node, sender, kind)) is None:
-        # The last message of one that has finished is still on its way.
-        if sender in node.members.lost and sender not in node.members.workers:
-            raise PeerLost(f"{node.me} waited for {sender}, which is gone; they hold one model together")
-    return message

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.core.place_node import receive_from
+from polyrhythm.session.model_context import ModelContext
 
 _KIND = "part of model"  # of the messages
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from polyrhythm.core.address_space import address_space
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
+from polyrhythm.core.place_node import receive_from
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
@@ -28,7 +29,7 @@ from polyrhythm.session.divided_model import DividedModel
 from polyrhythm.session.divided_optimizer import DividedOptimizer
 from polyrhythm.session.exchange import Exchange
 from polyrhythm.session.meter import Meter
-from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_context import ModelContext
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.parameter_owners import ParameterOwners
 from polyrhythm.session.part import TrainingPart, scoped

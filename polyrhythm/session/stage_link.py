@@ -14,11 +14,12 @@ from torch import Tensor
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.place_node import receive_from
 from polyrhythm.parallel.grid import Grid
 from polyrhythm.parallel.orders import Kind
 from polyrhythm.parallel.stage_messages import Computation
 from polyrhythm.session.meter import DIGITS, Meter
-from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_context import ModelContext
 from polyrhythm.session.random_states import OwnNumbers
 
 SAMPLED = 64  # numbers of each input that the workers of a model compare

@@ -105,6 +105,39 @@ def test_clipping_uses_the_norm_of_the_whole_model(tmp_path: Path) -> None:
     assert distance(final("simulated", Training(Skipping), "allreduce", 1, tmp_path), whole) > 1e-3
 
 
+@few(
+    "strategy, models",
+    [
+        ("allreduce+dgc:1,clip=0.05,masking=no,values=fp32", 2),
+        ("async:clip=0.05", 1),
+        ("async+dgc:1,clip=0.05,values=fp32", 1),
+    ],
+    quick=2,
+)
+def test_a_norm_of_a_codec_or_a_strategy_is_that_of_the_whole_model(
+    strategy: str, models: int, tmp_path: Path
+) -> None:
+    """Of a gradient that is much longer than that."""
+    program = Training(Skipping)
+    whole = final("simulated", program, strategy, models, tmp_path)
+    divided = final("simulated", program, f"{strategy}@pipeline:2", 2 * models, tmp_path)
+    assert distance(divided, whole) < 1e-12
+    free = final("simulated", program, strategy.replace("clip=0.05", "clip=1000"), models, tmp_path)
+    assert distance(free, whole) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        ("sync:clip=0.5@pipeline:2", "call clip_grad_norm_ in the script"),
+        ("allreduce+dgc:clip=1@pipeline:2,schedule=pipedream", "stages are of different batches"),
+    ],
+)
+def test_norms_that_no_worker_knows_are_refused(strategy: str, error: str) -> None:
+    with pytest.raises(pr.UsageError, match=error):
+        pr.parse(strategy)
+
+
 @few("strategy", ["async+topk:0.5", "adpsgd", "ssp:1", "sync", "async", "easgd:2", "hogwild"], quick=2)
 def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: str, tmp_path: Path) -> None:
     summary = run_in(
