@@ -17,17 +17,15 @@ from benchmarks.report import Row, ratio
 
 MICRO_BATCHES = 8
 BAR = 1.5
+NAMES = "MLP, 8 layers of 512, batch 2048", "transformer, 8 layers of 256, 32 × 64"
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rounds = 3 if quick else 9
     rows = []
-    for name, steps in (
-        ("MLP, 8 layers of 512, batch 2048", 1),
-        ("transformer, 8 layers of 256, 32 × 64", 1),
-    ):
+    for name, steps in ((each, 1) for each in NAMES):
         ours: Speeds = apart(
-            by_turns, partial(_build, name), f"pipeline:2,micro_batches={MICRO_BATCHES}", rounds, steps
+            by_turns, partial(build, name), f"pipeline:2,micro_batches={MICRO_BATCHES}", rounds, steps
         )
         theirs = together(2, _torch, name, rounds, steps)[0]
         gained = ratio(ours["divided"], ours["alone"])
@@ -39,11 +37,11 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
                 more={"torch.distributed.pipelining, 1F1B": f"{other:.3f}×"},
             )
         )  # fmt: skip
-    name = "MLP, 8 layers of 512, batch 2048"
+    name = NAMES[0]
     for schedule, steps in (("1f1b", 1), ("pipedream", 4), ("2bw", 4)):
         cut = "" if schedule == "pipedream" else f",micro_batches={MICRO_BATCHES}"
         strategy = f"pipeline:2,schedule={schedule}{cut}"
-        speeds: Speeds = apart(by_turns, partial(_build, name), strategy, rounds, steps)
+        speeds: Speeds = apart(by_turns, partial(build, name), strategy, rounds, steps)
         divided, alone = statistics.median(speeds["divided"]), statistics.median(speeds["alone"])
         gained = ratio(speeds["divided"], speeds["alone"])
         rows.append(
@@ -68,7 +66,7 @@ def _model(name: str) -> tuple[Any, Any, Any]:
     return nn.Sequential(*layers), torch.randn(32, 64, 256), torch.randn(32, 64, 256)
 
 
-def _build(name: str) -> tuple[Any, tuple[Any, ...], Any]:
+def build(name: str) -> tuple[Any, tuple[Any, ...], Any]:
     model, x, y = _model(name)
     return model, (x,), y
 
