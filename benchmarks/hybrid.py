@@ -1,9 +1,8 @@
 """Four workers: two models of two stages (`allreduce@pipeline:2`), against four whole models (`allreduce`).
 
 Both train the same model on batches of the same rows in total, with momentum, in turn. The memory of a worker
-is the growth of its resident set since before it built the model, shared memory that it has touched included:
-the highest in the last steps, and the highest since the start, which has the whole model that every worker
-builds.
+is the growth of its resident set from before it builds the model to its highest: with the whole model that
+every worker builds at first, and with memory of others that it has touched.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class Figures(NamedTuple):
     """Of one run."""
 
     samples: float  # a second
-    training: float  # MiB of the worker that needs most, in the last steps
-    start: float  # MiB, since the start
+    memory: float  # MiB of the worker that needs most
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
@@ -39,10 +37,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
             found[name].append(apart(_run, name, 2 if quick else 4))
     hybrid, whole = (found[name] for name in STRATEGIES)
     rows = []
-    for what, unit, number in (
-        ("samples/s", "/s", 0), ("memory of a worker in training", "MiB", 1),
-        ("memory of a worker since its start", "MiB", 2),
-    ):  # fmt: skip
+    for what, unit, number in (("samples/s", "/s", 0), ("peak memory of a worker", "MiB", 1)):
         ours, theirs = [each[number] for each in hybrid], [each[number] for each in whole]
         medians = statistics.median(ours), statistics.median(theirs)
         rows.append(
@@ -63,8 +58,8 @@ def _run(strategy: str, steps: int) -> Figures:
         pr.run(_Script(steps, Path(folder)), workers=WORKERS, strategy=strategy, threads=1, runs=None)
         found = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
     assert len(found) == WORKERS
-    speeds, training, start = zip(*found, strict=True)
-    return Figures(min(speeds), max(training), max(start))
+    speeds, memory = zip(*found, strict=True)
+    return Figures(min(speeds), max(memory))
 
 
 class _Script:
@@ -90,24 +85,21 @@ class _Script:
         )
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, rows))
-        start = began = 0.0
+        began = 0.0
         for number, (x,) in enumerate(loader):
             if number == 2:
                 session.barrier()
-                start = _resident("VmHWM")
-                Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident set
                 began = time.perf_counter()
             optimizer.zero_grad()
             F.mse_loss(model(x), x).backward()
             optimizer.step()
         session.barrier()
         speed = self.steps * ROWS / (time.perf_counter() - began)
-        training = _resident("VmHWM")
-        figures = speed, training - before, max(start, training) - before
+        figures = speed, _resident("VmHWM") - before
         (self.folder / str(os.getpid())).write_text(json.dumps(figures))
 
 
 def _resident(which: str) -> float:
-    """MiB of this process: now, or the most since that was last forgotten."""
+    """MiB of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1024
