@@ -27,6 +27,7 @@ from polyrhythm.coordination.handlers import (
     noted,
     once,
     releasing,
+    resuming,
 )
 from polyrhythm.coordination.key_values import KeyValues
 from polyrhythm.coordination.last_steps import LastSteps
@@ -115,11 +116,11 @@ class Coordinator:
         self._handlers: dict[type[Request[Any]], Callable[[Peer, Any, Respond], None]] = {
             JoinRun: self._join, Prepared: self._prepare, TakeLease: self._take_lease,
             ReturnLease: self.data.return_lease, WhereIsData: self.data.position,
-            OrderDrawn: self.data.order_drawn, ResumeData: self.data.resume,
-            ShareEpoch: self.data.share_epoch, ExamplesDue: due(self.tally, self.membership),
+            OrderDrawn: self.data.order_drawn, ExamplesDue: due(self.tally, self.membership),
+            ResumeData: resuming(self.membership, self._gathers.resume, self.data.resume),
+            ShareEpoch: self.data.share_epoch, StepsDone: self._steps_done, LeaveRun: self._leave_run,
             LogMetrics: logged(self.tally, self.membership, self._record),
             BeginEpoch: noted(lambda begun: self.tally.begin_epoch(begun.epoch, begun.count)),
-            StepsDone: self._steps_done, LeaveRun: self._leave_run,
             WhoIsLate: late(self.membership, self._finish.done, self.data.cohorts, self._gathers.waiting),
             ReleaseMemory: releasing(self.membership, launcher.released), Gather: self._gathers.add,
             LastStep: self._end_script, EnterCall: self._calls.enter, FileWritten: self.ending.files.add,

@@ -18,6 +18,7 @@ from polyrhythm.core.requests import (
     NodeFailed,
     ReleaseMemory,
     Request,
+    ResumeData,
     ShowNote,
     WorkerNames,
 )
@@ -46,6 +47,19 @@ def once(say: Callable[[str], None]) -> Callable[[ShowNote], None]:
             say(note.text)
 
     return show
+
+
+def resuming(membership: Membership, late: Callable[[Peer, int, int], None], resume: Handle) -> Handle:
+    """Handles a worker that resumes: with all others (`resume`), or when it replaces one of them (`late`)."""
+
+    def handle(peer: Peer, request: ResumeData, respond: Respond) -> None:
+        if membership.incarnations[peer]:
+            respond(None)
+            late(peer, request.loader, request.epoch)
+        else:
+            resume(peer, request, respond)
+
+    return handle
 
 
 def failing(fail: Callable[[str, int, Peer | None], None]) -> Handle:

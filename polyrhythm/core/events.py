@@ -44,7 +44,8 @@ class MicroBatch(Event, frozen=True, tag="micro-batch"):
     """A stage of a divided model has computed one micro-batch.
 
     `direction` is forward, backward, or weights: the weight gradients that are computed when the gradient of
-    the stage's input is on its way. In simulation they are a part of backward.
+    the stage's input is on its way. In simulation they are a part of backward. Under a schedule that computes
+    them later, a pass without them is input.
     """
 
     frequent: ClassVar[bool] = True
@@ -53,6 +54,8 @@ class MicroBatch(Event, frozen=True, tag="micro-batch"):
     stage: int
     began: float  # seconds since the run began
     seconds: float
+    segment: int = 0  # of the model: a stage may have several
+    micro_batch: int = 0  # of its batch
 
 
 class PeriodChosen(Event, frozen=True, tag="period"):

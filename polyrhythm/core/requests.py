@@ -77,6 +77,7 @@ class ShareReply(msgspec.Struct, frozen=True):
 
 class Gathered(msgspec.Struct, frozen=True):
     values: list[bytes]  # by rank, of the workers that are alive
+    number: int  # of gathers before it in this run
 
 
 class Farewell(msgspec.Struct, frozen=True):
@@ -166,7 +167,7 @@ class WhereIsData(Request[DataPosition], frozen=True, tag="where"):
 class ResumeData(Request[None], frozen=True, tag="resume data"):
     """The worker continues from a saved position of a loader; the batches in `held` are its own.
 
-    Where batches are leased, the reply comes when all workers have loaded their positions.
+    Where batches are leased, the reply comes when all have loaded theirs, except to a replacement.
     """
 
     loader: int
@@ -225,9 +226,10 @@ class Gather(Request[Gathered], frozen=True, tag="gather"):
 
     reply: ClassVar[Any] = Gathered
 
-    number: int  # how many gathers this node has begun before
     point: str  # the call in the script; all workers must be at the same one
     value: bytes
+    path: str = ""  # the lines of the script that have led to the call
+    epochs: int = 0  # of training data that the script has begun
     steps: int = 0  # that this worker has taken
 
 

@@ -44,10 +44,10 @@ class Program:
 
     def __call__(self) -> None:
         with _ending():
+            self._enter_node()
             if self._main is not None:
                 self._main()
             else:
-                self._enter_node()
                 runpy.run_path(str(self._script), run_name="__main__")
 
     @property
@@ -126,27 +126,37 @@ class Program:
             return True  # it cannot be read; the first node runs it and reports why
 
     def check_told(self) -> None:
-        """Raises UsageError if neither the script nor a module beside it mentions polyrhythm."""
-        assert self._script is not None
-        try:
-            texts = (text for code in _code(self._script) for text in _texts(code, names=True))
-            told = any("polyrhythm" in text for text in texts)
-        except Exception:
-            return  # it cannot be read, but runs
-        if not told:
+        """Called when the program trains outside a session. Raises UsageError if it can never have one."""
+        if missing := self._missing():
             raise UsageError(
-                f"{self._script} never imports polyrhythm, so every worker would train all of it by itself: "
-                "add import polyrhythm as pr, session = pr.init() and model, optimizer, loader = "
+                f"{self._script} never {missing[0]}, so every worker would train all of it by itself: "
+                f"add {missing[1]}session = pr.init() and model, optimizer, loader = "
                 "session.prepare(model, optimizer, loader)"
             )
+
+    def _missing(self) -> tuple[str, str] | None:
+        """What neither the script nor a module beside it does, and what is to be added."""
+        if self._script is None:
+            return None
+        try:
+            texts = {text for code in _code(self._script) for text in _texts(code, names=True)}
+        except Exception:
+            return None  # it cannot be read, but runs
+        if not any("polyrhythm" in text for text in texts):
+            return "imports polyrhythm", "import polyrhythm as pr, "
+        # An integration makes the session by itself.
+        if "init" not in texts and not any("integrations" in text for text in texts):
+            return "calls pr.init()", ""
+        return None
 
     def _enter_node(self) -> None:
         """The script is about to run on a node."""
         from polyrhythm.session.context import session, without_session
 
-        self._enter()
-        session.set(None)  # the process that starts the run may have one
         without_session.set(self.check_told)
+        if self._script is not None:
+            self._enter()
+            session.set(None)  # the process that starts the run may have one
 
     def _enter(self) -> None:
         """Makes the process look as if Python had been started with the script."""

@@ -51,6 +51,7 @@ class Replica:
         self.steps = 0
         self.samples = 0  # examples trained on so far; borrowed ones do not count
         self.leaves_early = False  # while others still train on the data
+        self.epochs: Callable[[], int] = lambda: 0  # of data that the script has begun, see `CallNumbers`
         self.runner = runner or OptimizerRunner()
         self.empty, self._temporary = empty, temporary
         self.parameters = self.layout.vectors(untouched if sparse else empty)

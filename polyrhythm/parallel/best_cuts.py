@@ -103,8 +103,11 @@ def measured_cuts(
         if not refused and _works(graph, cuts):
             return cuts
         costs = replace(costs, illegal=costs.illegal | (refused or set(cuts)))
+    most = stages - 1
+    while most > 1 and best_cuts(costs, most, seconds_per_byte, preferences) is None:
+        most -= 1
     raise UsageError(
-        f"this model cannot be cut into {stages} stages with a parameter to train in each: use fewer stages"
+        f"this model cannot be cut into {stages} stages with a parameter to train in each: use {most} at most"
     )
 
 

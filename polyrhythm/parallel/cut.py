@@ -27,12 +27,13 @@ def choose_cuts(
         frozenset(graph.illegal),
     )
     preferences = Preferences(needed=own_parameters(graph, trained), nesting=module_nesting(graph))
-    for size in range(pipeline.size, 0, -1):
+    for size in range(pipeline.segments, 0, -1):
         cuts = best_cuts(costs, size, 0.0, preferences)
-        if cuts is not None and size == pipeline.size:
+        if cuts is not None and size == pipeline.segments:
             return cuts
         if cuts is not None:
             break
+    what = "stages" if pipeline.chunks == 1 else f"segments ({pipeline.size} x {pipeline.chunks})"
     raise UsageError(
-        f"{pipeline} has more stages than the model has layers to train that can be apart: use {size} at most"
+        f"{pipeline} has more {what} than the model has layers to train that can be apart: use {size} at most"
     )

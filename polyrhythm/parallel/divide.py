@@ -26,7 +26,7 @@ def choose(graph: ModelGraph, how: ModelSplit, inputs: dict[str, Any], trained: 
 
 def divide(graph: ModelGraph, how: ModelSplit, chosen: Sequence[int]) -> Partition:
     """The model divided as `choose` has decided."""
-    return divide_by_places(graph, chosen) if isinstance(how, Branches) else split(graph, chosen)
+    return divide_by_places(graph, chosen) if isinstance(how, Branches) else split(graph, chosen, how.size)
 
 
 def doubt(graph: ModelGraph, how: ModelSplit, parts: Partition, costs: Estimate) -> str:

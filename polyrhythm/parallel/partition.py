@@ -1,8 +1,8 @@
 """Partition: a captured model cut into segments, each of which runs at one place with its own parameters.
 
 The workers that hold one model together each have a *place*, and run the segments of their place in order. Of
-a pipeline each stage is one segment. A value goes by message to another place, and stays here for a later
-segment of the same place.
+a pipeline each stage is one segment, or several if they are interleaved. A value goes by message to another
+place, and stays here for a later segment of the same place.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ class Partition:
         return self.build_output(mode, known)
 
 
-def split(graph: ModelGraph, cuts: Sequence[int]) -> Partition:
-    """Cuts a model before the operations at these positions of its train graph: one segment at each place."""
+def split(graph: ModelGraph, cuts: Sequence[int], places: int | None = None) -> Partition:
+    """Cuts a model before the operations at these positions of its train graph.
+
+    The segments are dealt to the places in turn. None: each has a place of its own.
+    """
     check_cuts(graph, cuts)
     segments = [sum(cut <= position for cut in cuts) for position in range(len(graph.train.operations))]
-    return partition(graph, segments, range(len(cuts) + 1))
+    count = len(cuts) + 1
+    return partition(graph, segments, [number % (places or count) for number in range(count)])
 
 
 def partition(graph: ModelGraph, segments: Sequence[int], places: Sequence[int]) -> Partition:

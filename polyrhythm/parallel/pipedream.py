@@ -16,7 +16,41 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from polyrhythm.parallel.schedules import BatchPass, InFlight
+from polyrhythm.parallel.orders import Action
+from polyrhythm.parallel.schedules import BatchPass
+
+
+class InFlight:
+    """The micro-batches that have passed forward through a stage, and not backward, the oldest first.
+
+    `ahead`: how many forward passes the stage is ahead of its backward passes.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._passes: deque[tuple[BatchPass, int]] = deque()
+
+    def forward(self, batch: BatchPass) -> None:
+        """Runs all forward passes of a batch, and the backward passes that are due in between."""
+        batch.begin()
+        for number in range(batch.pieces):
+            batch.run(Action("forward", number))
+            self._passes.append((batch, number))
+            if len(self._passes) > self._ahead:
+                self._backward()
+
+    def backward(self, batch: BatchPass) -> None:
+        """Runs the remaining backward passes, up to those of a batch."""
+        while not batch.complete:
+            self._backward()
+
+    def _backward(self) -> None:
+        batch, number = self._passes.popleft()
+        batch.run(Action("backward", number))
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        self._passes.clear()
 
 
 class GivenPass:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,34 +32,8 @@ from polyrhythm.parallel.micro_batches import (
     micro_batches,
 )
 from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
+from polyrhythm.parallel.stage_messages import Computation, StageMessages
 from polyrhythm.parallel.weight_gradients import WeightGradients
-
-
-class StageMessages(Protocol):
-    """The messages between the places of one model."""
-
-    fingerprint: str  # of the batch that they are about
-
-    def send(self, to: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Sends values to another place. They may be changed at once."""
-
-    def send_all(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Sends values to all other places of this column."""
-
-    def receive(self, sender: int, kind: str) -> Values:
-        """Waits for the values that another place sends under this kind.
-
-        Those that require a gradient there require one here.
-        """
-
-    def sum(self, *tensors: Tensor) -> None:
-        """Replaces each tensor by its sum over the places of this column, in place."""
-
-    def compute(self, segment: int, backward: bool, micro_batches: int) -> AbstractContextManager[None]:
-        """A context for the computation of one of so many micro-batches in a segment."""
-
-    def weights(self) -> AbstractContextManager[None]:
-        """A context for the computation of weight gradients that were put off."""
 
 
 @dataclass
@@ -157,7 +130,7 @@ class Pass:
         self._sizes = [each.rows for each in micro_batches]
         self._totals = GradientSums(len(trained))
         # By micro-batch and segment: inputs and outputs, as far as they have gradients.
-        self._saved: list[list[tuple[dict[str, Tensor], dict[str, Tensor]]]] = []
+        self._saved: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
         self.names: list[str] = []  # of the tensors of the output
         self.plain: Values = {}  # values of the output that are no tensors
 
@@ -186,27 +159,24 @@ class Pass:
         known = dict(self._micro_batches[number].values)
         for name in self._leaves if keep else ():
             known[name] = known[name].detach().requires_grad_()
-        saved = [self._forward(number, segment, known, keep) for segment in self._plan.segments]
-        if keep:
-            self._saved.append(saved)
+        for segment in self._plan.segments:
+            self.forward_segment(number, segment, known, keep)
         return known
 
     def function_of(self, segment: SegmentPlan) -> Callable[..., Sequence[Any]]:
         """What a segment computes."""
         return segment.run
 
-    def _forward(
-        self, number: int, segment: SegmentPlan, known: Values, keep: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def forward_segment(self, number: int, segment: SegmentPlan, known: Values, keep: bool) -> None:
         """Runs a segment on one micro-batch, and adds what it computes to the values that are known here.
 
-        Returns those of its inputs and outputs that have gradients.
+        `keep`: there will be a backward pass.
         """
         link = self.runner.link
         for source, (place, _) in segment.sources.items():
             known.update(link.receive(place, self.kind("forward", number, source)))
         wanted = {name: known[name] for name in segment.inputs if _differentiable(known[name])}
-        with link.compute(segment.number, False, len(self._sizes)):
+        with link.compute(Computation("forward", segment.number, number), len(self._sizes)):
             given = [known[name] for name in segment.inputs]
             made = self.runner.run(self.function_of(segment), given, keep)
             outputs = dict(zip(segment.outputs, made, strict=True))
@@ -215,7 +185,9 @@ class Pass:
             link.send(sink, kind, {name: outputs[name] for name in names})
         # A later segment begins a graph of its own, as at another place.
         known.update({name: _leaf(each) for name, each in outputs.items()})
-        return wanted, {name: each for name, each in outputs.items() if _differentiable(each)}
+        if keep:
+            trained = {name: each for name, each in outputs.items() if _differentiable(each)}
+            self._saved[number, segment.number] = wanted, trained
 
     def send_output(self, own: list[Values]) -> Values:
         """Sends what this place has of the model's output to the others; returns it."""
@@ -257,7 +229,7 @@ class Pass:
             if name in mine and each is not None
         }
         inputs: dict[str, list[Tensor | None]] = {name: [] for name in self._leaves}
-        for number in range(len(self._saved)):
+        for number in range(len(self._sizes)):
             arriving = {name: [pieces[number]] for name, pieces in cut.items()}
             self.backward_one(number, arriving)
             for name in self._leaves:
@@ -270,7 +242,7 @@ class Pass:
         `arriving`: the gradients of a value, from all that use it here.
         """
         for segment in reversed(self._plan.segments):
-            self._backward(number, segment, self._saved[number].pop(), arriving)  # frees the activations
+            self.backward_segment(number, segment, arriving)
 
     @property
     def differentiated(self) -> Sequence[Tensor]:
@@ -282,30 +254,35 @@ class Pass:
         self._return_tied()
         return self._totals.sums
 
-    def _backward(
-        self,
-        number: int,
-        segment: SegmentPlan,
-        saved: tuple[dict[str, Tensor], dict[str, Tensor]],
-        arriving: dict[str, list[Tensor]],
+    def backward_segment(
+        self, number: int, segment: SegmentPlan, arriving: dict[str, list[Tensor]], apart: bool = False
     ) -> None:
-        """Brings the gradients of a segment's outputs to its inputs and to the parameters of this place."""
-        link, (wanted, outputs) = self.runner.link, saved
+        """Brings the gradients of a segment's outputs to its inputs and to the parameters of this place.
+
+        `apart`: weight gradients that can be computed later are left in `runner.later`.
+        """
+        link = self.runner.link
+        wanted, outputs = self._saved.pop((number, segment.number))  # frees the activations
         for sink in segment.sinks:
             for name, piece in link.receive(sink, self.kind("backward", number, segment.number)).items():
                 arriving.setdefault(name, []).append(piece)
         reached = [name for name in outputs if name in arriving]
         found: list[Tensor | None] = [None] * (len(wanted) + len(self._trained))
-        with link.compute(segment.number, True, len(self._sizes)):
+
+        def differentiate() -> None:
+            found[:] = torch.autograd.grad(
+                [outputs[name] for name in reached],
+                [*wanted.values(), *self.differentiated],
+                [added(arriving.pop(name)) for name in reached],
+                allow_unused=True,
+            )
+
+        done = Computation("backward", segment.number, number)
+        with link.compute(done, len(self._sizes)):
             if reached:
-                found = list(
-                    torch.autograd.grad(
-                        [outputs[name] for name in reached],
-                        [*wanted.values(), *self.differentiated],
-                        [added(arriving.pop(name)) for name in reached],
-                        allow_unused=True,
-                    )
-                )
+                link.run_backward(differentiate)
+            if apart and self.runner.later:
+                done.kind = "input"
         for name, gradient in zip(wanted, found, strict=False):
             if gradient is not None:
                 arriving.setdefault(name, []).append(gradient)
@@ -314,9 +291,9 @@ class Pass:
             link.send(place, self.kind("backward", number, source), sent)
         for parameter, gradient in enumerate(found[len(wanted) :]):
             self._totals.add(parameter, gradient)
-        if self.runner.later:
-            with link.weights():
-                self.runner.later.add_to(self._totals, self.differentiated)
+        if self.runner.later and not apart:
+            with link.weights(segment.number, number):
+                self.runner.later.take().add_to(self._totals, self.differentiated)
 
     def _input_gradients(self, inputs: Mapping[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the model's inputs. Several places may use one."""

@@ -1,14 +1,11 @@
-"""Schedules in which the session knows the loss: forward and backward passes of micro-batches take turns.
+"""BatchPass: one batch whose loss the session knows, so that forward and backward passes can take turns.
 
-GPipe runs all forward passes of a batch before its backward passes, so a stage keeps the activations of all
-M micro-batches. Under 1F1B stage s of K is K - s - 1 forward passes ahead, and then runs a backward pass
-after each. It keeps K - s at most, and is idle for as long as under GPipe. `parallel.pipedream` goes on
-across batches.
+`parallel.orders` says in which order a place runs them for one batch; `parallel.pipedream` goes on across
+batches.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +14,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from polyrhythm.parallel.loss import LOSS
-from polyrhythm.parallel.micro_batches import MicroBatchOf
+from polyrhythm.parallel.micro_batches import MicroBatchOf, Values
+from polyrhythm.parallel.orders import Action
 from polyrhythm.parallel.pipeline import Pass, StageRunner
 from polyrhythm.parallel.place_plan import PlacePlan, SegmentPlan
+from polyrhythm.parallel.stage_messages import Computation
+from polyrhythm.parallel.weight_gradients import PutOff
 
 
 class BatchPass(Pass):
@@ -38,8 +38,12 @@ class BatchPass(Pass):
         self._stashed = stashed
         self._used: Sequence[Tensor] = self._trained  # with the values of the forward pass
         self._copies: Mapping[int, Tensor] = {}  # of the parameters, by id
-        self._computed: Tensor | None = None  # on the last stage: the loss of the micro-batches so far
-        self.left = len(pieces)  # micro-batches whose backward pass has not run
+        self._computed: Tensor | None = None  # on the last place: the loss of the micro-batches so far
+        self._known: dict[int, Values] = {}  # by micro-batch: what a later chunk may need
+        self._arriving: dict[int, dict[str, list[Tensor]]] = {}  # and the gradients for an earlier chunk
+        self._later: dict[tuple[int, int], PutOff] = {}  # by micro-batch and segment, put off
+        self.pieces = len(pieces)
+        self._left = len(pieces) * len(plan.segments)  # passes that complete the gradients of a chunk
         self.gradients: list[Tensor | None] = []  # of the parameters here, when none is left
 
     def begin(self) -> None:
@@ -50,31 +54,53 @@ class BatchPass(Pass):
             self._used = [each.detach().clone().requires_grad_() for each in self._trained]
             self._copies = {id(each): copy for each, copy in zip(self._trained, self._used, strict=True)}
 
-    def forward_next(self, number: int) -> None:
-        """Runs the forward pass of one micro-batch."""
+    def run(self, action: Action) -> None:
+        """Runs a pass of one micro-batch through a chunk; after the last one the gradients are known."""
         self._here()
-        known = self.forward_one(number, keep=True)
-        if LOSS in known:
-            part = known[LOSS].detach() * self._weight(number)
-            self._computed = part if self._computed is None else self._computed + part
-
-    def backward_next(self, number: int) -> None:
-        """Runs the backward pass of one micro-batch; after the last one the gradients are known."""
-        self._here()
-        arriving = {}
-        if self._computed is not None:
-            arriving[LOSS] = [torch.full_like(self._computed, self._weight(number))]
-        self.backward_one(number, arriving)
-        self.left -= 1
-        if not self.left:
+        segment = self._plan.segments[action.chunk]
+        if action.kind == "forward":
+            self._forward(action.micro_batch, segment)
+        elif action.kind == "weights":
+            self._weights(action.micro_batch, segment)
+        else:
+            self._backward(action.micro_batch, segment, apart=action.kind == "input")
+        self._left -= action.kind in ("backward", "weights")
+        if self.complete:
             self.gradients = self.sums()
             self._used, self._copies = (), {}
 
-    def send_loss(self) -> None:
-        """On the last stage: sends the loss of the batch to all others."""
-        if self._computed is not None:
-            self._here()
-            self.runner.link.send_all(self.kind(LOSS), {LOSS: self._computed})
+    @property
+    def complete(self) -> bool:
+        """True if all passes of the batch have run here."""
+        return not self._left
+
+    def _forward(self, number: int, segment: SegmentPlan) -> None:
+        known = self._known.pop(number, None) or dict(self._micro_batches[number].values)
+        self.forward_segment(number, segment, known, keep=True)
+        if segment is not self._plan.segments[-1]:
+            self._known[number] = known
+        if LOSS in segment.outputs:
+            part = known[LOSS].detach() * self._weight(number)
+            self._computed = part if self._computed is None else self._computed + part
+            if number == self.pieces - 1:
+                self.runner.link.send_all(self.kind(LOSS), {LOSS: self._computed})
+
+    def _backward(self, number: int, segment: SegmentPlan, apart: bool) -> None:
+        arriving = self._arriving.pop(number, {})
+        if LOSS in segment.outputs:
+            assert self._computed is not None
+            arriving[LOSS] = [torch.full_like(self._computed, self._weight(number))]
+        self.backward_segment(number, segment, arriving, apart)
+        if segment is not self._plan.segments[0]:
+            self._arriving[number] = arriving
+        if apart:
+            self._later[number, segment.number] = self.runner.later.take()
+
+    def _weights(self, number: int, segment: SegmentPlan) -> None:
+        """Computes the weight gradients of one micro-batch that were put off."""
+        if later := self._later.pop((number, segment.number)):
+            with self.runner.link.compute(Computation("weights", segment.number, number), self.pieces):
+                later.add_to(self._totals, self.differentiated)
 
     def loss(self, last: int) -> Tensor:
         """The loss of the batch, which the last stage has sent; called once."""
@@ -103,37 +129,3 @@ class BatchPass(Pass):
         named = module.named_parameters(remove_duplicate=False)
         copies = {name: self._copies[id(each)] for name, each in named if id(each) in self._copies}
         return lambda *given: functional_call(module, copies, given)
-
-
-class InFlight:
-    """The micro-batches that have passed forward through a stage, and not backward, the oldest first.
-
-    `ahead`: how many forward passes the stage is ahead of its backward passes.
-    """
-
-    def __init__(self, ahead: int) -> None:
-        self._ahead = ahead
-        self._passes: deque[tuple[BatchPass, int]] = deque()
-
-    def forward(self, batch: BatchPass) -> None:
-        """Runs all forward passes of a batch, and the backward passes that are due in between."""
-        batch.begin()
-        for number in range(batch.left):
-            batch.forward_next(number)
-            self._passes.append((batch, number))
-            if len(self._passes) > self._ahead:
-                self._backward()
-        batch.send_loss()
-
-    def backward(self, batch: BatchPass) -> None:
-        """Runs the remaining backward passes, up to those of a batch."""
-        while batch.left:
-            self._backward()
-
-    def _backward(self) -> None:
-        batch, number = self._passes.popleft()
-        batch.backward_next(number)
-
-    def clear(self) -> None:
-        """Drops all of them."""
-        self._passes.clear()

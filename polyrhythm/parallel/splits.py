@@ -28,6 +28,10 @@ class Pipeline(ModelSplit):
 
     - `1f1b` computes the same in the same time. Forward and backward passes take turns, so stage s (from 0)
       keeps the activations of K - s micro-batches and not of M.
+    - `interleaved` cuts the model into K times `chunks` segments, and worker i has the segments i, i + K, ...
+      So it waits `chunks` times less, sends as many times more, and keeps more activations.
+    - `zerobubble` computes the weight gradients of linear layers and convolutions later than those of inputs,
+      when it would wait otherwise (ZB-H1). It waits a third as long, and keeps K micro-batches at most.
     - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
       gradient at its parameters of K - s - 1 updates before, which it keeps until then:
       $w(t+1) = w(t) - \eta g(t)$ with $g(t) = \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
@@ -45,7 +49,8 @@ class Pipeline(ModelSplit):
     paper = (
         "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism; "
         "Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN "
-        "Training"
+        "Training; Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters; "
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism"
     )
     axis: ClassVar[Axis] = "stage"
     advice: ClassVar[str] = (
@@ -55,7 +60,8 @@ class Pipeline(ModelSplit):
     stages: int | None = None  # None: one more than the layers in `split_at`, or 2
     micro_batches: int = 8
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
-    schedule: Literal["gpipe", "1f1b", "pipedream", "2bw"] = "gpipe"  # others need `prepare(..., loss=fn)`
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zerobubble", "pipedream", "2bw"] = "gpipe"
+    chunks: int = 1  # segments of the model on each worker; 2 under interleaved, where it is not given
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -64,14 +70,22 @@ class Pipeline(ModelSplit):
     def __post_init__(self) -> None:
         names = _names(self.split_at)
         object.__setattr__(self, "split_at", "/".join(names))
+        if self.schedule == "interleaved" and self.chunks == 1:
+            object.__setattr__(self, "chunks", 2)
+        if self.chunks < 1 or (self.chunks > 1 and self.schedule not in ("interleaved", "zerobubble")):
+            raise UsageError(
+                f"pipeline: chunks is {self.chunks} under schedule={self.schedule}; several segments on each "
+                "worker need schedule=interleaved or schedule=zerobubble"
+            )
         if self.stages is None:
-            object.__setattr__(self, "stages", len(names) + 1 if names else 2)
+            object.__setattr__(self, "stages", max(1, (len(names) + 1) // self.chunks) if names else 2)
         if self.size < 1:
             raise UsageError(f"pipeline: stages is {self.stages}; there must be 1 or more")
-        if names and len(names) != self.size - 1:
+        if names and len(names) != self.segments - 1:
+            each = f" of {self.chunks} chunks" if self.chunks > 1 else ""
             raise UsageError(
-                f"pipeline: {self.size} stages begin at {self.size - 1} layers, but split_at names "
-                f"{len(names)}; leave stages out, or name one layer less than there are stages"
+                f"pipeline: {self.size} stages{each} begin at {self.segments - 1} layers, but split_at names "
+                f"{len(names)}; leave stages out, or name one layer less than there are parts of the model"
             )
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
@@ -93,9 +107,19 @@ class Pipeline(ModelSplit):
         return self.schedule in ("pipedream", "2bw")
 
     @property
+    def apart(self) -> bool:
+        """True if weight gradients are computed later than gradients of inputs."""
+        return self.schedule == "zerobubble"
+
+    @property
     def size(self) -> int:
         assert self.stages is not None
         return self.stages
+
+    @property
+    def segments(self) -> int:
+        """The parts that the model is cut into; part i is on worker i mod `size`."""
+        return self.size * self.chunks
 
     @property
     def layers(self) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.core.requests import Prepared, ShowNote
 from polyrhythm.model.layout import Layout, hyper_parameters
@@ -29,8 +32,9 @@ def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, se
     me = context.me
     layout, scripts = joined_hash([each.hash for each in layouts]), script_seed(seed, given.loaders)
     settings = [
-        {name: repr(value) for name, value in hyper_parameters(group).items()}
+        {name: repr(value) for name, value in hyper_parameters(group).items() if name not in scheduled}
         for optimizer in given.optimizers
+        for scheduled in [_scheduled(optimizer, given.schedulers)]
         for group in optimizer.param_groups
     ]
     agreed = context.request(Prepared(layout, "", scripts, _outline(layouts), settings))
@@ -42,6 +46,14 @@ def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, se
     if me.role == "server":
         separate(me.role, seed, me.rank)
     return seed if agreed.seed is None else agreed.seed
+
+
+def _scheduled(optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> Collection[str]:
+    """The settings that prepared schedulers set: in a resumed run each worker has loaded those of its own
+    last batch."""
+    mine = [each for each in schedulers if each.optimizer is optimizer]
+    cycles = any(getattr(each, "cycle_momentum", False) for each in mine)
+    return [*(["lr"] if mine else []), *(["momentum", "betas"] if cycles else [])]
 
 
 def _outline(layouts: Sequence[Layout]) -> list[str]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from polyrhythm.session.backward import BackwardPasses
+    from polyrhythm.session.external import ExternalTraining
     from polyrhythm.session.scheduled import ScheduledTraining
 
 
@@ -73,6 +74,7 @@ class Session:
     rank: int = 0
     workers: int = 1
     strategy: Strategy | None = None
+    external: ExternalTraining | None = None  # by another tool than `prepare`
     batch_norm: str = norms.DEFAULT
     predicting: bool = False  # the script runs to predict with a saved model, by `polyrhythm predict`
 

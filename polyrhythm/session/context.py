@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
@@ -19,6 +19,7 @@ from polyrhythm.core.resolve import ResolvedStrategy
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.data import DataLoader
 
     from polyrhythm.session.api import Session
     from polyrhythm.session.arguments import Arguments
@@ -108,4 +109,6 @@ world_context: ContextVar[WorldContext | None] = ContextVar("world_context", def
 without_session: ContextVar[Callable[[], None] | None] = ContextVar("without_session", default=None)
 # True: the script ends in `prepare`, which raises EndedInPrepare.
 ends_in_prepare: ContextVar[bool] = ContextVar("ends_in_prepare", default=False)
+# Called when the script begins to iterate over any DataLoader.
+on_iterate: ContextVar[Callable[[DataLoader[Any]], None] | None] = ContextVar("on_iterate", default=None)
 session: ContextVar[Session | None] = ContextVar("session", default=None)

@@ -132,6 +132,7 @@ class SharedLoader(DataLoader[Any]):
         # Not the constructor of DataLoader: all of its attributes are those of `loader`.
         self.loader = loader
         self.epoch = 0
+        self.begun = 0  # epochs that the script has begun, also before it resumed
         self._left_early = False  # the script did not finish the last epoch that it trained on
         self.empty = False  # the last iteration had no batch
         self.watch: Callable[[Any], None] | None = None  # called with each batch
@@ -198,11 +199,12 @@ class SharedLoader(DataLoader[Any]):
 
     def _batches(self) -> Iterator[Any]:
         """The batches of this worker in the current epoch: lists of indexes, or loaded batches."""
+        self.begun = self.epoch + 1
         epoch = self._sharing.begin(self.epoch)
         if epoch is None:
             return
         if epoch != self.epoch:
-            self.epoch, self._start = epoch, 0
+            self.epoch, self._start, self.begun = epoch, 0, epoch + 1
         if self.iteration is not None:
             self.iteration.digest = self.order.digest(epoch)
         for batch, scale, position in self._sharing.batches(self.order, epoch, self._start, self._untrained):

@@ -115,13 +115,12 @@ class DistributedSession(Session):
         self._data: TrainingData | None = None
         self._parts: Parts | None = None
         self._closing: Closing | None = None
-        self._predictions = RunTogether(here, self.workers)
+        self._predictions = RunTogether(here, self.workers, lambda: self._exchange.last)
         self.stopping = self._node.stopping
         self.stopping.on_abandoned = salvage_beside(
             self.stopping, lambda: self.salvage(untouched=False), self._calls.say_where
         )
         self.before_close: list[Callable[[], None]] = []  # called when the script is done
-        self.external: ExternalTraining | None = None
 
     def prepare(
         self,
@@ -267,7 +266,7 @@ class DistributedSession(Session):
         with self._calls.entered(call), parts.first.driver.meter.exchange() if parts else nullcontext():
             with self._blocking():
                 parts.on_meeting() if parts else None
-            return self._exchange.gather(value, call.point, parts.steps if parts else 0)
+            return self._exchange.gather(value, call, self._data.epochs if self._data else 0, self._steps)
 
     def log(self, *, reduce: Any = "mean", **metrics: Any) -> None:
         check_reduce(reduce)
@@ -339,7 +338,7 @@ class DistributedSession(Session):
         check_saved(state, self.strategy, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
-            self._data.load_progress(state.get("data"))
+            self._data.load_position(state.get("data"))
         else:
             with self._blocking():
                 self._data.load_state_dict(state.get("data"))

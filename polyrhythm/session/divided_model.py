@@ -46,8 +46,8 @@ class DividedModel:
         self.place = place = context.place
         chain = bool(division.graph.note)  # of modules, which run as they are
         self._grid, self._tensors = division.grid, division.tensors
-        section, column = self._grid.section(place), self._grid.column(place)
-        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, section), chain)
+        self.section, self.column = self._grid.section(place), self._grid.column(place)
+        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, self.section), chain)
         if self._tensors is not None:
             self._tensors.release()
             self._tensors.axis.all_reduce = self.link.sum_parts
@@ -55,12 +55,12 @@ class DividedModel:
         self.batched = division.batched
         modes: tuple[Mode, Mode] = ("train", "eval")
         self._plans: dict[Mode, PlacePlan] = {
-            mode: place_plan(division.parts, mode, place, column) for mode in modes
+            mode: place_plan(division.parts, mode, place, self.column) for mode in modes
         }
         self.plans_with_loss: dict[Mode, PlacePlan] = {}
         if division.loss is not None and how.needs_loss:
             with_it = with_loss(division.parts, division.loss)
-            self.plans_with_loss = {mode: place_plan(with_it, mode, place) for mode in modes}
+            self.plans_with_loss = {mode: place_plan(with_it, mode, place, self.column) for mode in modes}
         self.before_forward: Callable[[], None] = lambda: None  # called when the script calls the model
         self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)

@@ -23,6 +23,7 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import Gather
 from polyrhythm.model.packing import pack, unpack
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.places import Call
 
 _REPLY = 1 << 19  # bytes of values in one reply
 
@@ -32,25 +33,30 @@ class Exchange:
 
     def __init__(self, context: WorldContext, workers: int) -> None:
         self._context, self._piece = context, max(1, _REPLY // workers)
-        self._begun = 0
+        self.last = -1  # the number of the last gather, equal on all workers
 
-    def gather(self, value: Any, point: str, steps: int) -> list[Any]:
-        """The values of all workers that are alive, by rank. `steps`: that this worker has taken."""
+    def gather(self, value: Any, call: Call, epochs: int = 0, steps: int = 0) -> list[Any]:
+        """The values of all workers that are alive, by rank.
+
+        `epochs`, `steps`: that this worker has begun and taken.
+        """
         whole = _encoded(value)
-        found = self._round(len(whole).to_bytes(8) + whole[: self._piece], point, steps)
+        request = Gather(call.point, b"", call.path, epochs, steps)
+        found = self._round(request, len(whole).to_bytes(8) + whole[: self._piece])
         longest = max(int.from_bytes(first[:8]) for first in found)
         parts = [[first[8:]] for first in found]
         for start in range(self._piece, longest, self._piece):
-            more = self._round(whole[start : start + self._piece], point, steps)
+            more = self._round(request, whole[start : start + self._piece])
             if len(more) != len(parts):
-                raise UsageError(f"a worker died at {point}; start again, or exchange smaller values")
+                raise UsageError(f"a worker died at {call.point}; start again, or exchange smaller values")
             for part, piece in zip(parts, more, strict=True):
                 part.append(piece)
         return [_decoded(b"".join(part)) for part in parts]
 
-    def _round(self, piece: bytes, point: str, steps: int) -> list[bytes]:
-        number, self._begun = self._begun, self._begun + 1
-        return self._context.request(Gather(number, point, piece, steps)).values
+    def _round(self, request: Gather, piece: bytes) -> list[bytes]:
+        found = self._context.request(msgspec.structs.replace(request, value=piece))
+        self.last = found.number
+        return found.values
 
 
 def checked(value: Any, name: str) -> Any:

@@ -164,8 +164,8 @@ def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:
             f"{'@'.join(map(str, splits))} would divide one model in {len(others)} ways: use one of them, "
             "alone or with tensor"
         )
-    if others and others[0].needs_loss and len(splits) > 1:
+    if others and others[0].asynchronous and len(splits) > 1:
         raise UsageError(
-            f"{others[0]} cannot be used with tensor: leave out its schedule, which is gpipe then"
+            f"{others[0]} keeps old versions of parameters, and tensor lends some: use schedule=1f1b"
         )
     return others[0] if others else splits[0]

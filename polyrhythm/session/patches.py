@@ -12,19 +12,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.core.errors import UsageError
-from polyrhythm.session.context import session, without_session
+from polyrhythm.core.requests import ShowNote
+from polyrhythm.session.context import on_iterate, session, without_session, world_context
+
+if TYPE_CHECKING:
+    from polyrhythm.session.api import Session
 
 Function = Callable[..., Any]
+BEFORE = (
+    "the script calls backward() before {call}: what it trains there, every worker trains by itself; call "
+    "{call} before, unless that is meant"
+)
 
 
 def _backward(original: Function, *args: Any, **kwargs: Any) -> None:
@@ -34,13 +43,23 @@ def _backward(original: Function, *args: Any, **kwargs: Any) -> None:
     workers share the engine of one thread.
     """
     mine = session.get()
-    if mine is None and (check := without_session.get()) is not None:
-        check()
-        without_session.set(None)  # once is enough
     if mine is None or mine.backward_passes is None:
+        _train_alone(mine)
         original(*args, **kwargs)
     else:
         mine.backward_passes.run(lambda: original(*args, **kwargs))
+
+
+def _train_alone(mine: Session | None) -> None:
+    """The script trains something that is not prepared: by mistake, or before it trains with others."""
+    check, here = without_session.get(), world_context.get()
+    if check is None or here is None or (mine is not None and mine.external is not None):
+        return
+    without_session.set(None)  # once is enough
+    if mine is None:
+        check()
+    call = "pr.init()" if mine is None else "session.prepare()"
+    here.request(ShowNote(BEFORE.format(call=call)))
 
 
 def _step_scaler(original: Function, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +109,12 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None
         mine.optimizer_steps(optimizer)
 
 
+def _iterate(original: Function, loader: DataLoader[Any]) -> Any:
+    if (watch := on_iterate.get()) is not None:
+        watch(loader)
+    return original(loader)
+
+
 def _rates_of_one_cycle(original: Function, scheduler: OneCycleLR) -> Any:
     try:
         return original(scheduler)
@@ -112,6 +137,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
         if isinstance(cls, type) and issubclass(cls, LRScheduler) and "step" in vars(cls)
     ),
     (OneCycleLR, "get_lr", _rates_of_one_cycle),
+    (DataLoader, "__iter__", _iterate),
 )
 _stepping: ContextVar[bool] = ContextVar("stepping", default=False)  # a scheduler is stepping
 _originals: list[Function] = []

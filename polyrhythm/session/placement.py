@@ -28,6 +28,7 @@ from polyrhythm.session.meter import Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
+from polyrhythm.session.places import script_call
 from polyrhythm.session.prediction.models import Predictor, WholeModel
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
@@ -127,7 +128,8 @@ class DividedPlacement(Placement):
         """Lets worker 0 choose for all nodes, which have captured the same operations."""
         me = self._context.me
         decides = me.role == "worker" and me.rank == 0
-        found = self._exchange.gather([choose() if decides else [], captured], "session.prepare()", 0)
+        call = script_call("session.prepare()", anywhere=True)
+        found = self._exchange.gather([choose() if decides else [], captured], call)
         chosen, theirs = found[0]
         if theirs != captured:
             raise UsageError(
@@ -175,7 +177,7 @@ class DividedPlacement(Placement):
 
     def scheduled(self, part: TrainingPart) -> ScheduledTraining | None:
         assert self._model is not None
-        return scheduled_training(self._model, self._strategy.splits[0], part)
+        return scheduled_training(self._model, self._strategy.splits, part)
 
     def settle(self) -> None:
         node, [leader, *others] = self._context.worker_node, self._context.model

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import polyrhythm
 
 _OURS = str(Path(polyrhythm.__file__).parent) + os.sep
+_RUNS = _OURS + os.path.join("session", "script.py")  # the script of a node
 _INSTALLED = tuple(
     sysconfig.get_path(each) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -23,6 +24,7 @@ class Call(NamedTuple):
 
     point: str  # equal on all workers
     text: str  # with the line of this worker's script
+    path: str = ""  # the lines of the script that have led to it, the innermost first
 
 
 def script_call(name: str, anywhere: bool = False) -> Call:
@@ -34,7 +36,16 @@ def script_call(name: str, anywhere: bool = False) -> Call:
     point = (
         f"{name} in line {frame.f_lineno}"  # without the file, which may have another name on another host
     )
-    return Call(name if anywhere else point, text)
+    return Call(name if anywhere else point, text, _path(frame))
+
+
+def _path(frame: FrameType | None) -> str:
+    lines = []
+    while frame is not None and frame.f_code.co_filename != _RUNS:
+        if _of_script(frame.f_code.co_filename):
+            lines.append(str(frame.f_lineno))
+        frame = frame.f_back
+    return " ".join(lines)
 
 
 def place_of_error(error: BaseException) -> str:

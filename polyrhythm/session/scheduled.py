@@ -1,9 +1,9 @@
 """ScheduledTraining: `session.backward()` of a divided model, by a schedule that needs to know the loss.
 
-Under 1F1B a call is a whole pass, like `loss.backward()`. Under the asynchronous schedules a call gives a
-batch to the pipeline, and the gradient that `optimizer.step()` then applies is of an earlier batch. While the
-pipeline fills there is none, and `step()` does nothing. A scheduler that the script steps is stepped after
-the update of the batch that was given last. `flush` makes the updates that are left.
+Under 1F1B and its relatives a call is a whole pass, like `loss.backward()`. Under the asynchronous schedules
+a call gives a batch to the pipeline, and the gradient that `optimizer.step()` then applies is of an earlier
+batch. While the pipeline fills there is none, and `step()` does nothing. A scheduler that the script steps is
+stepped after the update of the batch that was given last. `flush` makes the updates that are left.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from polyrhythm.core.stopping import RunStopped
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.parallel.loss import with_targets
 from polyrhythm.parallel.micro_batches import Values, micro_batches
+from polyrhythm.parallel.orders import order
 from polyrhythm.parallel.partition import Mode
 from polyrhythm.parallel.pipedream import AsynchronousPipeline, GivenPass
-from polyrhythm.parallel.schedules import BatchPass, InFlight
+from polyrhythm.parallel.schedules import BatchPass
 from polyrhythm.parallel.splits import Pipeline
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.divided_model import DividedModel
@@ -36,13 +37,13 @@ from polyrhythm.session.patches import installed
 
 
 class ScheduledTraining:
-    """Trains one stage of a model by 1F1B."""
+    """Trains one place of a model by 1F1B, interleaved 1F1B or zero bubble."""
 
     stashed = False
 
     def __init__(self, model: DividedModel, how: Pipeline) -> None:
         self._model, self._how = model, how
-        self._stage, self._stages = model.place, how.size
+        self._stage, self._stages, self._last = model.section, how.size, model.column[-1]
         model.before_forward = self.check_forward
 
     def backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> Tensor:
@@ -51,12 +52,13 @@ class ScheduledTraining:
             lambda inputs, mode: self._run(inputs, mode, targets), args, kwargs
         )
         self._accumulate(batch.gradients)
-        return batch.loss(self._stages - 1)
+        return batch.loss(self._last)
 
     def _run(self, inputs: Values, mode: Mode, targets: tuple[Any, ...]) -> BatchPass:
-        batch, flight = self._batch(inputs, mode, targets), InFlight(self._stages - 1 - self._stage)
-        flight.forward(batch)
-        flight.backward(batch)
+        batch = self._batch(inputs, mode, targets)
+        batch.begin()
+        for action in order(self._stage, self._stages, self._how.chunks, batch.pieces, self._how.apart):
+            batch.run(action)
         return batch
 
     def _batch(self, inputs: Values, mode: Mode, targets: tuple[Any, ...]) -> BatchPass:
@@ -221,11 +223,6 @@ def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
                 f"schedule={how.schedule} needs a loss without parameters to train: make these parameters "
                 "part of the model"
             )
-        if len(strategy.splits) > 1:
-            raise UsageError(
-                f"schedule={how.schedule} runs pipelines only, and {strategy} divides the stages, too: use "
-                "schedule=gpipe, or pipeline without another @"
-            )
         if how.asynchronous and given.schedulers and models > 1:
             raise UsageError(
                 f"under {strategy} a prepared scheduler would follow batches that are still in the pipeline: "
@@ -233,8 +230,13 @@ def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
             )
 
 
-def scheduled_training(model: DividedModel, how: ModelSplit, part: TrainingPart) -> ScheduledTraining | None:
+def scheduled_training(
+    model: DividedModel, splits: Sequence[ModelSplit], part: TrainingPart
+) -> ScheduledTraining | None:
     """How `session.backward()` trains a divided model; None: by calling it, as the script would."""
-    if not isinstance(how, Pipeline) or not how.needs_loss:
-        return None
-    return AsynchronousTraining(model, how, part) if how.asynchronous else ScheduledTraining(model, how)
+    for how in splits:
+        if isinstance(how, Pipeline) and how.needs_loss:
+            return (
+                AsynchronousTraining(model, how, part) if how.asynchronous else ScheduledTraining(model, how)
+            )
+    return None

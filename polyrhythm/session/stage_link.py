@@ -15,6 +15,8 @@ from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
 from polyrhythm.core.peer import Peer
 from polyrhythm.parallel.grid import Grid
+from polyrhythm.parallel.orders import Kind
+from polyrhythm.parallel.stage_messages import Computation
 from polyrhythm.session.meter import DIGITS, Meter
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.random_states import OwnNumbers
@@ -22,6 +24,12 @@ from polyrhythm.session.random_states import OwnNumbers
 SAMPLED = 64  # numbers of each input that the workers of a model compare
 _GATHERED = "gathered"  # the kind of messages with what all places need of each other
 FORWARD = 1 / 3  # of the duration of a step: the backward pass takes twice as long
+SHARES: dict[Kind, float] = {
+    "forward": FORWARD,
+    "backward": 1 - FORWARD,
+    "input": FORWARD,
+    "weights": 1 - 2 * FORWARD,
+}
 
 
 class StageLink:
@@ -106,6 +114,9 @@ class StageLink:
         assert group is not None
         self._wait(lambda: group.all_reduce(tensor.view(-1)))
 
+    def run_backward(self, differentiate: Callable[[], None]) -> None:
+        self._context.run_backward(differentiate) if self._row_group is not None else differentiate()
+
     def norm(self, part: Tensor, kind: float) -> Tensor:
         """The norm of the whole model from the norms of its parts. Every parameter is in one part."""
         [found] = self._gather(range(len(self._places)), part.detach().double().cpu())
@@ -116,25 +127,25 @@ class StageLink:
         return ((parts**power).sum() ** (1 / power)).to(part)
 
     @contextmanager
-    def compute(self, segment: int, backward: bool, micro_batches: int) -> Iterator[None]:
+    def compute(self, what: Computation, micro_batches: int) -> Iterator[None]:
         began = self._node.now()
         with self._random:
             yield
-        phase = (1 - FORWARD) if backward else FORWARD
-        seconds = self._context.step_time() * self._shares[segment] * phase / micro_batches
+        seconds = self._context.step_time() * self._shares[what.segment] * SHARES[what.kind] / micro_batches
         if seconds:
             self._wait(lambda: self._context.advance_time(seconds), computes=True)
-        took = round(self._node.now() - began, DIGITS)
-        self._node.log(
-            MicroBatch("backward" if backward else "forward", self._section, round(began, DIGITS), took)
-        )
+        self._log(what, began)
 
     @contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self, segment: int, micro_batch: int) -> Iterator[None]:
         began = self._node.now()
         yield
-        if took := round(self._node.now() - began, DIGITS):
-            self._node.log(MicroBatch("weights", self._place, round(began, DIGITS), took))
+        if self._node.now() > began:
+            self._log(Computation("weights", segment, micro_batch), began)
+
+    def _log(self, what: Computation, began: float) -> None:
+        took, began = round(self._node.now() - began, DIGITS), round(began, DIGITS)
+        self._node.log(MicroBatch(what.kind, self._section, began, took, what.segment, what.micro_batch))
 
     def _wait(self, function: Callable[[], object], computes: bool = False) -> None:
         """Blocks inside a pass. In simulation other nodes run meanwhile, on this thread."""

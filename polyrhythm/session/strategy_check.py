@@ -84,10 +84,14 @@ def _check_models(plan: Plan, strategy: Strategy) -> None:
     size = strategy.traits.model_size
     if plan.workers % size:
         fewer = plan.workers // size * size
-        either = f"{fewer} or {fewer + size}" if fewer else str(size)
+        if not fewer:
+            raise UsageError(
+                f"{strategy} divides each model over {size} workers, and there are {plan.workers}: use "
+                f"{size}, or fewer parts (polyrhythm plan SCRIPT --stages {size} says how many it can have)"
+            )
         raise UsageError(
             f"{strategy} divides each model over {size} workers, and {plan.workers} is no multiple of "
-            f"{size}: use {either} workers"
+            f"{size}: use {fewer} or {fewer + size} workers"
         )
     for name, ranks in plan.sites.items():
         if apart := {rank // size for rank in ranks} & {

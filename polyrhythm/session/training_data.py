@@ -23,7 +23,7 @@ from polyrhythm.core.requests import (
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.hooks import Hook
 from polyrhythm.session.balance import WHOLE, Balance
-from polyrhythm.session.context import WorldContext
+from polyrhythm.session.context import WorldContext, on_iterate
 from polyrhythm.session.counting import Counting
 from polyrhythm.session.data import SharedLoader, Training
 from polyrhythm.session.evaluation import EvaluationLoader
@@ -56,6 +56,10 @@ NOT_USED = (
     "the script takes a step before it has got a batch of the loader that session.prepare() returned: if it "
     "trains on the loader that it had before, no worker shares its data; use what prepare() returns"
 )
+OLD_LOADER = (
+    "the script trains on the loader that it passed to session.prepare(), so every worker trains on all the "
+    "data: use what it returns, as in model, optimizer, loader = session.prepare(model, optimizer, loader)"
+)
 
 
 class TrainingData:
@@ -86,6 +90,8 @@ class TrainingData:
         self._cohort_number = 0  # how often the cohort has changed
         self._due = 0  # examples for this worker alone that it has not used yet
         self._noted: set[str] = set()
+        self._old_loader = False  # the script uses a loader that it passed to prepare()
+        on_iterate.set(self._on_iterate)
         self._ended: tuple[Peer, int] | None = None  # in lockstep: who has ended, after how many steps
         if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
             context.node.on_notice["done"] = self._on_done
@@ -94,6 +100,11 @@ class TrainingData:
     def batches(self) -> int:
         """How many batches the script has got."""
         return sum(loader.progress.count.own for loader in self.loaders)
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs of all loaders the script has begun, also before it resumed."""
+        return sum(loader.begun for loader in self.loaders)
 
     @property
     def left_early(self) -> bool:
@@ -113,6 +124,7 @@ class TrainingData:
         """Has this called around the steps of a part."""
         part.driver.check_step, part.driver.on_training = self.check_step, self._separation.begin
         part.driver.on_backward = self.given.before_backward
+        part.replica.epochs = lambda: self.epochs
         if self.balance is not None and part is self._parts.first:
             part.driver.after_step = self.balance.after_step
 
@@ -132,6 +144,8 @@ class TrainingData:
             if not self.loaders:
                 self.note(NO_LOADER)
             elif not self.batches:
+                if self._old_loader:
+                    raise UsageError(OLD_LOADER)
                 self.note(NOT_USED)
             if not self._strategy.traits.lockstep:
                 self.schedules.own_rates.check(self._parts.optimizers)
@@ -143,6 +157,9 @@ class TrainingData:
                 )
         if self._ended is not None and (wrong := self._beyond(*self._ended)):
             raise UsageError(wrong)
+
+    def _on_iterate(self, loader: DataLoader[Any]) -> None:
+        self._old_loader |= any(loader is each.loader for each in self.loaders)
 
     def check_other(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that was not prepared takes a step."""
@@ -239,13 +256,16 @@ class TrainingData:
         if self.balance is not None and "balance" in state:
             self.balance.load_state_dict(state["balance"])
 
-    def load_progress(self, state: dict[str, Any] | None) -> None:
-        """For a replacement, whose script may load schedulers that are older than the run is now."""
+    def load_position(self, state: dict[str, Any] | None) -> None:
+        """For a replacement: its script resumes with the saved epoch, and may load schedulers that are older
+        than the run is now. What is left of the epochs the others know."""
         if state is None:
             return
-        for loader, position in zip(self.loaders, state["loaders"], strict=True):
+        for number, (loader, position) in enumerate(zip(self.loaders, state["loaders"], strict=True)):
             saved = Position(**position)
+            loader.epoch = saved.epoch
             loader.progress.resume(saved.run, saved.reached, within=saved.batches > 0)
+            self.compare_position(number, saved.epoch, saved.batches)
         self.schedules.load_state_dict(state.get("schedules", ()))
 
     def restore_random(self, state: dict[str, Any] | None) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.message import Message
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
+    from polyrhythm.strategies.call_numbers import CallNumbers
 
 
 class SnapshotBarrier:
@@ -36,13 +37,11 @@ class SnapshotBarrier:
 
     kind: ClassVar[str] = "barrier"
 
-    def __init__(self, node: Node, deliver_all: Callable[[], None]) -> None:
-        self.node, self._deliver_all = node, deliver_all
-        self.numbers = [
-            0,
-            0,
-        ]  # of the last snapshot that this worker has reached, and of the last that it has taken
-        self._calls = 0  # how often the script of this worker has come here
+    def __init__(self, node: Node, deliver_all: Callable[[], None], calls: CallNumbers) -> None:
+        self.node, self._deliver_all, self._calls = node, deliver_all, calls
+        # Of the last snapshot that this worker has reached, and of the last that it has taken.
+        self.numbers = [0, 0]
+        self._joined_later = False
         self._at: Literal["idle", "work", "waiting", "taken"] = "idle"
         self._held = HeldRequests(node)
 
@@ -52,6 +51,7 @@ class SnapshotBarrier:
         `later` than the others: a snapshot that is being taken does not wait for this worker, so it waits
         until that is done.
         """
+        self._joined_later = later
         while True:
             known = self.numbers[0]
             found = self._wait_for("taken") if later else [known]
@@ -71,10 +71,10 @@ class SnapshotBarrier:
 
         `join`: then it takes part in a snapshot that others wait to take now, wherever in the script it is.
         """
-        self._calls += 1
+        number = self._calls.next()
         with self.node.lock():
             awaited = any(each["what"] == "come" for each in self._held)
-        return self._calls > self.numbers[1] or (join and awaited)
+        return not self._joined_later or number > self.numbers[1] or (join and awaited)
 
     def take(self, save: Callable[[], object], read: Callable[[], object] = lambda: None) -> None:
         """Waits until all workers have come and have everything, and calls `save` before any continues.
@@ -82,7 +82,7 @@ class SnapshotBarrier:
         `save` is called inside `node.lock()`, and `read` before it, without: it may request what others have.
         """
         with self.node.lock():
-            self.numbers[0] = self.numbers[1] + 1
+            self.numbers[0] = max(self.numbers[1] + 1, self._calls.last)
             self._at = "waiting"
         self._reply()
         found = self._wait_for("come")

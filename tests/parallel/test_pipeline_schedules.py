@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from polyrhythm.parallel.orders import order
 from tests.parallel.test_pipelines import Skipping, chain
 from tests.support.combine import each_value, few
 from tests.support.programs import ADAM, MOMENTUM, SPEEDS, events, same, trained
@@ -23,10 +24,24 @@ from tests.support.runs import WORLDS, run_in
 
 ROWS, BATCH = 61, 8  # the last batch is smaller
 Make = Callable[[], nn.Module]
-# By model and number of stages: the layers that begin a stage.
+
+
+def deep_chain() -> nn.Module:
+    return nn.Sequential(*chain(), *chain())
+
+
+class DeepSkipping(Skipping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.extend(nn.Linear(8, 8) for _ in range(4))
+
+
+# By model and number of segments: the layers that begin one.
 CUTS: dict[Make, dict[int, str]] = {
     chain: {2: "4", 3: "2/4", 4: "2/4/6"},
     Skipping: {2: "inner.2", 3: "inner.1/inner.3", 4: "inner.1/inner.2/inner.3"},
+    deep_chain: {8: "2/4/6/8/10/12/14"},
+    DeepSkipping: {8: "/".join(f"inner.{number}" for number in range(1, 8))},
 }
 
 
@@ -80,6 +95,8 @@ def losses(folder: Path, workers: int) -> list[list[float]]:
 
 def owner(make: Make, stages: int, name: str) -> int:
     """The stage that owns a parameter."""
+    if stages == 1:
+        return 0
     cuts = CUTS[make][stages].split("/")
     if make is chain:
         return sum(int(cut) <= int(name.split(".", 1)[0]) for cut in cuts)
@@ -130,31 +147,132 @@ def serially(
     return history[-1], found
 
 
-def most_in_flight(summary: dict[str, Any]) -> list[int]:
-    """By stage: the micro-batches that have passed forward and not backward, at most."""
+def most_in_flight(summary: dict[str, Any], apart: bool = False) -> list[int]:
+    """By stage: the micro-batches of a chunk that have passed forward and not backward, at most.
+
+    `apart`: a backward pass ends with the weight gradients, which come later.
+    """
     now, most = Counter[int](), Counter[int]()
+    change = {"forward": 1, "backward": -1, "input": 0, "weights": -apart}
     for event in events(summary, "micro-batch"):
-        now[event["stage"]] += {"forward": 1, "backward": -1, "weights": 0}[event["direction"]]
+        now[event["stage"]] += change[event["direction"]]
         most[event["stage"]] = max(most[event["stage"]], now[event["stage"]])
     assert not any(now.values())
     return [most[stage] for stage in sorted(most)]
 
 
-@each_value(("make", [Skipping, chain]), ("stages", [2, 4]), ("pieces", [3, 8]), ("world", WORLDS))
-def test_1f1b_trains_like_micro_batches_in_one_process(
-    make: Make, stages: int, pieces: int, world: str, tmp_path: Path
+def ran(summary: dict[str, Any], stage: int) -> list[tuple[str, int, int]]:
+    """What a stage has run, in order: the direction, the micro-batch and the segment."""
+    return [
+        (each["direction"], each["micro_batch"], each["segment"])
+        for each in events(summary, "micro-batch")
+        if each["stage"] == stage
+    ]
+
+
+@each_value(
+    ("schedule", ["1f1b", "interleaved", "zerobubble", "zerobubble,chunks=2"]),
+    ("make", [Skipping, chain]),
+    ("stages", [2, 4]),
+    ("pieces", [3, 8]),
+    ("world", WORLDS),
+)
+def test_synchronous_schedules_train_like_micro_batches_in_one_process(
+    schedule: str, make: Make, stages: int, pieces: int, world: str, tmp_path: Path
 ) -> None:
-    cuts = CUTS[make][stages]
-    strategy = f"pipeline:{stages},micro_batches={pieces},schedule=1f1b,split_at={cuts}"
+    chunks = 2 if schedule in ("interleaved", "zerobubble,chunks=2") else 1
+    make = {chain: deep_chain, Skipping: DeepSkipping}[make] if stages * chunks > 4 else make
+    cuts, apart = CUTS[make][stages * chunks], schedule.startswith("zerobubble")
+    strategy = f"pipeline:{stages},micro_batches={pieces},schedule={schedule},split_at={cuts}"
     summary = run_in(world, Training(make, tmp_path), strategy=strategy, workers=stages, runs=tmp_path)
-    expected, computed = serially(make, stages, lambda t, s: t, MOMENTUM, pieces)
+    expected, computed = serially(make, 1, lambda t, s: t, MOMENTUM, pieces)
     found = trained(summary)
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
     each, *others = losses(tmp_path, stages)
     assert each == pytest.approx(computed, abs=1e-12)
     assert all(other == each for other in others)
-    assert most_in_flight(summary) == [min(stages - stage, pieces) for stage in range(stages)]
+    for stage in range(stages):
+        wanted = [
+            (each.kind, each.micro_batch, each.chunk * stages + stage)
+            for rows in [BATCH] * (ROWS // BATCH) + [ROWS % BATCH]
+            for each in order(stage, stages, chunks, min(pieces, rows), apart)
+        ]
+        assert [each for each in ran(summary, stage) if apart or each[0] != "weights"] == wanted
+    if chunks == 1:
+        bounds = [stages if apart else stages - stage for stage in range(stages)]
+        assert most_in_flight(summary, apart) == [min(bound, pieces) for bound in bounds]
+    else:
+        assert max(most_in_flight(summary, apart)) <= chunks * pieces
+
+
+@few("schedule", ["interleaved", "zerobubble,chunks=2", "zerobubble"], 2)
+def test_synchronous_schedules_have_the_bits_of_1f1b_on_the_same_segments(
+    schedule: str, tmp_path: Path
+) -> None:
+    """They add the gradients of micro-batches in order, also of an uneven batch and of tied weights."""
+    stages = 4 if schedule == "zerobubble" else 2
+
+    def final(world: str, schedule: str, stages: int) -> dict[str, Tensor]:
+        strategy = f"pipeline:{stages},micro_batches=5,schedule={schedule},split_at={CUTS[Skipping][4]}"
+        program = Training(Skipping, tmp_path)
+        return trained(run_in(world, program, strategy=strategy, workers=stages, runs=tmp_path))
+
+    wanted = final("simulated", "1f1b", 4)
+    assert all(same(final(world, schedule, stages), wanted) for world in WORLDS)
+
+
+class Recurring(nn.Module):
+    """A weight in the segments 0 and 2, a value of 0 that 2 takes, and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Conv1d(1, 1, 3, padding=1)
+        self.third, self.fourth = nn.Linear(6, 6), nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin = torch.tanh(self.first(x))
+        h = torch.tanh(self.second(begin.unsqueeze(1)).squeeze(1))
+        h = torch.tanh(self.third(h) + F.linear(begin, self.first.weight))
+        return self.fourth(h.unsqueeze(1)).squeeze(1) + begin
+
+
+@few("schedule", ["zerobubble,chunks=2", "interleaved"], 1)
+def test_chunks_of_one_worker_share_values_and_weights(schedule: str, tmp_path: Path) -> None:
+    strategy = f"pipeline:2,micro_batches=3,schedule={schedule},split_at=second/third/fourth"
+    program = Training(Recurring, tmp_path)
+    summary = run_in("simulated", program, strategy=strategy, workers=2, runs=tmp_path)
+    found, (expected, _) = trained(summary), serially(Recurring, 1, lambda t, s: t, MOMENTUM, 3)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
+
+
+@few(
+    "strategy, world",
+    [
+        ("pipeline:2,schedule=zerobubble@tensor:2", "real"),
+        ("tensor:2@pipeline:2,schedule=1f1b", "simulated"),
+        ("pipeline:2,schedule=interleaved@tensor:2", "simulated"),
+        ("allreduce@pipeline:2,schedule=1f1b@tensor:2", "simulated"),
+    ],
+    quick=1,
+)
+def test_stages_of_divided_layers_train_like_the_whole_model(
+    strategy: str, world: str, tmp_path: Path
+) -> None:
+    workers = 8 if strategy.startswith("allreduce") else 4
+    summary = run_in(world, Training(chain, tmp_path), strategy=strategy, workers=workers, runs=tmp_path)
+    found = trained(summary)
+    torch.manual_seed(5)
+    model = chain().double()
+    optimizer = MOMENTUM(model.parameters())
+    for x, y in DataLoader(data(), BATCH * workers // 4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for name, each in model.state_dict().items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-12)
+    assert len({tuple(each) for each in losses(tmp_path, workers)}) == workers // 4
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], int]] = {  # the version that stage s of K takes for batch t
@@ -212,19 +330,25 @@ def idle(summary: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_bubble_is_that_of_gpipe_unless_the_pipeline_is_never_drained(tmp_path: Path) -> None:
-    def waits(schedule: str) -> list[float]:
-        program, strategy = Training(chain, tmp_path), f"pipeline:4,schedule={schedule},split_at=2/4/6"
+def test_the_bubble_is_that_of_the_formula(tmp_path: Path) -> None:
+    def waits(schedule: str, make: Make = chain) -> list[float]:
+        cuts = CUTS[make][8 if make is deep_chain else 4]
+        program, strategy = Training(make, tmp_path), f"pipeline:4,schedule={schedule},split_at={cuts}"
         simulated = run_in(
             "simulated", program, strategy=strategy, workers=4, runs=tmp_path, cluster=SPEEDS["constant"]
         )
         return idle(simulated)
 
-    # Seven batches of 8 micro-batches, and one of 5: a stage computes for M of M + K - 1 slots.
-    expected = 1 - 8 / (7 * 11 / 8 + 8 / 5)
-    assert waits("gpipe") == pytest.approx([expected] * 4, abs=2e-3)  # messages take a little
-    assert waits("1f1b") == pytest.approx([expected] * 4, abs=2e-3)
-    assert max(waits("2bw")) < expected / 2
+    def expected(bubble: float) -> list[float]:
+        """Seven batches of 8 micro-batches, and one of 5, which take 3 each in a stage."""
+        return [1 - 8 / (7 * (24 + bubble) / 24 + (15 + bubble) / 15)] * 4
+
+    assert waits("gpipe") == pytest.approx(expected(9), abs=2e-3)  # messages take a little
+    assert waits("1f1b") == pytest.approx(expected(9), abs=2e-3)
+    assert waits("zerobubble") == pytest.approx(expected(3), abs=2e-3)
+    assert waits("interleaved", deep_chain) == pytest.approx(expected(9 / 2), abs=2e-3)
+    assert waits("zerobubble,chunks=2", deep_chain) == pytest.approx(expected(3 / 2), abs=2e-3)
+    assert max(waits("2bw")) < expected(9)[0] / 2
 
 
 def test_two_models_in_asynchronous_pipelines_are_one_with_their_batches_together(tmp_path: Path) -> None:
@@ -373,6 +497,10 @@ class Wrong(Training):
         ("1f1b", Wrong("", nn.MSELoss(reduction="none")), "a tensor without dimensions"),
         ("2bw,micro_batches=4", Wrong("", contrastive), "not the mean of the losses of its rows"),
         ("pipedream,micro_batches=4", Wrong(""), "leave micro_batches out"),
+        ("1f1b,chunks=2", Wrong(""), "need schedule=interleaved or schedule=zerobubble"),
+        ("interleaved,split_at=2", Wrong(""), "2 stages of 2 chunks begin at 3 layers, but split_at names 1"),
+        ("interleaved,chunks=3", Wrong(""), "has more segments .2 x 3. than the model has layers"),
+        ("pipedream@tensor:2", Wrong(""), "keeps old versions of parameters, and tensor lends some"),
         ("pipedream", Wrong("clip"), "leave out clip_grad_norm_"),
         ("pipedream", Wrong("accumulate"), "called twice before optimizer.step"),
         ("pipedream", Wrong("evaluate"), "evaluate session.consensus"),
@@ -381,7 +509,8 @@ class Wrong(Training):
 )
 def test_what_a_schedule_cannot_do_is_refused_in_one_line(schedule: str, program: Wrong, error: str) -> None:
     with pytest.raises(pr.UsageError, match=error) as raised:
-        run_in("simulated", program, strategy=f"pipeline:2,schedule={schedule}", workers=2)
+        workers = 4 if "tensor" in schedule else 2
+        run_in("simulated", program, strategy=f"pipeline:2,schedule={schedule}", workers=workers)
     assert "\n" not in str(raised.value)
 
 
@@ -392,49 +521,3 @@ def test_asynchronous_pipelines_refuse_servers_and_workers_that_do_not_step_toge
     assert str(pr.parse("pipeline:4,schedule=2bw")) == "allreduce@pipeline:4,schedule=2bw"
     with pytest.raises(pr.UsageError, match="needs the loss function"):
         pr.init().backward(torch.zeros(1))
-
-
-def test_the_order_is_that_of_torch() -> None:
-    from torch.distributed.pipelining.schedules import FORWARD, Schedule1F1B
-
-    from polyrhythm.parallel.schedules import InFlight
-
-    class Recorded:
-        """Records the passes of a batch."""
-
-        def __init__(self, count: int) -> None:
-            self.left, self.order = count, list[tuple[str, int]]()
-
-        def begin(self) -> None:
-            pass
-
-        def send_loss(self) -> None:
-            pass
-
-        def forward_next(self, number: int) -> None:
-            self.order.append(("forward", number))
-
-        def backward_next(self, number: int) -> None:
-            self.order.append(("backward", number))
-            self.left -= 1
-
-    for stages, pieces in ((2, 3), (4, 8), (4, 4)):
-        theirs = object.__new__(Schedule1F1B)
-        theirs.pp_group_size = theirs._num_stages = stages
-        theirs._n_microbatches = pieces
-        wanted = theirs._get_pipeline_order()
-        assert wanted is not None
-        for stage in range(stages):
-            batch: Any = Recorded(pieces)
-            flight = InFlight(stages - 1 - stage)
-            flight.forward(batch)
-            flight.backward(batch)
-            # Theirs counts the forward passes of the last stage from 1; all are in order.
-            kinds = [
-                each.computation_type for each in wanted[stage] if each and each.microbatch_index is not None
-            ]
-            assert [kind for kind, _ in batch.order] == [
-                "forward" if kind is FORWARD else "backward" for kind in kinds
-            ]
-            for kind in ("forward", "backward"):
-                assert [number for name, number in batch.order if name == kind] == list(range(pieces))

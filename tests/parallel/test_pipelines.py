@@ -264,6 +264,12 @@ class Deciding(nn.Module):
     [
         ("pipeline:5", 5, Misuse(chain()), "more stages than the model has layers .* use 4 at most"),
         ("allreduce@pipeline:2", 3, Misuse(chain()), "3 is no multiple of 2: use 2 or 4 workers"),
+        (
+            "pipeline:9",
+            2,
+            Misuse(chain()),
+            "there are 2: use 9, or fewer parts .polyrhythm plan SCRIPT --stages 9",
+        ),
         ("pipeline:split_at=layer2", 2, Misuse(chain()), "no submodule 'layer2'; similar ones"),
         ("pipeline:2", 2, Misuse(Deciding()), "cannot be cut into stages"),
         ("pipeline:2", 2, Misuse(Mean(), "loss"), "micro_batches=1"),

@@ -35,10 +35,11 @@ def model() -> Layers:
     return Layers().double()
 
 
-def captured(model: nn.Module) -> tuple[WeightGradients, nn.Module]:
+def captured(model: nn.Module, *shape: int) -> tuple[WeightGradients, nn.Module]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = capture(model, (torch.randn(8, 6, dtype=next(model.parameters()).dtype),), {})
+        example = torch.randn(*(shape or (8, 6)), dtype=next(model.parameters()).dtype)
+        graph = capture(model, (example,), {})
     [segment] = split(graph, []).train
     later = WeightGradients()
     later.defer(segment.module)
@@ -68,7 +69,7 @@ def test_gradients_are_those_of_autograd_and_only_the_input_s_comes_at_once(mode
         for number, each in enumerate(found):
             sums.add(number, each)
         assert later
-        later.add_to(sums, parameters)
+        later.take().add_to(sums, parameters)
         assert not later
     for x in batches:
         model(x).sum().backward()
@@ -78,6 +79,33 @@ def test_gradients_are_those_of_autograd_and_only_the_input_s_comes_at_once(mode
     for x, gradient in zip(batches, inputs, strict=True):
         torch.testing.assert_close(gradient, x.grad, rtol=1e-13, atol=1e-13)
     assert expected["frozen.weight"].grad is None
+
+
+def test_gradients_of_convolutions_are_those_of_autograd() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, bias=False),
+        nn.Flatten(2),
+        nn.Conv1d(6, 2, 3, padding=1),
+    ).double()
+    later, module = captured(copy.deepcopy(model), 5, 3, 9, 9)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    sums = GradientSums(len(parameters))
+    x = torch.randn(5, 3, 9, 9, dtype=torch.float64, requires_grad=True)
+    for number in range(2):
+        [output] = module(x + number)
+        gradient, *found = torch.autograd.grad(
+            output, [x, *parameters], torch.ones_like(output), allow_unused=True
+        )
+        assert not any(each is not None for each in found)
+        later.take().add_to(sums, parameters)
+        model(x + number).sum().backward()
+        if not number:
+            torch.testing.assert_close(gradient, x.grad, rtol=1e-13, atol=1e-13)
+    expected = dict(model.named_parameters())
+    for name, total in zip(names, sums.sums, strict=True):
+        torch.testing.assert_close(total, expected[name].grad, rtol=1e-12, atol=1e-12)
 
 
 def test_under_autocast_and_without_gradients_layers_run_as_before(model: Layers) -> None:

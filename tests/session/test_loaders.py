@@ -520,7 +520,7 @@ def test_what_a_script_forgets_is_noted(
         _, _, shared = session.prepare(model, optimizer, loader)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         for _ in range(2):
-            for (x,) in shared if assigned else loader:
+            for (x,) in shared if assigned else DataLoader(loader.dataset, 2):
                 model(x).sum().backward()
                 optimizer.step()
                 if per_batch:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +367,37 @@ def test_progress_does_not_go_back() -> None:
     for position in (3, 9, 4, 10):
         progress.give(position, 0, 2)
     assert progress.count == (4, 10, 8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.Adam, lr=0.1)],
+    ids=["momentum", "betas"],
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_servers_follow_a_momentum_that_cycles(world: str, make: Any, tmp_path: Path) -> None:
+    """OneCycleLR sets more than the rate, and servers get all of it with each update."""
+
+    def main() -> None:
+        session = pr.init()
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer: Any = make(model.parameters())
+        loader = DataLoader(Examples(48), batch_size=BATCH)
+        scheduler: Any = OneCycleLR(optimizer, 0.3, total_steps=len(loader))
+        model, optimizer, loader, scheduler = session.prepare(model, optimizer, loader, scheduler)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+        group = optimizer.param_groups[0]
+        torch.save((session.consensus().state_dict(), group.get("betas", group.get("momentum"))), path)
+
+    path = tmp_path / "alone.pt"
+    main()
+    alone, last = torch.load(path)
+    path = tmp_path / "run.pt"
+    run_in(world, main, strategy="async", workers=1)
+    found, end = torch.load(path)
+    assert end == last and all(torch.equal(alone[name], found[name]) for name in alone)

@@ -248,6 +248,13 @@ def a_closure_under_servers(session: pr.Session) -> None:
 
 
 # What is done, under which strategy, and what the answer must say: the thing, and what would work.
+def the_old_loader(session: pr.Session) -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    session.prepare(model, optimizer, batches)
+    train(model, optimizer, batches)
+
+
 WRONG: dict[Callable[[pr.Session], None], tuple[str, str]] = {
     a_list: ("allreduce", "takes models, optimizers.* not list; pass each as an argument of its own"),
     a_dataset: ("allreduce", "not TensorDataset"),
@@ -282,6 +289,10 @@ WRONG: dict[Callable[[pr.Session], None], tuple[str, str]] = {
     state_of_another_model: ("allreduce", "different model"),
     another_model_on_each_worker: ("allreduce", "worker [01] and worker [01] have different models"),
     no_prepare: ("allreduce", r"never called session.prepare\(model, optimizer, loader\)"),
+    the_old_loader: (
+        "async",
+        r"trains on the loader that it passed to session.prepare\(\).* use what it returns",
+    ),
     a_closure_under_servers: ("async", "LBFGS calls a closure.*use allreduce"),
 }
 

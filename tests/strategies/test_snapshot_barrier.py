@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
+from torch import nn
+
 from polyrhythm.core.message import Message
 from polyrhythm.core.node import Members
 from polyrhythm.core.peer import Peer
+from polyrhythm.model.replica import Replica
+from polyrhythm.strategies.call_numbers import CallNumbers
 from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
 
 
@@ -26,7 +31,9 @@ class RecordingNode:
 
 
 def barrier_of(node: RecordingNode) -> SnapshotBarrier:
-    return SnapshotBarrier(node, lambda: None)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return SnapshotBarrier(node, lambda: None, CallNumbers(replica))  # type: ignore[arg-type]
 
 
 def asks(rank: int, what: str, number: int) -> Message:

@@ -81,12 +81,15 @@ def _check_same(found: list[Any], mine: list[Any]) -> None:
 class RunTogether(Together):
     """Predicts with the other workers of a run."""
 
-    def __init__(self, context: WorldContext, workers: int) -> None:
-        super().__init__()
-        self._context = context
+    def __init__(self, context: WorldContext, workers: int, exchanges: Callable[[], int]) -> None:
+        """`exchanges`: how many there were in the run; each round has some."""
+        self._context, self._exchanges = context, exchanges
         self.rank, self.workers, self.processes = context.me.rank, workers, context.processes
         self._gather: Callable[[Any], list[Any]] = lambda value: [value]
         self._exchange: OutputExchange | None = None
+
+    def number(self) -> int:
+        return self._exchanges()
 
     def begin(self, gather: Callable[[Any], list[Any]]) -> RunTogether:
         """Begins a prediction, in which all workers exchange small values by `gather`."""

@@ -23,7 +23,6 @@ by itself.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -50,8 +49,9 @@ class Together:
     workers = 1
     processes = True  # DataLoaders may start worker processes
 
-    def __init__(self) -> None:
-        self.rounds = itertools.count()  # numbers them, on all workers alike
+    def number(self) -> int:
+        """A number for the next round, equal on all workers."""
+        return 0
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all workers that are alive, by rank."""
@@ -105,7 +105,7 @@ class Prediction:
         mine: Outputs = {}
         missing: Sequence[int] = range(start, min(stop, self._batches.count))
         while True:
-            number = next(self._run.rounds)
+            number = self._run.number()
             computed = self._compute(missing, self._deal(number, missing))
             mine.update(computed)
             receivers = self._exchange(number, computed, mine)

@@ -69,7 +69,7 @@ class PredictingSession(DistributedSession):
         self._placement.plan(given)
         self._placement.begin(self.seed)
         self._given, self._copies = given, ConsensusModel(given.models)
-        self._predictions = CountedTogether(self._context, self.workers)
+        self._predictions = CountedTogether(self._context, self.workers, lambda: self._exchange.last)
         self._context.request(Prepared(hashlib.sha256(repr(state).encode()).hexdigest()[:16]))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> NoReturn:

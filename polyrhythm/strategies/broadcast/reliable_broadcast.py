@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.node import Node
     from polyrhythm.core.peer import Peer
     from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, LogSnapshot
+    from polyrhythm.strategies.call_numbers import CallNumbers
 
 MIN_BYTES = 1 << 20  # of more than MIN_MESSAGES messages that may be unconfirmed in any case
 MIN_MESSAGES = 4 * EVERY
@@ -57,7 +58,14 @@ class ReliableBroadcast:
         "pulses", "known", "confirm", "snapshot", "state", "settle", "digest", SnapshotBarrier.kind,
     )  # fmt: skip
 
-    def __init__(self, node: Node, log: DeliveryLog, base: Sequence[Tensor], fanout: int | None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        log: DeliveryLog,
+        base: Sequence[Tensor],
+        fanout: int | None,
+        calls: CallNumbers,
+    ) -> None:
         self.node, self.log, self.base = node, log, base
         self.origin, self.sent = f"{node.rank}.{node.incarnation}", 0
         self.ready = not node.incarnation  # a replacement knows nothing before it has requested it
@@ -67,7 +75,7 @@ class ReliableBroadcast:
         self.confirmations = Confirmations(node, log, self.topology)
         self.recovery = Recovery(node, log, self.outbox, self.topology, self.resumed)
         self.settling = Settling(node, log, self.outbox)
-        self.barrier = SnapshotBarrier(node, self.settling.settle_all)
+        self.barrier = SnapshotBarrier(node, self.settling.settle_all, calls)
         self._behind = 0  # times in a row that the network was behind
         self._present = set(others(node))
 

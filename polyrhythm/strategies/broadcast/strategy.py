@@ -17,6 +17,7 @@ from polyrhythm.model.vectors import cloned, copied
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog, digest
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
 from polyrhythm.strategies.broadcast.warmup import WarmUp
+from polyrhythm.strategies.call_numbers import CallNumbers
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,8 @@ class BroadcastWorker(Worker):
         kinds = zip(replica.layout.kinds, replica.layout.counts, strict=True)
         counts = [torch.zeros(count, dtype=torch.int32, device=device) for (_, device), count in kinds]  # k
         fanout = strategy.fanout if strategy.topology == "tree" else None
-        self.broadcast = ReliableBroadcast(node, DeliveryLog(counts, strategy.unit), self.base, fanout)
+        log, calls = DeliveryLog(counts, strategy.unit), CallNumbers(replica)
+        self.broadcast = ReliableBroadcast(node, log, self.base, fanout, calls)
         self.warmup = WarmUp(node, replica, strategy.warmup, strategy.first)
 
     # --- start --------------------------------------------------------------------------------------

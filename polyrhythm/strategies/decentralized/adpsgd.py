@@ -15,6 +15,7 @@ from polyrhythm.core.published import Key
 from polyrhythm.core.strategy import Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import blocks, copied, cut
+from polyrhythm.strategies.call_numbers import CallNumbers
 from polyrhythm.strategies.decentralized.base import Decentralized, DecentralizedWorker
 from polyrhythm.strategies.decentralized.topology import graph, parse_topology, regraph
 from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
@@ -93,7 +94,7 @@ class AdPsgdWorker(DecentralizedWorker):
         self.averages = 0  # that the drift consists of
         self.taken = 0  # averages that the parameters contain since the last step
         self.fetched: Fetch | None = None
-        self.barrier = SnapshotBarrier(node, deliver_all=lambda: None)
+        self.barrier = SnapshotBarrier(node, lambda: None, CallNumbers(replica))
         self._joining: Task | None = None  # this worker at the barrier
 
     @property

@@ -11,6 +11,7 @@ from polyrhythm.core.events import UpdatesLost
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import State, Worker
 from polyrhythm.model.vectors import cloned, copied
+from polyrhythm.strategies.call_numbers import CallNumbers
 from polyrhythm.strategies.hogwild.checks import GradientCheck, check_devices, check_modules
 from polyrhythm.strategies.hogwild.tally import CountsUpdates, Tally
 from polyrhythm.strategies.snapshot_barrier import SnapshotBarrier
@@ -81,7 +82,8 @@ class HogWildWorker(Worker):
     def __init__(self, strategy: HogWild, node: Node, replica: Replica, group: Group) -> None:
         super().__init__(strategy, node, replica, group)
         self.check_gradients = GradientCheck(strategy, replica)
-        self.barrier = SnapshotBarrier(node, lambda: None)  # all parameters are in shared memory already
+        # All parameters are in shared memory already.
+        self.barrier = SnapshotBarrier(node, lambda: None, CallNumbers(replica))
 
     def start(self) -> None:
         import torch

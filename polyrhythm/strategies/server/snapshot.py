@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from polyrhythm.core.message import Field, Message
     from polyrhythm.core.node import Node
     from polyrhythm.core.worker import State
+    from polyrhythm.strategies.call_numbers import CallNumbers
 
 Purpose = Literal["save", "load", "continue"]
 
@@ -30,9 +31,8 @@ Purpose = Literal["save", "load", "continue"]
 class SnapshotClient:
     """A worker that saves or loads with all others."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._saves = 0  # how often this worker has saved, or has waited for all others
+    def __init__(self, node: Node, calls: CallNumbers) -> None:
+        self._node, self._calls = node, calls  # when it saves, or waits for all others
 
     def save(self) -> State | None:
         """The servers' state, on the keeper, and what identifies the snapshot.
@@ -40,7 +40,7 @@ class SnapshotClient:
         None if the others saved at this place before this worker joined.
         """
         node = self._node
-        self._saves += 1
+        self._calls.next()
         while True:
             meeting = self._meet("save")
             if meeting["past"]:
@@ -73,20 +73,19 @@ class SnapshotClient:
 
     def pause(self) -> None:
         """This worker waits for all others: until it pushes again, the servers do not wait for it."""
-        self._saves += 1
-        servers = self._node.members.servers
-        for paused in [self._node.request(server, "pause", save=self._saves) for server in servers]:
+        number, servers = self._calls.next(), self._node.members.servers
+        for paused in [self._node.request(server, "pause", save=number) for server in servers]:
             paused.wait()
 
     def _meet(self, purpose: Purpose, **fields: Field) -> Message:
         """Waits at the first server until all workers do."""
-        node = self._node
+        node, number = self._node, self._calls.last
         first, *others = node.members.servers
         if purpose == "save":
-            for paused in [node.request(server, "pause", save=self._saves) for server in others]:
+            for paused in [node.request(server, "pause", save=number) for server in others]:
                 paused.wait()
         try:
-            reply = node.request(first, "meet", into=(), purpose=purpose, save=self._saves, **fields).wait()
+            reply = node.request(first, "meet", into=(), purpose=purpose, save=number, **fields).wait()
         except WaitError as error:
             raise WaitError(
                 f"{node.me} waits to {purpose}, but another worker does not: all workers must call "
@@ -121,7 +120,7 @@ class Rendezvous:
     def add(self, message: Message, trained: Collection[int]) -> None:
         """A worker has arrived. `trained` are the workers that have pushed since the run began."""
         purpose, number = message["purpose"], message["save"]
-        if purpose == "save" and number <= self._saved:
+        if purpose == "save" and number <= self._saved and message.incarnation:
             self._node.reply(message, past=True)
         elif purpose == "load" and trained:
             self._node.reply(message, error=_late(message.sender.rank, min(trained)))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from polyrhythm.core.worker import Worker
 from polyrhythm.model.vectors import cloned, copied
+from polyrhythm.strategies.call_numbers import CallNumbers
 from polyrhythm.strategies.server.client import PrefetchingClient, ServerClient
 from polyrhythm.strategies.server.snapshot import SnapshotClient
 from polyrhythm.strategies.server.updates import PushRequest
@@ -28,7 +29,7 @@ class ParameterServerWorker(Worker):
         super().__init__(strategy, node, replica, group)
         client = PrefetchingClient if strategy.prefetch else ServerClient
         self.servers = client(strategy, node, replica)
-        self.snapshots = SnapshotClient(node)
+        self.snapshots = SnapshotClient(node, CallNumbers(replica))
 
     def start(self) -> None:
         if self.node.rank == 0:
