@@ -45,6 +45,7 @@ def test_a_run_under_a_limit_starts_and_trains(tmp_path: Path) -> None:
     assert summary["digest"] and "through sockets" in said
 
 
+@pytest.mark.slow
 def test_memory_that_all_workers_share_is_refused_under_a_limit(tmp_path: Path) -> None:
     said, summary = run(8 << 30, SCRIPTS / "small_model.py", "hogwild", tmp_path, "--workers", "2")
     assert not summary and "have a limited address space" in said
