@@ -29,7 +29,7 @@ NAMES = (
     "conversions", "cut", "events", "growth", "hogwild", "hybrid", "keras", "last_executor", "memory",
     "pipeline", "plan", "predict", "process_group", "replicate",
     "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
-    "tensor", "wire_bytes",
+    "tensor", "toolarge", "wire_bytes",
 )  # fmt: skip
 
 

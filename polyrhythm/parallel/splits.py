@@ -68,6 +68,7 @@ class Pipeline(ModelSplit):
     chunks: int = 1  # segments of the model on each worker; 2 under interleaved, where it is not given
     lookahead: bool = False  # under pipedream and 2bw: discount late gradients, with Nesterov momentum
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
+    spill: bool = False  # keep parameters in a file while the model is built; always done under ulimit -v
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         return super().__new__(cls, *values, **_joined(named, "split_at"))

@@ -28,6 +28,7 @@ from polyrhythm.parallel.weight_gradients import WeightGradients
 from polyrhythm.session.model_context import ModelContext, receive_from
 from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.prediction.models import digest_of, evaluating
+from polyrhythm.session.result_parts import TensorShare
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
 
@@ -67,6 +68,7 @@ class DividedModel:
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name, place) == place}
         used = {name for name in tensors if place in division.users(name, place)}
+        self.held = used | self._mine
         kept = [each for name, each in self._model.named_parameters() if name in used]
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
@@ -151,8 +153,24 @@ class DividedModel:
 
     # --- the whole model ----------------------------------------------------------------------------
 
-    def complete(self, copy: nn.Module, on_all: bool) -> None:
-        """Gives a copy of the model the tensors of all places: on all workers of the model, or on the first.
+    def owns(self, name: str) -> bool:
+        """True if this place has a tensor, or a part of it, for the whole model."""
+        return self._first_names.get(name, name) in self._mine
+
+    @property
+    def shares(self) -> dict[str, TensorShare]:
+        """By name: the part of each divided tensor that a worker on this rank has."""
+        if self._tensors is None:
+            return {}
+        rank, divided = self._grid.rank(self.place), self._tensors.shardings
+        return {
+            name: TensorShare(divided[first].dim, divided[first].blocks, rank, self._grid.tensor)
+            for name, first in self._first_names.items()
+            if first in divided
+        }
+
+    def complete(self, copy: nn.Module) -> None:
+        """Gives a copy of the model the tensors of all places.
 
         All workers of the model call this at the same time.
         """
@@ -164,7 +182,7 @@ class DividedModel:
         }
         node, me = self._context.worker_node, self.place
         others = [place for place in range(len(self._context.model)) if place != me]
-        for place in others if on_all else [0] * (me != 0):
+        for place in others:
             node.send(
                 self._context.model[place],
                 f"{_TENSORS} {me}",
@@ -173,18 +191,17 @@ class DividedModel:
             )
         shards = self._tensors.shardings if self._tensors is not None else {}
         parts = {name: {self._grid.rank(me): each} for name, each in tensors.items() if name in shards}
-        for place in others if on_all or not me else ():
+        for place in others:
             message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
             for name, flat in zip(message["names"], message.tensors, strict=True):
                 if name in shards:
                     parts.setdefault(name, {})[self._grid.rank(place)] = flat  # a message is a copy
                 else:
                     tensors[name] = flat
-        if on_all or not me:
-            for name, pieces in parts.items():
-                assert self._tensors is not None
-                tensors[name] = self._tensors.joined(name, pieces)
-            self._fill(copy, tensors, parts)
+        for name, pieces in parts.items():
+            assert self._tensors is not None
+            tensors[name] = self._tensors.joined(name, pieces)
+        self._fill(copy, tensors, parts)
 
     def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
         """Replaces tensors without data, and the parts of divided ones."""

@@ -43,6 +43,7 @@ from polyrhythm.core.requests import (
     unpack_reply,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.context import WorldContext
 
@@ -176,8 +177,11 @@ class ModelContext(WorldContext):
         return self._inner.join(strategy, batch_norm)
 
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
-        """The leader has the whole model; the others leave."""
+        """The leader sends what is of the whole model; the others leave."""
         self._inner.send_result(digest, file) if self.leads else self._inner.request(LeaveRun())
+
+    def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
+        self._inner.send_result_part(part, tensors)
 
     def worker_of(self, node: Peer) -> Peer:
         return Place(self.place, self.size).model(node)

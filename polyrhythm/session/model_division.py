@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.layout import needs_closure
+from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.divide import choose, divide, doubt
 from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
@@ -97,7 +98,8 @@ class ModelDivision:
             if isinstance(each, TensorParallel):
                 tensors = TensorShards(self.graph, each, self.grid.rank(place))
                 tensors.check(self.optimizer)
-                tensors.take(self.model, self.optimizer)
+                with paging():
+                    tensors.take(self.model, self.optimizer)
                 self.graph = tensors.graph
                 return tensors
         return None

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.core.address_space import address_space
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.node import Node
 from polyrhythm.core.requests import ShowNote
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.model.consensus import joined
+from polyrhythm.model.spilled import SpilledParameters
 from polyrhythm.parallel.example import Call, example_batch, given_call, model_inputs
 from polyrhythm.session.arguments import Arguments
 from polyrhythm.session.batch_norm.policies import tracking
@@ -30,6 +32,7 @@ from polyrhythm.session.model_division import ModelDivision
 from polyrhythm.session.part import TrainingPart, scoped
 from polyrhythm.session.places import script_call
 from polyrhythm.session.prediction.models import Predictor, WholeModel
+from polyrhythm.session.result_parts import ResultParts
 from polyrhythm.session.scheduled import ScheduledTraining, check_scheduled, scheduled_training
 
 _MICRO_BATCHES = (
@@ -80,16 +83,16 @@ class Placement:
     def settle(self) -> None:
         """Called after the last step, before the leader of a model leaves: waits for its other workers."""
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
-        """Makes copies of the models whole: on all workers, or only on those that lead."""
+    def complete(self, models: Sequence[nn.Module]) -> None:
+        """Makes copies of the models whole."""
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         """Predicts by a copy of the model: of a divided one, by a copy of the part of this worker."""
         return WholeModel(model, context)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the digest of a result is of."""
-        return own
+    def send_parts(self, result: nn.Module) -> Tensor:
+        """Sends this worker's part of the result of a divided model; returns the places of all parameters."""
+        raise NotImplementedError("the model is not divided")
 
     def refuse(self, what: str) -> None:
         """Raises UsageError if something is not possible with parts of a model."""
@@ -108,8 +111,11 @@ class DividedPlacement(Placement):
         self.leads = context.leads
         self._division: ModelDivision | None = None
         self._model: DividedModel | None = None
+        self._spilled = spilled_parameters(context, strategy)
 
     def plan(self, given: Arguments) -> None:
+        if self._spilled is not None:
+            self._spilled.stop()
         if tracking(joined(given.models)) and self._batch_norm in ("sync", "recompute"):
             raise UsageError(
                 f"batch_norm={self._batch_norm} runs the layers of a whole model, and {self._strategy} "
@@ -141,20 +147,17 @@ class DividedPlacement(Placement):
     def begin(self, seed: int) -> None:
         assert self._division is not None
         model = self._division.model
+        parameters = dict(model.named_parameters())
         self._model, self._division = DividedModel(self._context, self._division, seed), None
-        others = _held(model, data=False)
-        if others > _WORTH_COLLECTING:
+        if _missing(model) > _WORTH_COLLECTING:
             gc.collect()  # graphs refer to themselves, and to the tensors of other workers
-        # Besides its gradient, an optimizer state and a copy of its part.
-        needed = others + 3 * _held(model, data=True)
-        if self.leads and not _room(needed):
-            raise UsageError(
-                f"{self._context.worker_node.me} gathers the whole model at the end of the run, and needs "
-                f"{needed >> 20} MiB more than it has: raise the limit of its memory, as by ulimit -v"
-            )
+        if self._spilled is not None:
+            self._spilled.close(each for name, each in parameters.items() if name not in self._model.held)
 
     def on_server(self, node: Node, given: Arguments) -> Sequence[Served]:
         assert self._division is not None
+        if self._spilled is not None:
+            self._spilled.close(())
         return [
             Served(self._context.node_at(place), *self._division.on_server(place))
             for place in range(self._context.size)
@@ -186,27 +189,42 @@ class DividedPlacement(Placement):
         for place, other in enumerate(others, 1) if self.leads else ():
             receive_from(node, other, f"finished {place}")
 
-    def complete(self, models: Sequence[nn.Module], on_all: bool) -> None:
+    def complete(self, models: Sequence[nn.Module]) -> None:
         assert self._model is not None
-        if on_all and not _room(missing := _held(models[0], data=False)):
+        if not _room(missing := _missing(models[0])):
             raise UsageError(
                 f"session.consensus() is the whole model on every worker, and {missing >> 20} MiB more do "
                 "not fit this one: raise the limit of its memory, or evaluate model(x) on all workers instead"
             )
-        self._model.complete(models[0], on_all)
+        self._model.complete(models[0])
 
     def predictor(self, context: WorldContext, model: nn.Module) -> Predictor:
         assert self._model is not None
         return self._model.predictor(model)
 
-    def vectors(self, result: nn.Module, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [each.detach().reshape(-1) for each in result.parameters()]
+    def send_parts(self, result: nn.Module) -> Tensor:
+        assert self._model is not None
+        parts = ResultParts(result, self._model.owns, self._model.shares)
+        for part, tensors in parts.messages(header=self.leads):
+            self._context.send_result_part(part, tensors)
+        self.settle()  # until the parts of all have arrived
+        return parts.order
 
     def refuse(self, what: str) -> None:
         raise UsageError(
             f"{what} is not supported where a model is divided: save session.consensus().state_dict() by "
             "session.save(), and load it into the model before session.prepare()"
         )
+
+
+def spilled_parameters(context: ModelContext, strategy: Strategy) -> SpilledParameters | None:
+    """Keeps parameters in a file until `prepare`, if memory is limited or the strategy asks for it."""
+    wanted = address_space() is not None or any(each.spill for each in strategy.splits)
+    if not wanted or not context.processes:
+        return None
+    spilled = SpilledParameters()
+    spilled.start()
+    return spilled
 
 
 def _room(nbytes: int) -> bool:
@@ -218,9 +236,9 @@ def _room(nbytes: int) -> bool:
     return True
 
 
-def _held(model: nn.Module, data: bool) -> int:
-    """The bytes of the tensors of a model that have data here, or of those that have not."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta != data)
+def _missing(model: nn.Module) -> int:
+    """The bytes of the tensors of a model that have no data here."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.is_meta)
 
 
 def _example(given: Arguments) -> Call:
