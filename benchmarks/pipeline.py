@@ -17,17 +17,15 @@ from benchmarks.report import Row, ratio
 
 MICRO_BATCHES = 8
 BAR = 1.5
+NAMES = "MLP, 8 layers of 512, batch 2048", "transformer, 8 layers of 256, 32 × 64"
 
 
 def measure(quick: bool) -> tuple[list[Row], list[str]]:
     rounds = 3 if quick else 9
     rows = []
-    for name, steps in (
-        ("MLP, 8 layers of 512, batch 2048", 1),
-        ("transformer, 8 layers of 256, 32 × 64", 1),
-    ):
+    for name, steps in ((each, 1) for each in NAMES):
         ours: Speeds = apart(
-            by_turns, partial(_build, name), f"pipeline:2,micro_batches={MICRO_BATCHES}", rounds, steps
+            by_turns, partial(build, name), f"pipeline:2,micro_batches={MICRO_BATCHES}", rounds, steps
         )
         theirs = together(2, _torch, name, rounds, steps)[0]
         gained = ratio(ours["divided"], ours["alone"])
@@ -39,7 +37,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
                 more={"torch.distributed.pipelining": f"{other:.3f}× (1F1B)"},
             )
         )  # fmt: skip
-    name = "MLP, 8 layers of 512, batch 2048"
+    name = NAMES[0]
     for schedule, steps, same in (
         ("1f1b", 1, ""),
         ("interleaved", 1, "Interleaved1F1B"),
@@ -49,7 +47,7 @@ def measure(quick: bool) -> tuple[list[Row], list[str]]:
     ):
         cut = "" if schedule == "pipedream" else f",micro_batches={MICRO_BATCHES}"
         strategy = f"pipeline:2,schedule={schedule}{cut}"
-        speeds: Speeds = apart(by_turns, partial(_build, name), strategy, rounds, steps)
+        speeds: Speeds = apart(by_turns, partial(build, name), strategy, rounds, steps)
         divided, alone = statistics.median(speeds["divided"]), statistics.median(speeds["alone"])
         gained = ratio(speeds["divided"], speeds["alone"])
         more = {}
@@ -80,7 +78,7 @@ def _model(name: str) -> tuple[Any, Any, Any]:
     return nn.Sequential(*layers), torch.randn(32, 64, 256), torch.randn(32, 64, 256)
 
 
-def _build(name: str) -> tuple[Any, tuple[Any, ...], Any]:
+def build(name: str) -> tuple[Any, tuple[Any, ...], Any]:
     model, x, y = _model(name)
     return model, (x,), y
 

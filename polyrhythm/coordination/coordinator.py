@@ -351,7 +351,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         """Builds the summary of the run and records it."""
         return self._record.summary({
-            **self.tally.build(self.plan),
+            **self.tally.build(self.plan, self.membership.model_size),
             **self.membership.summary(),
             "batches_undone": self.data.leases.undone,
             "samples_left_out": self.tally.left_out(self.membership.dead),

@@ -372,3 +372,14 @@ def test_real_processes_train_pipelines(strategy: str, tmp_path: Path) -> None:
     summary = run_in("real", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path)
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
+
+
+def test_the_summary_has_times_and_bytes_of_each_stage(simulate: Any) -> None:
+    halves = simulate(Training(Skipping), "allreduce@pipeline:2", 4)
+    for figure in ("compute_s", "wait_s", "bytes_sent"):
+        each = [place[figure] for place in halves["places"]]
+        assert len(each) == 2 and min(each) > 0 and sum(each) == pytest.approx(halves[figure])
+    uneven = simulate(Training(chain), "pipeline:2,split_at=6", 2)  # three of four layers are in stage 0
+    first, second = (place["compute_s"] for place in uneven["places"])
+    assert first == pytest.approx(3 * second, rel=0.1)
+    assert "places" not in simulate(Training(chain), "allreduce", 2)
