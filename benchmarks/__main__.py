@@ -26,10 +26,10 @@ from benchmarks.report import Steal, show
 
 NAMES = (
     "allreduce", "branches", "checks", "churn", "codec_accuracy", "codecs", "collectives", "communication",
-    "conversions", "cut", "events", "growth", "hogwild", "keras", "last_executor", "memory", "pipeline",
-    "predict", "process_group", "replicate",
+    "conversions", "cut", "events", "growth", "hogwild", "hybrid", "keras", "last_executor", "memory",
+    "pipeline", "plan", "predict", "process_group", "replicate",
     "server", "simulator", "sites", "slow_link", "slow_network", "staleness", "startup", "straggler",
-    "tensor", "wire_bytes",
+    "tensor", "toolarge", "wire_bytes",
 )  # fmt: skip
 
 

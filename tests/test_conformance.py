@@ -40,7 +40,7 @@ from tests.support.programs import (
     same,
     trained,
 )
-from tests.support.rows import DEFAULTS, ROWS, Row
+from tests.support.rows import CODED, DEFAULTS, ROWS, Row
 from tests.support.runs import WORLDS, run_in
 from tests.support.saving import Stopping
 
@@ -480,5 +480,21 @@ def test_every_strategy_resumes_from_its_saved_state(row: Row, tmp_path: Path) -
     def digest(begin: int) -> Any:
         script = Stopping(tmp_path, begin, stop, STEPS, optimizer_for(row))
         return train(row, script, max(3, row.least))["digest"]
+
+    assert digest(0) == digest(stop), f"stopped after step {stop}"
+
+
+SPLIT = [row._replace(strategy=f"{row.strategy}@pipeline:2") for row in (*DEFAULTS, *CODED)]
+QUICK_SPLIT = [row for row in SPLIT if row.strategy in ("local:8@pipeline:2", "ssp:1+qsgd@pipeline:2")]
+
+
+@rows((row for row in SPLIT if not row.cluster), QUICK_SPLIT)
+def test_every_strategy_resumes_on_divided_models(row: Row, tmp_path: Path) -> None:
+    """Each worker saves the whole model and its own session, which has what its stage needs."""
+    stop = arbitrary_step(row)
+
+    def digest(begin: int) -> Any:
+        script = Stopping(tmp_path, begin, stop, STEPS, optimizer_for(row))
+        return train(row, script, 2 * max(2, row.least))["digest"]
 
     assert digest(0) == digest(stop), f"stopped after step {stop}"

@@ -138,6 +138,7 @@ def _can(text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_imports_that_the_house_has() -> None:
     """Every package is in it, and each imports what the test of the import rules finds."""
     found: dict[str, set[str]] = {}

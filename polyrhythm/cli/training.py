@@ -126,9 +126,11 @@ def train(execute: Execute, program: Program, plan: Plan, options: argparse.Name
 
 
 def _report(summary: dict[str, Any], simulated: bool) -> None:
-    from polyrhythm.launch.console import HEAD, SIMULATED_HEAD, row, size, table
+    from polyrhythm.launch.console import HEAD, PLACES_HEAD, SIMULATED_HEAD, place_rows, row, size, table
 
     print(table(SIMULATED_HEAD if simulated else HEAD, [row(summary)]))
+    if places := place_rows(summary):
+        print(f"\n{table(PLACES_HEAD, places)}\n")
     others = {name: value for name, value in summary["metrics"].items() if name != "accuracy"}
     if others:
         print("metrics: " + "  ".join(f"{name} {value}" for name, value in others.items()))

@@ -7,7 +7,7 @@ encoded as 32-bit ones, and their residual is kept in 32 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,10 +117,12 @@ class Compressor(Decompressor):
         start: int = 0,
         stop: int | None = None,
         feedback: bool | None = None,
+        whole_norm: Callable[[float], float] = float,
     ) -> None:
+        """`whole_norm`: the norm of a vector of the whole model, from that of the part here."""
         super().__init__(codec, state.layout, start, stop)
         self.worker = state.worker
-        self._needs_norm = needs_norm(codec)
+        self._needs_norm, self._whole_norm = needs_norm(codec), whole_norm
         keep = codec.feedback if feedback is None else feedback
         self.states = [state.segment(each, self.start, self.stop, keep) for each in self.coded]
 
@@ -131,7 +133,7 @@ class Compressor(Decompressor):
     def send(self, vectors: Sequence[Tensor], norm: float | None = None) -> list[Tensor]:
         """The codes of the coded segments; `norm` is that of all that is sent, if it is more than this."""
         if norm is None and self._needs_norm:
-            norm = self.norm(vectors)
+            norm = self._whole_norm(self.norm(vectors))
         codes = []
         for values, state in zip(self.values(vectors), self.states, strict=True):
             state.norm = norm

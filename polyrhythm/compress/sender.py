@@ -40,7 +40,7 @@ class CompressedSender:
         check_optimizer(codec, replica.optimizer.param_groups)
         self.codec, self.replica = codec, replica
         self.state = SenderState(replica.layout, replica.empty, seed=node.seed, worker=rank, workers=workers)
-        self._me = node.me
+        self._me, self._whole_norm = node.me, node.whole_norm
         self._feedback = codec.feedback if feedback is None else feedback
         self._compressors: dict[tuple[int, int | None], Compressor] = {}
         self._rates = ResidualRates()
@@ -49,8 +49,9 @@ class CompressedSender:
         """Compresses a range of the flat vectors."""
         if (start, stop) not in self._compressors:
             self._compressors[start, stop] = Compressor(
-                self.codec, self.state, start=start, stop=stop, feedback=self._feedback
-            )
+                self.codec, self.state, start=start, stop=stop, feedback=self._feedback,
+                whole_norm=self._whole_norm,
+            )  # fmt: skip
         return self._compressors[start, stop]
 
     @property

@@ -34,11 +34,12 @@ from polyrhythm.coordination.last_steps import LastSteps
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.ports import NodeLauncher, NullRecorder, Recorder
 from polyrhythm.coordination.preparing import Preparing
+from polyrhythm.coordination.received_result import ReceivedResult
 from polyrhythm.coordination.replica_comparison import ReplicaComparison
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
 from polyrhythm.coordination.summary import SummaryBuilder
 from polyrhythm.coordination.welcome import welcome
-from polyrhythm.core.errors import PolyrhythmError, UsageError
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import Event, NodeJoined, NodeLeft, RunFailed, Totals
 from polyrhythm.core.key_value import KeyValue
 from polyrhythm.core.notice import Notice
@@ -108,6 +109,7 @@ class Coordinator:
         self._no_result = False  # the workers have none to send
         self._launcher = launcher
         self._record: Recorder = record or NullRecorder()
+        self.received = ReceivedResult(self._record, self.fail)
         self.ended = LastSteps(self.membership, launcher, self._refuse)
         self._gathers = Gathers(self.membership, self._finish.done, self.fail)
         self._calls = CallOrder(self.membership, launcher, self._refuse)
@@ -235,14 +237,10 @@ class Coordinator:
     def result(
         self, peer: Peer, digest: str, file: Sequence[memoryview], respond: Callable[[], object]
     ) -> None:
-        """A worker has sent the final parameters: the parts of a file, lent until the response."""
+        """A worker has sent the final parameters, or the last of them: see `ReceivedResult.complete`."""
         self.tally.ended = self.clock()
         self.ending.saved()
-        try:
-            self._record.consensus(file)
-            self.digest = digest
-        except PolyrhythmError as error:
-            self.fail(str(error))
+        self.digest = self.received.complete(digest, file)
         respond()
         self.leave(peer, "finished")
         for other in self._finish.end():
@@ -353,7 +351,7 @@ class Coordinator:
     def summary(self) -> dict[str, Any]:
         """Builds the summary of the run and records it."""
         return self._record.summary({
-            **self.tally.build(self.plan),
+            **self.tally.build(self.plan, self.membership.model_size),
             **self.membership.summary(),
             "batches_undone": self.data.leases.undone,
             "samples_left_out": self.tally.left_out(self.membership.dead),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from polyrhythm.core.events import Event, Metrics
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import Peer
+from polyrhythm.record.result_file import ResultFile
 
 
 class NodeLauncher(Protocol):
@@ -37,7 +39,7 @@ class NodeLauncher(Protocol):
 
 
 class Recorder(Protocol):
-    """Records a run. Only `consensus` may raise."""
+    """Records a run. Only `consensus` and `consensus_file` may raise."""
 
     lasting: bool  # what it has recorded is there also after a run that has failed
 
@@ -57,6 +59,12 @@ class Recorder(Protocol):
         """Saves the final parameters, given as the parts of a file; returns its path.
 
         Raises PolyrhythmError if it cannot.
+        """
+
+    def consensus_file(self, size: int) -> ResultFile:
+        """A file of this size for the final parameters, which several workers write.
+
+        Raises PolyrhythmError if there is no room for it.
         """
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +90,9 @@ class NullRecorder:
 
     def consensus(self, file: Sequence[memoryview]) -> None:
         return None
+
+    def consensus_file(self, size: int) -> ResultFile:
+        return ResultFile(io.BytesIO(), lambda file: None)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         return summary

@@ -51,8 +51,8 @@ class SummaryBuilder:
         trained = {each: self.totals.get(each, Totals()).samples for each in dead}
         return sum(max(0, self.due.get(each, 0) - samples) for each, samples in trained.items())
 
-    def build(self, plan: Plan) -> dict[str, Any]:
-        """The figures of the summary that come from reports."""
+    def build(self, plan: Plan, model_size: int) -> dict[str, Any]:
+        """The figures of the summary that come from reports. `model_size`: workers that hold one model."""
         wall = max(self.ended - self.began, 1e-9)
         workers, everyone = self._workers(), self.totals.values()
         steps, samples = self.progress()
@@ -72,6 +72,8 @@ class SummaryBuilder:
             "dropped": self.counts.dropped,
             "metrics": self.metrics.reduced(),
         }
+        if model_size > 1:
+            figures["places"] = [self._place(place, model_size) for place in range(model_size)]
         if plan.sites:
             figures["bytes_between_sites"] = sum(each.bytes_between for each in everyone)
         if self.counts.updates_lost is not None:
@@ -80,3 +82,16 @@ class SummaryBuilder:
 
     def _workers(self) -> list[Totals]:
         return [totals for (peer, _), totals in self.totals.items() if peer.role == "worker"]
+
+    def _place(self, place: int, model_size: int) -> dict[str, Any]:
+        """What the workers at one place of their models have done."""
+        found = [
+            totals
+            for (peer, _), totals in self.totals.items()
+            if peer.role == "worker" and peer.rank % model_size == place
+        ]
+        return {
+            "compute_s": sum(each.compute_s for each in found),
+            "wait_s": sum(each.wait_s for each in found),
+            "bytes_sent": sum(each.bytes_sent for each in found),
+        }

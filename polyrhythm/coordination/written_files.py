@@ -30,5 +30,5 @@ class WrittenFiles:
             self._said = True
             self._say(
                 f"{first} and {peer} both write {file.path} by torch.save(): the last one wins, or the file "
-                "is torn; use session.save(value, path), which writes it once, or session.rank in its name"
+                "is torn; use session.save(value, path), which writes it once, or session.worker in its name"
             )

@@ -199,6 +199,13 @@ class Node(ABC):
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         """Runs a function beside this one, to overlap communication with computing."""
 
+    def whole_norm(self, norm: float) -> float:
+        """The norm of a vector of the whole model, from that of the part that this worker holds.
+
+        All workers that hold the model call it at the same point, and wait for each other.
+        """
+        return norm
+
     @abstractmethod
     def log(self, event: Event) -> None:
         """Adds an event to the log of the run (see `core.events`). Never blocks and never raises.

@@ -8,11 +8,13 @@ of its own: "push" for place 1 is "push#1".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from polyrhythm.core.errors import PeerLost, WaitError
 from polyrhythm.core.events import Event
 from polyrhythm.core.group import Coding, Group, Task, Use
 from polyrhythm.core.mesh import Axis, Mesh
@@ -111,6 +113,17 @@ class PlaceNode(Node):
         once = int(self._place.number == 0)
         self._node.totals(steps=once * steps, samples=once * samples, compute_s=compute_s, wait_s=wait_s)
 
+    def whole_norm(self, norm: float) -> float:
+        me, size = self._place.number, self._place.size
+        first, norms = self._node.me.rank - me, {me: norm}
+        others = [place for place in range(size) if place != me]
+        for place in others:
+            self._node.send(Peer("worker", first + place), f"norm of place {me}", norm=norm)
+        for place in others:
+            message = receive_from(self._node, Peer("worker", first + place), f"norm of place {place}")
+            norms[place] = message["norm"]
+        return math.hypot(*(norms[place] for place in range(size)))  # in the same order at all places
+
     def _seen(self, message: Message | None) -> Message | None:
         if message is not None:
             message.kind = message.kind.removesuffix(self._suffix)
@@ -185,3 +198,24 @@ class _PlaceGroup(Group):
     def split(self, members: Sequence[Peer], name: str = "") -> Group:
         workers = [self._place.worker(each) for each in members]
         return _PlaceGroup(self._node, workers, self._place, name)
+
+
+def _receive(node: Node, sender: Peer, kind: str) -> Message | None:
+    try:
+        return node.receive(kind)
+    except PeerLost:
+        raise
+    except WaitError as error:
+        raise WaitError(
+            f"{error}; it holds one model with {sender}, which has not come to the same point of the script: "
+            "all workers of a model must call it, and take the same branches"
+        ) from None
+
+
+def receive_from(node: Node, sender: Peer, kind: str) -> Message:
+    """The next message of a kind, which only this worker sends; PeerLost if it has died."""
+    while (message := _receive(node, sender, kind)) is None:
+        # The last message of one that has finished is still on its way.
+        if sender in node.members.lost and sender not in node.members.workers:
+            raise PeerLost(f"{node.me} waited for {sender}, which is gone; they hold one model together")
+    return message

@@ -74,6 +74,9 @@ class ScopedNode(Node):
     def spawn(self, function: Callable[..., None], *args: Any) -> Task:
         return self._node.spawn(function, *args)
 
+    def whole_norm(self, norm: float) -> float:
+        return self._node.whole_norm(norm)
+
     def log(self, event: Event) -> None:
         self._node.log(event)
 

@@ -46,3 +46,8 @@ class ModelSplit(Configured):
     def recompute(self) -> bool:
         """True if activations are computed again in the backward pass."""
         return False
+
+    @property
+    def spill(self) -> bool:
+        """True if parameters are kept in a file while the script builds the model."""
+        return False

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import resource
 import threading
+
+from polyrhythm.core.address_space import address_space
 
 _ARENA_MAX, _MMAP_THRESHOLD = -8, -3  # of mallopt, in glibc
 _STACK = 1 << 20  # bytes for each thread, instead of 8 MiB
-
-
-def limit() -> int | None:
-    """The limit of the address space of this process in bytes; None if there is none."""
-    found, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if found == resource.RLIM_INFINITY else found
 
 
 def spare() -> None:
@@ -22,7 +17,7 @@ def spare() -> None:
 
     glibc reserves 64 MiB for each thread that allocates, and keeps the memory of freed tensors for later.
     """
-    if limit() is None:
+    if address_space() is None:
         return
     threading.stack_size(_STACK)
     with contextlib.suppress(OSError, AttributeError):  # another libc

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polyrhythm.core.address_space import address_space
 from polyrhythm.core.peer import Peer
-from polyrhythm.launch.address_space import limit
 from polyrhythm.wire.arena import Arenas
 
 ARENA = 1 << 38  # bytes of address space per node; only used pages take memory
@@ -30,7 +30,7 @@ class ArenaPool:
     @property
     def shared(self) -> Arenas | None:
         """The arenas for nodes to map; None if a limit of their address space forbids it."""
-        room = limit()
+        room = address_space()
         return self.arenas if room is None or room > self.arenas.count * self.arenas.size else None
 
     def take(self, peer: Peer, incarnation: int) -> int | None:

@@ -154,3 +154,14 @@ def row(summary: Mapping[str, Any]) -> list[str]:
         f"{staleness['max']:.0f}",
         size(summary["bytes_sent"]),
     ]
+
+
+PLACES_HEAD = ("place in the model", "computed", "waited", "bytes sent")
+
+
+def place_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """The places of divided models as rows of the table with `PLACES_HEAD`; [] if models are whole."""
+    return [
+        [str(place), f"{each['compute_s']:.3g} s", f"{each['wait_s']:.3g} s", size(each["bytes_sent"])]
+        for place, each in enumerate(summary.get("places", ()))
+    ]

@@ -14,6 +14,7 @@ from polyrhythm.core.errors import PolyrhythmError, WaitError, WireError
 from polyrhythm.core.notice import Notice
 from polyrhythm.core.peer import INCARNATION_SHIFT
 from polyrhythm.core.requests import JoinRun, pack_reply, unpack
+from polyrhythm.core.result_part import ResultPart
 from polyrhythm.launch.hosts import HOST
 from polyrhythm.wire.incoming import Incoming
 from polyrhythm.wire.transport import Transport
@@ -84,12 +85,16 @@ class CoordinatorService:
         if sender.role == HOST:
             return self._from_host(incoming)
         incarnation = incoming.sequence >> INCARNATION_SHIFT
-        if incoming.kind == "result":
+        if incoming.kind in ("result", "result part"):
             membership = coordinator.membership
             if sender not in membership.members or incarnation != membership.incarnations[sender]:
                 self._transport.reply(incoming)  # it died: a replacement will send the result again
                 return None
             file = [buffer.view for buffer in incoming.buffers]
+            if incoming.kind == "result part":
+                coordinator.received.add(msgspec.convert(incoming.fields, ResultPart), file)
+                self._transport.reply(incoming)
+                return None
             digest = incoming.fields["digest"]
             return coordinator.result(sender, digest, file, lambda: self._transport.reply(incoming))
 

@@ -26,13 +26,13 @@ class ConsensusModel:
         self._models, self._replicas = list(models), list(replicas)
         self._copies: WeakSet[nn.Module] = WeakSet()
 
-    def copy(self, *vectors: Sequence[Tensor]) -> list[nn.Module]:
-        """New copies of the models, with these parameters of each replica."""
+    def copy(self, *vectors: Sequence[Tensor], lasting: bool = True) -> list[nn.Module]:
+        """New copies of the models, with these parameters of each replica; not `lasting`: in their memory."""
         if len(self._copies) > 2 * len(self._models):
             gc.collect()  # models that refer to themselves are not freed at once
         copies: dict[int, Any] = _activations(self._models)
         for replica, mine in zip(self._replicas, vectors, strict=True):
-            held = replica.take_consensus(mine)
+            held = replica.take_consensus(mine) if lasting else tuple(mine)
             for parameter, piece in zip(replica.layout.parameters, replica.layout.pieces, strict=True):
                 if isinstance(parameter, nn.Parameter):
                     place = replica.layout.tensor(held, piece)

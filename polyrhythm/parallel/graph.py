@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.hazards import bound_nodes
 from polyrhythm.parallel.progress_bars import without_progress_bars
 from polyrhythm.parallel.sizes import size_nodes
@@ -238,7 +239,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 return shared.export(export_graph, model, args, kwargs)
             return export_graph(model, args, kwargs)
     except NotExportable as error:
-        found = chain_graph(model, args, kwargs, str(error))
+        with paging():
+            found = chain_graph(model, args, kwargs, str(error))
         if found is None:
             raise UsageError(
                 f"{type(model).__name__} cannot be cut into stages: {error}; "

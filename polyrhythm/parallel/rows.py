@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.core.errors import UsageError
+from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.partition import Partition
 from polyrhythm.parallel.untouched import random_states_kept
 
@@ -32,7 +33,7 @@ def check_rows(parts: Partition, inputs: Mapping[str, Any], batched: Sequence[st
         {name: inputs[name][:half] for name in batched},
         {name: inputs[name][half:] for name in batched},
     )
-    with torch.no_grad(), random_states_kept():
+    with torch.no_grad(), random_states_kept(), paging():
         whole = pytree.tree_leaves(parts.run("eval", inputs))
         halves = [pytree.tree_leaves(parts.run("eval", {**inputs, **piece})) for piece in pieces]
     for one, first, second in zip(whole, *halves, strict=True):

@@ -35,6 +35,9 @@ class Pipeline(ModelSplit):
     - `pipedream` does not wait for a batch to come back. Stage s updates after each batch $t$, with the
       gradient at its parameters of K - s - 1 updates before, which it keeps until then:
       $w(t+1) = w(t) - \eta g(t)$ with $g(t) = \nabla f(w_1(t-K+1), ..., w_K(t))$. A batch is not cut.
+      With `lookahead=yes` and an optimizer with Nesterov momentum $\gamma$ late gradients are discounted:
+      $w(t+1) = w(t) + d(t) - \eta (1-\gamma) g(t)$ with $d(t) = \gamma (w(t) - w(t-1))$ and gradients at
+      $w + d$.
     - `2bw` does not wait, either, and cuts batches: $w(t+1) = w(t) - \eta \nabla f(w(t-1))$ on all stages,
       with two versions of the parameters. Use as many micro-batches as stages, or more.
 
@@ -50,7 +53,8 @@ class Pipeline(ModelSplit):
         "Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism; "
         "Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN "
         "Training; Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters; "
-        "Qi et al. 2023, Zero Bubble Pipeline Parallelism"
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Ajanthan et al. 2025, Nesterov Method for "
+        "Asynchronous Pipeline Parallel Optimization"
     )
     axis: ClassVar[Axis] = "stage"
     advice: ClassVar[str] = (
@@ -62,7 +66,9 @@ class Pipeline(ModelSplit):
     recompute: bool = False  # keep the inputs of a stage only, and compute its activations again in backward
     schedule: Literal["gpipe", "1f1b", "interleaved", "zerobubble", "pipedream", "2bw"] = "gpipe"
     chunks: int = 1  # segments of the model on each worker; 2 under interleaved, where it is not given
+    lookahead: bool = False  # under pipedream and 2bw: discount late gradients, with Nesterov momentum
     split_at: str = ""  # the layers that begin a stage, such as layers.2/layers.4; in Python also a list
+    spill: bool = False  # keep parameters in a file while the model is built; always done under ulimit -v
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         return super().__new__(cls, *values, **_joined(named, "split_at"))
@@ -90,6 +96,11 @@ class Pipeline(ModelSplit):
         if self.micro_batches < 1:
             raise UsageError(f"pipeline: micro_batches is {self.micro_batches}; there must be 1 or more")
 
+        if self.lookahead and not self.asynchronous:
+            raise UsageError(
+                f"pipeline: lookahead=yes corrects late gradients, and those of schedule={self.schedule} are "
+                "not late: leave it out, or use schedule=pipedream or 2bw"
+            )
         if self.schedule == "pipedream":
             if self.micro_batches not in (1, type(self).micro_batches):
                 raise UsageError(

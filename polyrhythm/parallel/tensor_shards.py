@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,25 +28,36 @@ class TensorShards:
         self.graph = divide_tensors(graph, plan, self.axis)
         self._split = split
         self._whole: dict[str, tuple[Tensor, dict[str, Any]]] = {}  # with the optimizer's state
-        self._shapes: dict[str, torch.Size] = {}  # of the parts
+        self._shapes: dict[str, tuple[torch.Size, torch.Size]] = {}  # of the parts, and of the whole
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError for optimizers that need whole tensors."""
-        if type(optimizer) not in ELEMENTWISE:
-            raise UsageError(
-                f"{type(optimizer).__name__} may need whole tensors, and {self._split} divides "
-                f"{next(iter(self.layers))}: use an element-wise optimizer such as SGD or Adam, or pipeline"
-            )
+    def take(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Leaves the parts of this worker in a model, and in the states of its optimizers.
 
-    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Leaves the parts of this worker in a model, and in the state of its optimizer."""
+        UsageError for optimizers that need whole tensors.
+        """
+        trained_by = {
+            id(each): optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
         for name, parameter in model.named_parameters():
-            if name in self.shardings:
-                self._whole[name] = parameter.detach(), dict(optimizer.state.get(parameter, {}))
-                if parameter in optimizer.state:
-                    optimizer.state[parameter] = self.state_of(name, self.axis.rank)
-                parameter.data, parameter.grad = self._part(name, parameter.detach(), self.axis.rank), None
-                self._shapes[name] = parameter.shape
+            if name not in self.shardings:
+                continue
+            optimizer = trained_by.get(id(parameter))
+            state = {} if optimizer is None else optimizer.state
+            if optimizer is not None and type(optimizer) not in ELEMENTWISE:
+                raise UsageError(
+                    f"{type(optimizer).__name__} may need whole tensors, and {self._split} divides "
+                    f"{next(iter(self.layers))}: use an element-wise optimizer such as SGD or Adam, or "
+                    "pipeline"
+                )
+            self._whole[name] = parameter.detach(), dict(state.get(parameter, {}))
+            if parameter in state:
+                state[parameter] = self.state_of(name, self.axis.rank)
+            whole = parameter.shape
+            parameter.data, parameter.grad = self._part(name, parameter.detach(), self.axis.rank), None
+            self._shapes[name] = parameter.shape, whole
 
     def release(self) -> None:
         """Frees the whole tensors: a worker needs no parts of others."""
@@ -72,6 +83,14 @@ class TensorShards:
         return TensorAxis(rank, self.axis.size).shard(whole, self.shardings[name])
 
     def joined(self, name: str, parts: Mapping[int, Tensor]) -> Tensor:
-        """A whole parameter from the flat parts of all workers, by rank."""
-        shape = self._shapes[name]
-        return join_shards([parts[rank].view(shape) for rank in sorted(parts)], self.shardings[name])
+        """A whole tensor from those of all workers, by rank: a parameter, or a state of its optimizer."""
+        tensors = [parts[rank] for rank in sorted(parts)]
+        if name not in self._shapes or tensors[0].shape != self._shapes[name][0]:
+            return tensors[0]  # it has no number for each element of a divided parameter
+        return join_shards(tensors, self.shardings[name])
+
+    def own_part(self, name: str, value: Any) -> Any:
+        """This worker's part of what `joined` returns; other values as they are."""
+        if isinstance(value, Tensor) and name in self._shapes and value.shape == self._shapes[name][1]:
+            return self._part(name, value, self.axis.rank)
+        return value

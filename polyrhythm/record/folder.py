@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,10 +31,12 @@ from polyrhythm.record.background import BackgroundWriter
 from polyrhythm.record.event_buffer import BATCH, EventBuffer
 from polyrhythm.record.event_file import EventFile
 from polyrhythm.record.result import PARAMETERS, RunResult
+from polyrhythm.record.result_file import ResultFile, open_result
 from polyrhythm.record.saved_file import with_saved_file
 
 MAX_BUFFERED = 10 * BATCH  # events; beyond this the thread that logs drains the buffer itself
 METRICS = "metrics.jsonl"
+T = TypeVar("T")
 _json = msgspec.json.Encoder(enc_hook=float)
 
 
@@ -45,7 +47,7 @@ def name_run(strategy: str) -> str:
 
 
 class RunFolder:
-    """Writes the files of a run. Only `consensus` raises, if the result cannot be written anywhere."""
+    """Writes the files of a run. Only `consensus` and `consensus_file` raise, if no folder can be written."""
 
     lasting = True
 
@@ -112,23 +114,31 @@ class RunFolder:
 
         A file of that name is always complete.
         """
+        return self._saved(lambda path: _write_atomically(path, file))
+
+    def consensus_file(self, size: int) -> ResultFile:
+        """A file of this size for the final parameters, which several workers write."""
+        return self._saved(lambda path: open_result(path, size))
+
+    def _saved(self, save: Callable[[Path], T]) -> T:
+        """Saves a file with the final parameters in the folder, or elsewhere if that fails."""
         try:
-            return _write_atomically(self.path / PARAMETERS, file)
+            return save(self.path / PARAMETERS)
         except OSError as error:
             self._failed(error)
             tried = [f"{self.path} ({error.strerror or error})"]
         for parent in _fallback_folders():
             try:
                 self.fallback = _make(parent, f"polyrhythm-{self.path.name}", parents=False)
-                path = _write_atomically(self.fallback / PARAMETERS, file)
+                saved = save(self.fallback / PARAMETERS)
             except OSError as error:
                 tried.append(f"{parent} ({error.strerror or error})")
                 if self.fallback is not None:
                     shutil.rmtree(self.fallback, ignore_errors=True)
                     self.fallback = None
             else:
-                self._say(f"the final parameters are in {path}")
-                return path
+                self._say(f"the final parameters are in {self.fallback / PARAMETERS}")
+                return saved
         raise PolyrhythmError(f"the final parameters could not be written to {', nor to '.join(tried)}")
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from polyrhythm.core.events import Event, Metrics
 from polyrhythm.record.result import RunResult
+from polyrhythm.record.result_file import ResultFile
 from polyrhythm.record.saved_file import with_saved_file
 
 
@@ -38,6 +40,15 @@ class RunMemory:
     def consensus(self, file: Sequence[bytes | memoryview]) -> None:
         """Keeps the final parameters, given as the parts of a file."""
         self._file = b"".join(file)
+
+    def consensus_file(self, size: int) -> ResultFile:
+        """The final parameters, which several workers write."""
+
+        def keep(file: BinaryIO) -> None:
+            file.seek(0)
+            self._file = file.read()
+
+        return ResultFile(io.BytesIO(), keep)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         return with_saved_file(summary)

@@ -73,6 +73,7 @@ class Session:
 
     rank: int = 0
     workers: int = 1
+    worker: int = 0  # the number of this process; not its rank if several processes hold one model
     strategy: Strategy | None = None
     external: ExternalTraining | None = None  # by another tool than `prepare`
     batch_norm: str = norms.DEFAULT
@@ -101,7 +102,8 @@ class Session:
         loader that is not passed stays whole on every worker.
 
         `example` is needed only where the model is divided over workers and its inputs cannot be told from a
-        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples.
+        batch: an input of the model, a tuple of inputs or a dict of keyword arguments, of a few examples; of
+        several models, a list of these.
         `loss` is the loss function, if the script trains by `backward`.
         """
         given = Arguments(objects, evaluate, again=self._copies is not None, example=example, loss=loss)
@@ -238,7 +240,7 @@ class Session:
         has died, the first of those that are alive saves.
         """
         call = script_call(f'session.save("{Path(path).name}")')
-        if self.rank == min(self._gather(self.rank, call)):
+        if self.worker == min(self._gather(self.worker, call)):
             save_atomically(value, path)
             self.file_written(path, once=True)
         self._gather(None, call)
@@ -289,7 +291,7 @@ class Session:
         """The state of this worker besides model and optimizer: its strategy's, such as the residual of a
         codec, the position in the data, and the random number generators.
 
-        Each worker saves its own: `torch.save(session.state_dict(), f"{session.rank}.pt")`.
+        Each worker saves its own: `torch.save(session.state_dict(), f"{session.worker}.pt")`.
         """
         return {}
 

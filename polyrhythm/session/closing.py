@@ -51,15 +51,18 @@ class Closing:
         vectors = parts.consensus()
         return self.models(vectors) if whole else self.parts_of_models(vectors)
 
-    def models(self, vectors: Sequence[Sequence[Tensor]], on_all: bool = True) -> list[nn.Module]:
-        """Copies of the models with these parameters; `on_all`: whole on each worker of a divided one."""
+    def models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
+        """Copies of the models with these parameters."""
         models = self.parts_of_models(vectors)
-        self._placement.complete(models, on_all)
+        self._placement.complete(models)
         return models
 
-    def parts_of_models(self, vectors: Sequence[Sequence[Tensor]]) -> list[nn.Module]:
-        """Copies of the models with these parameters: of divided ones, the part of this worker."""
-        models = self._copies.copy(*vectors)
+    def parts_of_models(self, vectors: Sequence[Sequence[Tensor]], lasting: bool = True) -> list[nn.Module]:
+        """Copies of the models with these parameters: of divided ones, the part of this worker.
+
+        Not `lasting`: in the memory of the parameters.
+        """
+        models = self._copies.copy(*vectors, lasting=lasting)
         if self._norms is not None:
             self._norms.show(joined(models))
         return models
@@ -92,12 +95,12 @@ class Closing:
             self._norms.collect()
         self._parts.first.driver.meter.report()
         self._context.flush()
-        result = joined(self.models(final, on_all=False))
-        if not self._placement.leads:
-            return self._context.send_result("", ())
+        result = joined(self.parts_of_models(final, lasting=False))
+        if self._placement.divided:
+            return self._context.send_result("", [self._placement.send_parts(result)])
         if note := left_out(result):
             self._context.request(ShowNote(note))
-        vectors = self._placement.vectors(result, [vector for each in final for vector in each])
+        vectors = [vector for each in final for vector in each]
         self._context.send_result(digest(vectors), self._file(result))
 
     def salvage(self, untouched: bool) -> None:
@@ -118,5 +121,4 @@ class Closing:
 
     def _file(self, result: nn.Module) -> list[Tensor]:
         """A copy of the models as a file, with the names of the originals: some models rename copies."""
-        names = () if self._placement.divided else joined(self._given.models).state_dict()
-        return safetensors(result, names)
+        return safetensors(result, joined(self._given.models).state_dict())

@@ -16,6 +16,7 @@ from polyrhythm.core.peer import Peer
 from polyrhythm.core.plan import Plan
 from polyrhythm.core.requests import Request, Welcome
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,18 @@ class WorldContext(ABC):
     @abstractmethod
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         """Sends the final parameters to the coordinator, as the parts of a file: tensors of bytes."""
+
+    @abstractmethod
+    def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
+        """Sends a part of the final parameters of a divided model: tensors of bytes, and where they belong.
+
+        `send_result` then gets no digest, and the places of all parameters in the file.
+        """
+
+    @property
+    def worker(self) -> Peer:
+        """This node by itself, also where several workers hold one model and are one to the session."""
+        return self.me
 
     def worker_of(self, node: Peer) -> Peer:
         """The worker of this session that a node is, or holds a part of the model of."""

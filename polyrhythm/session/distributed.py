@@ -42,7 +42,7 @@ from polyrhythm.session.data import SharedLoader
 from polyrhythm.session.exchange import Exchange, inode_of
 from polyrhythm.session.external import ExternalTraining
 from polyrhythm.session.grad_scaler import check_scaler
-from polyrhythm.session.loading import check_saved
+from polyrhythm.session.loading import check_model, check_saved
 from polyrhythm.session.model_context import model_context
 from polyrhythm.session.optimizer_hooks import watch_optimizer
 from polyrhythm.session.part import Parts, check_optimizers
@@ -108,6 +108,7 @@ class DistributedSession(Session):
         self._norms: Policy | None = None
         self.seed = welcome.seed  # `prepare` may replace it by that of the script
         self.rank, self.workers = here.me.rank, here.plan.workers
+        self.worker = here.worker.rank
         self._exchange, self._calls = Exchange(here, self.workers), ScriptCalls(here)
         self._placement = placement(here, self.strategy, self.batch_norm, self._exchange)
         self._late = welcome.incarnation > 0  # replaces a worker that died
@@ -291,8 +292,7 @@ class DistributedSession(Session):
     def _agreed(self, whole: bool) -> list[nn.Module]:
         """Copies of the models that the workers agree on; not `whole`: of divided ones, a worker's part."""
         assert self._parts is not None and self._closing is not None
-        if self._scheduled is not None:
-            self._scheduled.flush()
+        self._placement.flush()
         buffers = self._norms is not None
         together = self.workers > 1 and self._parts.exchange_in_consensus(buffers)
         waits = self._calls.entered(script_call("session.consensus()")) if together else nullcontext()
@@ -311,7 +311,7 @@ class DistributedSession(Session):
         parts = self._parts
         if parts is None:
             return {}
-        self._placement.refuse("session.state_dict()")
+        self._placement.flush()
         # The position first: where batches are leased, workers wait for each other in what follows.
         data = self._data.state_dict() if self._data is not None else {}
         with self._blocking():
@@ -323,19 +323,19 @@ class DistributedSession(Session):
             "workers": self.workers,
             "lost": self._context.request(WhoIsLost()).workers if self.strategy.traits.survives else [],
             "data": data,
+            "placement": self._placement.state_dict(),
             **states,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parts = self._parts
         if parts is None:
-            raise UsageError(
-                "call session.prepare(model, optimizer, loader) before session.load_state_dict()"
-            )
+            raise UsageError("call session.prepare(...) before session.load_state_dict()")
         if not state:
             return
-        self._placement.refuse("session.load_state_dict()")
-        check_saved(state, self.strategy, parts.layout, self.workers)
+        check_saved(state, self.strategy)
+        self._placement.load_state_dict(state.get("placement", {}))
+        check_model(state, parts.layout, self.workers)
         assert self._data is not None
         if self._late:  # it continues from the state of the others, which is newer
             self._data.load_position(state.get("data"))

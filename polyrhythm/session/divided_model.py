@@ -8,8 +8,9 @@ the operations of all places, and tensors of other places have no data here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,29 +26,36 @@ from polyrhythm.parallel.partition import Mode
 from polyrhythm.parallel.pipeline import StageRunner, Tied
 from polyrhythm.parallel.place_plan import PlacePlan, place_plan
 from polyrhythm.parallel.weight_gradients import WeightGradients
-from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_context import ModelContext
 from polyrhythm.session.model_division import ModelDivision
+from polyrhythm.session.place_exchange import Found, PlaceExchange
 from polyrhythm.session.prediction.models import digest_of, evaluating
+from polyrhythm.session.random_states import OwnNumbers
+from polyrhythm.session.result_parts import TensorShare
 from polyrhythm.session.seeds import mix
 from polyrhythm.session.stage_link import StageLink, fingerprint
 
-_TENSORS = "tensors of model"  # the kind of messages with the tensors of a part
-_SAVE = (
-    "the model is divided over several workers, and each holds a part of it and of its optimizer: save "
-    "session.consensus().state_dict(), or use the consensus.safetensors of the run"
+_PICKLE = (
+    "the model is divided over several workers, and each holds a part of it: save model.state_dict(), which "
+    "is whole, not the model itself"
 )
 
 
 class DividedModel:
     """One worker's part of a model."""
 
-    def __init__(self, context: ModelContext, division: ModelDivision, seed: int) -> None:
+    def __init__(
+        self, context: ModelContext, division: ModelDivision, seed: int, number: int, exchange: PlaceExchange
+    ) -> None:
+        """`number`: that of the model, if the session has several."""
         self._context, self._model, how = context, division.model, division.how
+        self._exchange = exchange
         self.place = place = context.place
         chain = bool(division.graph.note)  # of modules, which run as they are
         self._grid, self._tensors = division.grid, division.tensors
         self.section, self.column = self._grid.section(place), self._grid.column(place)
-        self.link = StageLink(context, self._grid, division.shares, mix("stage", seed, self.section), chain)
+        numbers = mix("stage", seed, self.section, *([number] if number else ()))
+        self.link = StageLink(context, self._grid, division.shares, OwnNumbers(numbers, python=chain), number)
         if self._tensors is not None:
             self._tensors.release()
             self._tensors.axis.all_reduce = self.link.sum_parts
@@ -62,11 +70,14 @@ class DividedModel:
             with_it = with_loss(division.parts, division.loss)
             self.plans_with_loss = {mode: place_plan(with_it, mode, place, self.column) for mode in modes}
         self.before_forward: Callable[[], None] = lambda: None  # called when the script calls the model
+        self.before_saving: Callable[[], None] = lambda: None  # called when the script saves its state
+        self._saving: list[nn.Module] = []  # the modules whose `state_dict()` is running
         self._run: Callable[[Values, Mode], Any] | None = None
         self._first_names = dict(division.graph.names)
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._mine = {name for name in tensors if division.owner(name, place) == place}
         used = {name for name in tensors if place in division.users(name, place)}
+        self.held = used | self._mine
         kept = [each for name, each in self._model.named_parameters() if name in used]
         later = WeightGradients()
         for segment in (each for plan in self._plans.values() for each in plan.segments):
@@ -74,13 +85,11 @@ class DividedModel:
         self.runner = StageRunner(
             place, self.link, how.micro_batches, how.recompute, kept, _tied(division, place), later
         )
-        division.optimizer.param_groups[:] = division.groups(place)
         self._trainable = {name for name, each in self._model.named_parameters() if each.requires_grad}
         self._release(used)
         self._modules = list(self._model.modules())
         self._model.forward = Forward(self, inspect.signature(self._model.forward))
-        self._model.register_state_dict_pre_hook(Hook(_refuse_saving))  # type: ignore[no-untyped-call]
-        division.optimizer.register_state_dict_pre_hook(_refuse_saving)
+        self._watch_states()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the whole model. All workers that hold it call this."""
@@ -151,55 +160,97 @@ class DividedModel:
 
     # --- the whole model ----------------------------------------------------------------------------
 
-    def complete(self, copy: nn.Module, on_all: bool) -> None:
-        """Gives a copy of the model the tensors of all places: on all workers of the model, or on the first.
+    def owns(self, name: str) -> bool:
+        """True if this place has a tensor, or a part of it, for the whole model."""
+        return self._first_names.get(name, name) in self._mine
+
+    @property
+    def shares(self) -> dict[str, TensorShare]:
+        """By name: the part of each divided tensor that a worker on this rank has."""
+        if self._tensors is None:
+            return {}
+        rank, divided = self._grid.rank(self.place), self._tensors.shardings
+        return {
+            name: TensorShare(divided[first].dim, divided[first].blocks, rank, self._grid.tensor)
+            for name, first in self._first_names.items()
+            if first in divided
+        }
+
+    def complete(self, copy: nn.Module) -> None:
+        """Gives a copy of the model the tensors of all places.
 
         All workers of the model call this at the same time.
         """
         copy.__dict__.pop("forward", None)
-        tensors = {
-            name: each.detach()
-            for name, each in (*copy.named_parameters(), *copy.named_buffers())
-            if name in self._mine
-        }
-        node, me = self._context.worker_node, self.place
-        others = [place for place in range(len(self._context.model)) if place != me]
-        for place in others if on_all else [0] * (me != 0):
-            node.send(
-                self._context.model[place],
-                f"{_TENSORS} {me}",
-                *(each.reshape(-1) for each in tensors.values()),
-                names=list(tensors),
-            )
-        shards = self._tensors.shardings if self._tensors is not None else {}
-        parts = {name: {self._grid.rank(me): each} for name, each in tensors.items() if name in shards}
-        for place in others if on_all or not me else ():
-            message = receive_from(node, self._context.model[place], f"{_TENSORS} {place}")
-            for name, flat in zip(message["names"], message.tensors, strict=True):
-                if name in shards:
-                    parts.setdefault(name, {})[self._grid.rank(place)] = flat  # a message is a copy
-                else:
-                    tensors[name] = flat
-        if on_all or not me:
-            for name, pieces in parts.items():
-                assert self._tensors is not None
-                tensors[name] = self._tensors.joined(name, pieces)
-            self._fill(copy, tensors, parts)
+        tensors = (*copy.named_parameters(), *copy.named_buffers())
+        self._fill(
+            copy, self._gathered({name: each.detach() for name, each in tensors if name in self._mine})
+        )
 
-    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
+    def _gathered(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from those of all places."""
+        parts: dict[str, dict[int, Tensor]] = {}
+        for place, found in enumerate(self._exchange.gather(Found(mine, {}))):
+            for name, tensor in found.tensors.items():
+                parts.setdefault(name, {})[place] = tensor
+        if self._tensors is None:
+            return {name: next(iter(each.values())) for name, each in parts.items()}
+        return {name: self._tensors.joined(name, each) for name, each in parts.items()}
+
+    def _fill(self, copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Replaces tensors without data, and the parts of divided ones."""
+        parts = self._tensors.shardings if self._tensors is not None else ()
         made: dict[str, nn.Parameter] = {}
         for prefix, module in copy.named_modules():
             for name, parameter in module._parameters.items():
                 first = self._first(prefix, name)
                 if parameter is not None and (parameter.is_meta or first in parts):
-                    value = tensors[first] if first in parts else tensors[first].view(parameter.shape)
-                    module._parameters[name] = made.setdefault(
-                        first, nn.Parameter(value, first in self._trainable)
-                    )
+                    trains = first in self._trainable
+                    module._parameters[name] = made.setdefault(first, nn.Parameter(tensors[first], trains))
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = tensors[self._first(prefix, name)].view(buffer.shape)
+                    module._buffers[name] = tensors[self._first(prefix, name)]
+
+    def _watch_states(self) -> None:
+        """Makes the results of `state_dict()` whole, and gives `load_state_dict()` the part of this place."""
+        for prefix, module in self._model.named_modules():
+            module.register_state_dict_pre_hook(Hook(self._before_saving))
+            module.register_state_dict_post_hook(Hook(partial(self._whole_state, prefix)))
+            module.register_load_state_dict_pre_hook(Hook(partial(self._own_state, prefix)))
+
+    def _before_saving(self, module: nn.Module, *_: object) -> None:
+        """Called when `state_dict()` of a module begins. It calls that of its children."""
+        while self._saving and not any(module is each for each in self._saving[-1].children()):
+            self._saving.pop()  # its `state_dict()` has failed
+        if not self._saving:
+            self.before_saving()
+        self._saving.append(module)
+
+    def _whole_state(self, name: str, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Called when `state_dict()` of a module ends. `name`: that of the module."""
+        self._saving.pop()
+        if self._saving:
+            return  # it makes the state of this module whole, too
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        keys = {
+            key: first
+            for key in state
+            if key.startswith(prefix) and (first := self._first(name, key.removeprefix(prefix))) in own
+        }
+        mine = dict.fromkeys(first for first in keys.values() if first in self._mine)
+        whole = self._gathered({first: own[first].detach().clone() for first in mine})
+        state.update((key, whole[first]) for key, first in keys.items())
+
+    def _own_state(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Called before a module loads its own tensors. `name`: that of the module."""
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            full = self._first(name, key)
+            if tensor is None or prefix + key not in state:
+                continue
+            if tensor.is_meta:
+                state[prefix + key] = tensor
+            elif self._tensors is not None:
+                state[prefix + key] = self._tensors.own_part(full, state[prefix + key])
 
     def _first(self, prefix: str, name: str) -> str:
         full = f"{prefix}.{name}" if prefix else name
@@ -251,7 +302,7 @@ class Forward:
         return CopiedForward()
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError(_SAVE)
+        raise UsageError(_PICKLE)
 
 
 class CopiedForward:
@@ -292,7 +343,3 @@ def _without_data(parameter: Tensor) -> nn.Parameter:
 
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
-
-
-def _refuse_saving(*_: object) -> NoReturn:
-    raise UsageError(_SAVE)

@@ -47,7 +47,7 @@ class LoadedParameters:
 
     def _loads(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if not _same(state.get(prefix + name, parameter), parameter.detach()):
+            if not parameter.is_meta and not _same(state.get(prefix + name, parameter), parameter.detach()):
                 if not self._begun():
                     raise UsageError(f"{prefix}{name}: {_ADVICE}")
                 if parameter not in self._before:
@@ -99,10 +99,14 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def check_saved(state: Mapping[str, Any], strategy: Strategy, layout: str, workers: int) -> None:
-    """Raises UsageError if the state of a session was saved in another kind of run."""
+def check_saved(state: Mapping[str, Any], strategy: Strategy) -> None:
+    """Raises UsageError if the state of a session was saved under another strategy."""
     if state.get("strategy") != str(strategy):
         raise UsageError(f"this state was saved under {state.get('strategy')}, but this run uses {strategy}")
+
+
+def check_model(state: Mapping[str, Any], layout: str, workers: int) -> None:
+    """Raises UsageError if the state of a session was saved in another kind of run."""
     if state["layout"] != layout:
         raise UsageError("this state was saved with a different model or different parameter groups")
     if lost := ", ".join(state.get("lost", [])):

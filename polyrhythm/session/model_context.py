@@ -16,12 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polyrhythm.core.errors import PeerLost, WaitError
+from polyrhythm.core.errors import PeerLost
 from polyrhythm.core.mesh import Axis
-from polyrhythm.core.message import Message
 from polyrhythm.core.node import Node
 from polyrhythm.core.peer import Peer
-from polyrhythm.core.place_node import Place, PlaceNode
+from polyrhythm.core.place_node import Place, PlaceNode, receive_from
 from polyrhythm.core.requests import (
     CompareReplica,
     EnterCall,
@@ -43,6 +42,7 @@ from polyrhythm.core.requests import (
     unpack_reply,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
 from polyrhythm.core.strategy import Strategy
 from polyrhythm.session.context import WorldContext
 
@@ -102,6 +102,10 @@ class ModelContext(WorldContext):
         """The workers that hold this model, by place."""
         first = self._inner.me.rank - self.place
         return [Peer("worker", rank) for rank in range(first, first + self.size)]
+
+    @property
+    def worker(self) -> Peer:
+        return self._inner.me
 
     @property
     def workload(self) -> float:
@@ -176,8 +180,11 @@ class ModelContext(WorldContext):
         return self._inner.join(strategy, batch_norm)
 
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
-        """The leader has the whole model; the others leave."""
+        """The leader sends what is of the whole model; the others leave."""
         self._inner.send_result(digest, file) if self.leads else self._inner.request(LeaveRun())
+
+    def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
+        self._inner.send_result_part(part, tensors)
 
     def worker_of(self, node: Peer) -> Peer:
         return Place(self.place, self.size).model(node)
@@ -217,24 +224,3 @@ def model_context(context: WorldContext, strategy: Strategy) -> WorldContext:
     """The context for a session, in which the workers that hold one model are one worker."""
     axes = strategy.traits.model_axes
     return ModelContext(context, axes) if axes else context
-
-
-def _receive(node: Node, sender: Peer, kind: str) -> Message | None:
-    try:
-        return node.receive(kind)
-    except PeerLost:
-        raise
-    except WaitError as error:
-        raise WaitError(
-            f"{error}; it holds one model with {sender}, which has not come to the same point of the script: "
-            "all workers of a model must call it, and take the same branches"
-        ) from None
-
-
-def receive_from(node: Node, sender: Peer, kind: str) -> Message:
-    """The next message of a kind, which only this worker sends; PeerLost if it has died."""
-    while (message := _receive(node, sender, kind)) is None:
-        # The last message of one that has finished is still on its way.
-        if sender in node.members.lost and sender not in node.members.workers:
-            raise PeerLost(f"{node.me} waited for {sender}, which is gone; they hold one model together")
-    return message

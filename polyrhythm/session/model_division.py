@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.split import ModelSplit
-from polyrhythm.model.layout import needs_closure
+from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.divide import choose, divide, doubt
 from polyrhythm.parallel.estimates import estimate
 from polyrhythm.parallel.example import Call
 from polyrhythm.parallel.graph import ModelGraph, capture
 from polyrhythm.parallel.grid import Grid
-from polyrhythm.parallel.partition import Partition, holder, split
+from polyrhythm.parallel.partition import Partition, split
 from polyrhythm.parallel.rows import check_rows
 from polyrhythm.parallel.splits import TensorParallel
 from polyrhythm.parallel.tensor_shards import TensorShards
@@ -30,28 +28,28 @@ class ModelDivision:
     """How a model is divided, as every node of the run knows it."""
 
     def __init__(
-        self, splits: Sequence[ModelSplit], given: Arguments, call: Call, decide: Decide, place: int
+        self,
+        splits: Sequence[ModelSplit],
+        model: nn.Module,
+        given: Arguments,
+        call: Call,
+        decide: Decide,
+        place: int,
     ) -> None:
         """`decide` lets worker 0 choose for all nodes. `place`: that of this worker; 0 on servers."""
         how = self.how = _main_split(splits)
         self.grid = Grid(splits)
-        if len(given.models) > 1 or len(given.optimizers) > 1:
-            raise UsageError(
-                f"{how} divides one model with one optimizer, and session.prepare() got "
-                f"{len(given.models)} and {len(given.optimizers)}: use a strategy in which each worker holds "
-                "whole models, such as allreduce"
-            )
-        self.model, self.optimizer, self.loss = given.models[0], given.optimizers[0], given.loss
-        if needs_closure(self.optimizer):
-            raise UsageError(
-                f"{type(self.optimizer).__name__} sees whole models, and {how} divides one: use an "
-                "optimizer such as SGD or Adam, or allreduce without @"
-            )
+        self.model, self.loss = model, given.loss
         if how.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
             raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
         self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
-        owned = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        owned = {
+            id(each)
+            for optimizer in given.optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
         trained = {name for name, each in self.model.named_parameters() if id(each) in owned}
         # The inputs that have a row for each example.
         self.batched = [
@@ -62,17 +60,13 @@ class ModelDivision:
         if how.micro_batches > 1:
             check_rows(split(self.graph, ()), inputs, self.batched)
         captured, whole = self.graph.hash, sum(estimate(self.graph.train, inputs).seconds)
-        self.tensors = self._take_shards(splits, place)
+        self.tensors = self._take_shards(splits, place, given)
         chosen = decide(lambda: choose(self.graph, how, inputs, trained), captured)
         self.parts: Partition = divide(self.graph, how, chosen)
         costs = estimate(self.graph.train, inputs)
         self.shares = self._shares(costs.seconds, whole)
         self.doubt = doubt(self.graph, how, self.parts, costs)
         self._ranks = self._owning_ranks(trained)
-        owners = {self.owner(name, place) for name in trained for place in range(self.grid.places)}
-        if idle := sorted(set(range(self.grid.places)) - owners):
-            split_up = "@".join(map(str, splits))
-            raise UsageError(f"worker {idle[0]} of {split_up} would have no parameter to train: {how.advice}")
 
     def _owning_ranks(self, trained: Collection[str]) -> dict[str, int]:
         """The ranks on the tensor axis that own whole parameters; those of others are owned by rank 0.
@@ -91,13 +85,13 @@ class ModelDivision:
             for number, name in enumerate(names)
         }
 
-    def _take_shards(self, splits: Sequence[ModelSplit], place: int) -> TensorShards | None:
+    def _take_shards(self, splits: Sequence[ModelSplit], place: int, given: Arguments) -> TensorShards | None:
         """Leaves this worker's parts of divided tensors in the model, and its operations in the graph."""
         for each in splits:
             if isinstance(each, TensorParallel):
                 tensors = TensorShards(self.graph, each, self.grid.rank(place))
-                tensors.check(self.optimizer)
-                tensors.take(self.model, self.optimizer)
+                with paging():
+                    tensors.take(self.model, given.optimizers)
                 self.graph = tensors.graph
                 return tensors
         return None
@@ -128,32 +122,6 @@ class ModelDivision:
     def owner(self, name: str, place: int) -> int:
         """The place that owns a tensor: it trains it, and lends it to the others that use it."""
         return self.users(name, place)[0]
-
-    def groups(self, place: int) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer with the parameters that a place owns."""
-        names = {id(each): name for name, each in self.model.named_parameters()}
-
-        def owned(parameter: Tensor) -> bool:
-            return self.owner(names[id(parameter)], place) == place
-
-        return [{**each, "params": [*filter(owned, each["params"])]} for each in self.optimizer.param_groups]
-
-    def on_server(self, place: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The parameters of one place by name, and a copy of the optimizer for them."""
-        copy: torch.optim.Optimizer = object.__new__(type(self.optimizer))
-        copy.__dict__.update(self.optimizer.__dict__)
-        copy.param_groups, copy.state = self.groups(place), self.optimizer.state.copy()
-        if self.tensors is None:
-            return self.model, copy
-        rank, tensors = self.grid.rank(place), self.tensors
-        named = {name: tensors.of(name, each, rank) for name, each in self.model.named_parameters()}
-        for name, each in self.model.named_parameters():
-            if named[name] is not each:
-                copy.state[named[name]] = tensors.state_of(name, rank)
-        parts = {id(each): named[name] for name, each in self.model.named_parameters()}
-        for group in copy.param_groups:
-            group["params"] = [parts[id(each)] for each in group["params"]]
-        return holder(named), copy
 
 
 def _main_split(splits: Sequence[ModelSplit]) -> ModelSplit:

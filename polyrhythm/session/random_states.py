@@ -40,6 +40,18 @@ class OwnNumbers:
         self._own = self._get()
         self._set(self._outside)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The states that it continues with; `torch.load(weights_only=True)` takes them."""
+        if self._own is None:
+            return {}
+        states, python, own = self._own
+        numbers = {"numpy": _plain(python[0]), "python": python[1]} if python else {}
+        return {"torch": states, "own": own, **numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        python = (_of_numpy(state["numpy"]), state["python"]) if "numpy" in state else ()
+        self._own = (state["torch"], python, state["own"]) if state else None
+
     def _get(self) -> tuple[Any, ...]:
         own = None if self._generator is None else self._generator.get_state()
         python = (np.random.get_state(), random.getstate()) if self._python else ()
@@ -56,20 +68,29 @@ class OwnNumbers:
 
 def saved_states() -> dict[str, Any]:
     """The states of the generators that scripts draw from; `torch.load(weights_only=True)` takes them."""
-    name, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "devices": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "numpy": _plain(np.random.get_state()),
         "python": random.getstate(),
     }
 
 
 def restore_states(states: dict[str, Any]) -> None:
     """Continues with saved states."""
-    name, keys, *rest = states["numpy"]
     torch.set_rng_state(states["torch"])
     if states["devices"]:
         torch.cuda.set_rng_state_all(states["devices"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(_of_numpy(states["numpy"]))
     random.setstate(states["python"])
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    """A state of numpy's generator as plain values and a tensor."""
+    name, keys, *rest = state
+    return name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest
+
+
+def _of_numpy(state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = state
+    return name, keys.numpy().astype(np.uint32), *rest

@@ -107,8 +107,8 @@ class ReplicaCheck:
             )
         return (
             f"{where} differ, but under {self._worker.strategy} all replicas are equal there: the script "
-            "changes parameters outside optimizer.step(), or takes a branch that depends on the rank"
-            + (_OWN_MODEL if over else "")
+            "changes parameters outside optimizer.step() or averaged gradients, as by noise, or takes a "
+            "branch that depends on the rank" + (_OWN_MODEL if over else "")
         )
 
 

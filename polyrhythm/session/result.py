@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ _NAMES = {
     torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
 _SMALL = 1 << 16  # bytes: shorter tensors are joined, so that the parts of a file are few
 _NAMED = 3  # entries that a note names
+_NO_DATA = "no data"
 
 
 def digest(vectors: Sequence[Tensor]) -> str:
     """The SHA-256 of the bytes of some vectors."""
     made = hashlib.sha256()
     for vector in vectors:
-        made.update(_bytes(vector).numpy().data)
+        made.update(content(vector).numpy().data)
     return made.hexdigest()
 
 
@@ -42,20 +45,37 @@ def safetensors(model: nn.Module, names: Collection[str] = ()) -> list[Tensor]:
     if len(names) == len(whole):
         whole = dict(zip(names, whole.values(), strict=True))
     state = {name: value for name, value in whole.items() if _obstacle(value) is None}
-    names = sorted(state, key=lambda name: (_ORDER[state[name].dtype], name))
-    parts = [_bytes(state[name]) for name in names]
-    header, at = {}, 0
-    for name, part in zip(names, parts, strict=True):
-        dtype, shape = _NAMES[state[name].dtype], list(state[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + part.nbytes]}
-        at += part.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file = [_text(len(text).to_bytes(8, "little") + text)]
+    layout = FileLayout({name: (each.dtype, list(each.shape)) for name, each in state.items()})
+    parts, file = [content(state[name]) for name in layout.places], [layout.header]
     for small, run in itertools.groupby(parts, lambda part: part.nbytes < _SMALL):
         several = list(run)
         file += [torch.cat(several)] if small else several
     return file
+
+
+class FileLayout:
+    """Where the entries of a model's state lie in a file in safetensors format."""
+
+    def __init__(self, entries: Mapping[str, tuple[torch.dtype, list[int]]]) -> None:
+        """`entries`: dtype and shape of each."""
+        names = sorted(entries, key=lambda name: (_ORDER[entries[name][0]], name))
+        sizes = [math.prod(entries[name][1]) * entries[name][0].itemsize for name in names]
+        offsets = dict(zip(names, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True))
+        described = {
+            name: {
+                "dtype": _NAMES[entries[name][0]],
+                "shape": entries[name][1],
+                "data_offsets": offsets[name],
+            }
+            for name in names
+        }
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        first = self.header.nbytes
+        # The beginning and end of each entry, in the order of the file.
+        self.places = {name: (first + start, first + stop) for name, (start, stop) in offsets.items()}
+        self.size = first + sum(sizes)
 
 
 def left_out(model: nn.Module) -> str | None:
@@ -70,12 +90,17 @@ def left_out(model: nn.Module) -> str | None:
     )
 
 
+def savable(value: Any) -> bool:
+    """True for an entry of a model's state that the format can hold, here or on another worker."""
+    return _obstacle(value) in (None, _NO_DATA)
+
+
 def _obstacle(value: Any) -> str | None:
     """What about an entry of a model's state the format cannot hold, such as its type; None if it can."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_meta:
-        return "no data"
+        return _NO_DATA
     if value.is_nested:
         return "nested"
     if value.layout is not torch.strided:
@@ -83,11 +108,8 @@ def _obstacle(value: Any) -> str | None:
     return None if value.dtype in _NAMES else str(value.dtype)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def content(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as they are in a file, in its own memory if they lie there in order."""
     # Views that torch conjugates or negates when they are read have other bytes in memory.
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
-
-
-def _text(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -23,6 +23,7 @@ from polyrhythm.core.events import Applied
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.core.stopping import RunStopped
 from polyrhythm.core.strategy import Strategy
+from polyrhythm.parallel.lookahead import check_lookahead, discounted
 from polyrhythm.parallel.loss import with_targets
 from polyrhythm.parallel.micro_batches import Values, micro_batches
 from polyrhythm.parallel.orders import order
@@ -150,7 +151,10 @@ class AsynchronousTraining(ScheduledTraining):
         """Leaves the gradients of a batch in the parameters, with the weight that the batch had."""
         self._ready = ready, self._given.popleft()
         self._weight = self._ready[1].weight
-        self._accumulate(ready.batch.gradients)
+        gradients = ready.batch.gradients
+        if self._how.lookahead:
+            gradients = discounted(self._part.optimizer, self._model.runner.trained, gradients)
+        self._accumulate(gradients)
 
     def _weigh(self) -> None:
         self._replica.gradients.scale(self._weight)
@@ -223,6 +227,8 @@ def check_scheduled(strategy: Strategy, given: Arguments, models: int) -> None:
                 f"schedule={how.schedule} needs a loss without parameters to train: make these parameters "
                 "part of the model"
             )
+        if how.lookahead:
+            check_lookahead(given.optimizers[0])
         if how.asynchronous and given.schedulers and models > 1:
             raise UsageError(
                 f"under {strategy} a prepared scheduler would follow batches that are still in the pipeline: "

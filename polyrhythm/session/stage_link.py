@@ -14,11 +14,12 @@ from torch import Tensor
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.events import MicroBatch
 from polyrhythm.core.peer import Peer
+from polyrhythm.core.place_node import receive_from
 from polyrhythm.parallel.grid import Grid
 from polyrhythm.parallel.orders import Kind
 from polyrhythm.parallel.stage_messages import Computation
 from polyrhythm.session.meter import DIGITS, Meter
-from polyrhythm.session.model_context import ModelContext, receive_from
+from polyrhythm.session.model_context import ModelContext
 from polyrhythm.session.random_states import OwnNumbers
 
 SAMPLED = 64  # numbers of each input that the workers of a model compare
@@ -35,11 +36,11 @@ SHARES: dict[Kind, float] = {
 class StageLink:
     """Connects the places of one model. `shares`: of the computation of the model that each segment has.
 
-    `python`: the model runs code that was not captured, and may draw from any generator.
+    `number`: that of the model, if the session has several.
     """
 
     def __init__(
-        self, context: ModelContext, grid: Grid, shares: Sequence[float], seed: int, python: bool
+        self, context: ModelContext, grid: Grid, shares: Sequence[float], random: OwnNumbers, number: int = 0
     ) -> None:
         self._context, self._node = context, context.worker_node
         self._places: Sequence[Peer] = context.model
@@ -48,7 +49,8 @@ class StageLink:
         row = [self._places[each] for each in grid.row(context.place)]
         self._row_group = self._node.everyone.split(row) if len(row) > 1 else None
         # All workers of a model draw the same numbers in the script, and their own in dropout.
-        self._random = OwnNumbers(seed, python=python)
+        self.random = random
+        self._suffix = f" of model {number}" if number else ""
         self.meter: Meter | None = None
         self.fingerprint = ""  # of the present batch
 
@@ -61,7 +63,7 @@ class StageLink:
             )
         self._node.send(
             self._places[to],
-            f"{kind} of place {self._place}",
+            self._kind(kind, self._place),
             *(each.contiguous().view(-1) for each in tensors.values()),
             shapes={name: list(each.shape) for name, each in tensors.items()},
             plain={name: each for name, each in values.items() if name not in tensors},
@@ -77,8 +79,8 @@ class StageLink:
                 self.send(place, kind, values)
 
     def receive(self, sender: int, kind: str) -> dict[str, Any]:
-        peer, found = self._places[sender], []
-        self._wait(lambda: found.append(receive_from(self._node, peer, f"{kind} of place {sender}")))
+        peer, whole, found = self._places[sender], self._kind(kind, sender), []
+        self._wait(lambda: found.append(receive_from(self._node, peer, whole)))
         [message] = found
         if message["batch"] != self.fingerprint:
             raise UsageError(
@@ -92,6 +94,9 @@ class StageLink:
         for name in message["trained"]:
             found_tensors[name].requires_grad_()
         return {**message["plain"], **found_tensors}
+
+    def _kind(self, kind: str, sender: int) -> str:
+        return f"{kind} of place {sender}{self._suffix}"
 
     def sum(self, *tensors: Tensor) -> None:
         """Replaces tensors by the sums over the places of this column, the same on all."""
@@ -128,7 +133,7 @@ class StageLink:
     @contextmanager
     def compute(self, what: Computation, micro_batches: int) -> Iterator[None]:
         began = self._node.now()
-        with self._random:
+        with self.random:
             yield
         seconds = self._context.step_time() * self._shares[what.segment] * SHARES[what.kind] / micro_batches
         if seconds:

@@ -25,6 +25,7 @@ from polyrhythm.model.hooks import Hook
 from polyrhythm.model.layout import needs_closure
 from polyrhythm.model.replica import Replica
 from polyrhythm.session.context import WorldContext
+from polyrhythm.session.hand_updates import HandUpdates
 from polyrhythm.session.loading import LoadedParameters
 from polyrhythm.session.meter import Meter
 from polyrhythm.session.replica_check import ReplicaCheck
@@ -57,6 +58,7 @@ class StepDriver:
         # With several drivers a pass may reach any of them, in an order of its own on each worker.
         self._overlaps = self._bucketed and several and context.processes and alone
         self._observing = self._bucketed and several  # records the order in which gradients become ready
+        self._by_hand = HandUpdates(worker, replica)
         self.check: ReplicaCheck | None = None
         self.writes: WriteCheck | None = None
         self.loads: LoadedParameters | None = None
@@ -81,8 +83,7 @@ class StepDriver:
 
     def attach(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Replaces `optimizer.step`, and registers forward hooks if the worker has `before_forward`."""
-        evaluates = needs_closure(optimizer)
-        step = self._make_step(self._step_with if evaluates else self._step_after)
+        step = self._make_step(self._step_with if needs_closure(optimizer) else self._step_after)
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         if self._before_forward is not None:
 
@@ -116,6 +117,7 @@ class StepDriver:
     def before_backward(self) -> None:
         self.on_training()
         self.on_backward()
+        self._by_hand.check()
         self._depth += 1
         gradients = self._replica.gradients
         if self._before_exchange is not None and not gradients.any():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from polyrhythm.compress.transforms.base import needs_norm
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.registry import OPERATORS
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.core.strategy import Strategy, Traits
 from polyrhythm.core.worker import Server, Worker
+from polyrhythm.strategies.server.parameter_server import ParameterServer
 
 if TYPE_CHECKING:
     from polyrhythm.core.group import Group
@@ -48,6 +51,20 @@ class OnSplitModels(Strategy):
                 f"{self} would count staleness twice: an asynchronous pipeline goes with strategies in which "
                 "workers step together and hold the parameters, such as allreduce and local:8"
             )
+
+        if any(each.asynchronous for each in self.how) and any(
+            each.codec is not None and needs_norm(each.codec) for each in self.on.parts
+        ):
+            raise UsageError(
+                f"{self} would clip by the norm of a gradient whose stages are of different batches: leave "
+                "out clip, or use schedule=1f1b"
+            )
+        for each in self.on.parts:
+            if isinstance(each, ParameterServer) and each.clip < math.inf and not each.single:
+                raise UsageError(
+                    f"{self} would clip each part of the model by a norm of its own: leave out clip and call "
+                    "clip_grad_norm_ in the script, which uses the norm of the whole model"
+                )
 
     def __str__(self) -> str:
         return "@".join(map(str, (self.on, *self.how)))

@@ -63,8 +63,10 @@ def test_layers_that_are_left_out_get_the_dense_mean(
     assert left <= alike <= left | exact
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local:2", "async", "diloco:2"])
-@pytest.mark.parametrize("world", [pr.simulate, pr.run], ids=["simulated", "real"])
+@each_value(
+    ("strategy", ["allreduce", "local:2", "async", "diloco:2"]),
+    ("world", [pytest.param(pr.simulate, id="simulated"), pytest.param(pr.run, id="real")]),
+)
 def test_a_layer_that_is_not_there_is_named(world: Any, strategy: str) -> None:
     """With the layers that are."""
     with pytest.raises(UsageError, match=r"has no layer 'head' to leave uncompressed; it has: 0, 1"):

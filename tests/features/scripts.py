@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -222,6 +225,46 @@ def accumulating(session: pr.Session) -> None:
         optimizer.step()
 
 
+@feature("several losses and `retain_graph=True`")
+def several_losses(session: pr.Session) -> None:
+    model, optimizer, batches = prepared(session)
+    for x, y in batches:
+        optimizer.zero_grad(set_to_none=False)
+        output = model(x)
+        F.cross_entropy(output, y).backward(retain_graph=True)
+        output.square().mean().backward()
+        optimizer.step()
+
+
+@feature("two passes for one step (SAM)")
+def two_passes(session: pr.Session) -> None:
+    model, optimizer, batches = prepared(session)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad.sign(), alpha=0.01)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        with torch.no_grad():
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                parameter.copy_(old)
+        optimizer.step()
+
+
+@feature("updates without `optimizer.step`")
+def updates_by_hand(session: pr.Session) -> None:
+    model, _, batches = prepared(session, batch_size=1)
+    for x, y in batches:
+        model.zero_grad()
+        loss_of(model, x, y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.05)
+
+
 # --- the model --------------------------------------------------------------------------------------
 
 
@@ -375,6 +418,39 @@ def loading_equal_values(session: pr.Session) -> None:
     train(model, optimizer, batches)
 
 
+@feature("spectral norm")
+def spectral_norm(session: pr.Session) -> None:
+    mine = network()
+    nn.utils.parametrizations.spectral_norm(mine[0])
+    train(*prepared(session, mine))
+    assert torch.linalg.matrix_norm(session.consensus()[0].weight, 2) < 1.5
+
+
+@feature("pruned weights")
+def pruned(session: pr.Session) -> None:
+    mine = network()
+    prune.l1_unstructured(mine[0], "weight", 0.5)
+    zero = mine[0].weight == 0
+    model, optimizer, batches = prepared(session, mine)
+    train(model, optimizer, batches)
+    assert zero.any() and (model[0].weight[zero] == 0).all()
+    agreed = session.consensus()
+    agreed(torch.zeros(1, WIDTH))  # applies the mask
+    assert (agreed[0].weight[zero] == 0).all()
+
+
+@feature("averaged weights, and `update_bn` on all of the data")
+def averaged_weights(session: pr.Session) -> None:
+    mine = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    model, optimizer, batches = prepared(session, mine)
+    average = swa_utils.AveragedModel(model)
+    for _ in range(2):
+        train(model, optimizer, batches, epochs=1)
+        average.update_parameters(model)
+    swa_utils.update_bn(loader(), average)
+    assert average.module[1].num_batches_tracked == EXAMPLES // BATCH
+
+
 # --- the data ---------------------------------------------------------------------------------------
 
 
@@ -389,6 +465,50 @@ def batch_sampler(session: pr.Session) -> None:
     mine = network()
     batches = DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), BATCH, False))
     train(*session.prepare(mine, sgd(mine), batches))
+
+
+@feature("a dataset that grows between epochs")
+def growing(session: pr.Session) -> None:
+    class Growing(Dataset[Any]):
+        size = EXAMPLES // 2
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, index: int) -> Any:
+            return data()[index]
+
+    grows, mine, seen = Growing(), network(), 0
+    model, optimizer, batches = session.prepare(mine, sgd(mine), DataLoader(grows, BATCH))
+    for _ in range(2):
+        for x, y in batches:
+            seen += session.count(x)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        grows.size = EXAMPLES
+    assert sum(session.gather(seen)) == EXAMPLES * 3 // 2
+
+
+@feature("a sampler with `set_epoch`")
+def sampler_with_epochs(session: pr.Session) -> None:
+    class Shuffled(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __iter__(self) -> Iterator[int]:
+            draw = torch.Generator().manual_seed(self.epoch)
+            yield from torch.randperm(EXAMPLES, generator=draw).tolist()
+
+    model, optimizer, batches = prepared(session, shuffle=False, sampler=Shuffled())
+    for epoch in range(2):
+        batches.sampler.set_epoch(epoch)
+        train(model, optimizer, batches, epochs=1)
 
 
 @feature("an endless sampler")

@@ -84,8 +84,7 @@ def check_kept(summary: dict[str, Any], error: BaseException) -> dict[str, Tenso
     return safetensors.torch.load_file(path)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", LOCKSTEP)
+@each_value(("world", WORLDS), ("strategy", LOCKSTEP))
 def test_an_interrupted_run_is_the_run_that_ends_there(world: str, strategy: str, tmp_path: Path) -> None:
     """Ctrl-C ends a lockstep run after the same step on all workers, bit for bit as if the script had."""
     summary, error = end_early(world, tmp_path, strategy, interrupt_this_run())

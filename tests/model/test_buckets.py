@@ -22,6 +22,7 @@ import polyrhythm as pr
 from polyrhythm.model import buckets
 from polyrhythm.model.buckets import parcel
 from polyrhythm.model.replica import Replica
+from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, SGD, Examples, Script, distance, events, mlp, same, trained
 
 both_worlds = pytest.mark.parametrize("how", [pr.simulate, pr.run], ids=["simulated", "real"])
@@ -183,9 +184,11 @@ class Checkpointed(nn.Module):
         return checkpoint(layer, x, use_reentrant=self.reentrant)
 
 
-@both_worlds
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("size", [1, 1 << 20])
+@each_value(
+    ("how", [pytest.param(pr.simulate, id="simulated"), pytest.param(pr.run, id="real")]),
+    ("workers", [1, 2]),
+    ("size", [1, 1 << 20]),
+)
 def test_activation_checkpointing_gives_the_same_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: Any, workers: int, size: int
 ) -> None:

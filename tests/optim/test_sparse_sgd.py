@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.core.errors import NotFinite, PolyrhythmError, UsageError
-from tests.support.combine import few
+from tests.support.combine import each_value, few
 from tests.support.programs import SPEEDS, events, same, trained
 from tests.support.runs import run_hogwild
 
@@ -357,9 +357,11 @@ class Learns:
         return model
 
 
-@both_worlds
-@both_locks
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_value(
+    ("world", ["simulated", "real"]),
+    ("strategy", ["hogwild", "hogwild:lock=yes"]),
+    ("dtype", [torch.float32, torch.float64]),
+)
 def test_sparse_sgd_under_hogwild_with_one_worker_equals_plain_training(
     world: str, strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -466,9 +468,9 @@ class Disjoint:
         return model
 
 
-@both_worlds
-@both_locks
-@pytest.mark.parametrize("seed", range(2))
+@each_value(
+    ("world", ["simulated", "real"]), ("strategy", ["hogwild", "hogwild:lock=yes"]), ("seed", range(2))
+)
 def test_disjoint_features_give_the_bits_of_one_worker(
     world: str, strategy: str, seed: int, tmp_path: Path
 ) -> None:
@@ -528,8 +530,9 @@ def test_interrupted_sparse_sgd_run_resumes_exactly(tmp_path: Path) -> None:
     assert same(trained(run_hogwild(script, "simulated", 1, tmp_path)), whole)
 
 
-@both_worlds
-@pytest.mark.parametrize("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
+@each_value(
+    ("world", ["simulated", "real"]), ("strategy", ["allreduce", "async", "local:2", "gossip", "broadcast"])
+)
 def test_gradient_strategies_refuse_sparse_sgd(world: str, strategy: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{strategy} exchanges gradients, but SparseSGD computes its own"):
         run_hogwild(Learns(), world, 2, tmp_path, strategy)

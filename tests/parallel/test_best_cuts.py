@@ -127,7 +127,7 @@ def test_too_many_stages_are_refused() -> None:
     graph = capture(unequal((4, 4, 4)), (torch.randn(3, 4),), {})
     costs = Costs(tuple(OperationCost(1, 1) for _ in range(4)), (0,) * 5)
     assert measured_cuts(graph, costs, 2, 0.0, list(graph.names)) == [2]
-    with pytest.raises(UsageError, match="into 3 stages with a parameter to train in each: use fewer"):
+    with pytest.raises(UsageError, match="into 3 stages with a parameter to train in each: use 2 at most"):
         measured_cuts(graph, costs, 3, 0.0, list(graph.names))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,12 @@ def serially(
     pieces: int = 1,
     epochs: int = 1,
     decay: int = 0,
+    discount: float = 1.0,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Trains as the formula says; the losses by batch.
 
     For batch t the parameters of stage s have the version `version(t, s)`: as after so many updates.
+    Gradients are multiplied by the discount.
     """
     torch.manual_seed(5)
     model = make().double()
@@ -137,7 +140,7 @@ def serially(
             new = torch.autograd.grad(loss, list(weights.values()), torch.full_like(loss, share))
             gradients = [a + b for a, b in zip(gradients, new, strict=True)] if gradients else list(new)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient * discount
         used.step()
         if decay and (t + 1) % decay == 0:
             for group in used.param_groups:
@@ -317,6 +320,50 @@ def test_asynchronous_pipelines_follow_their_formula(
         (stage, t): t - version(t, stage) for stage in range(stages) for t in range(len(computed))
     }
     assert all(most <= stages - stage for stage, most in enumerate(most_in_flight(summary)))
+
+
+NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.75, nesterov=True)
+NADAM = partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999), decoupled_weight_decay=True)
+
+
+@each_value(("discount", [0.25, 1.0]), ("stages", [2, 4]), ("world", WORLDS))
+def test_late_gradients_are_discounted_if_the_optimizer_looks_ahead(
+    discount: float, stages: int, world: str, tmp_path: Path
+) -> None:
+    optimizer = NESTEROV if discount < 1 else NADAM  # which has the discount in its own rule
+    strategy = f"pipeline:{stages},schedule=pipedream,lookahead=yes,split_at={CUTS[Skipping][stages]}"
+    program = Training(Skipping, tmp_path, optimizer, epochs=2)
+    found = trained(run_in(world, program, strategy=strategy, workers=stages, runs=tmp_path))
+    expected, _ = serially(
+        Skipping, stages, lambda t, s: max(0, t - (stages - s - 1)), optimizer, epochs=2, discount=discount
+    )
+    assert same({name: found[name] for name in expected}, expected)
+
+
+def test_the_look_ahead_is_that_of_the_paper(tmp_path: Path) -> None:
+    """w(t+1) = w(t) + d(t) - lr (1-m) g(t), d(t) = m (w(t) - w(t-1)), with g at an earlier w + d."""
+    stages, lr, momentum = 4, 0.05, 0.75
+    strategy = f"pipeline:{stages},schedule=pipedream,lookahead=yes,split_at={CUTS[chain][stages]}"
+    program = Training(chain, tmp_path, NESTEROV)
+    found = trained(run_in("simulated", program, strategy=strategy, workers=stages, runs=tmp_path))
+    torch.manual_seed(5)
+    model = chain().double()
+    w = {name: each.detach().clone() for name, each in model.named_parameters()}
+    before, ahead = dict(w), [dict(w)]  # ahead: w + d after so many updates
+    for t, (x, y) in enumerate(DataLoader(data(), BATCH)):
+        used = {
+            name: ahead[max(0, t - (stages - owner(chain, stages, name) - 1))][name].clone().requires_grad_()
+            for name in w
+        }
+        F.mse_loss(functional_call(model, used, (x,)), y).backward()
+        after = {
+            name: w[name] + momentum * (w[name] - before[name]) - lr * (1 - momentum) * used[name].grad
+            for name in w
+        }
+        before, w = w, after
+        ahead.append({name: w[name] + momentum * (w[name] - before[name]) for name in w})
+    for name, each in ahead[-1].items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-13)
 
 
 def idle(summary: dict[str, Any]) -> list[float]:
@@ -501,6 +548,8 @@ class Wrong(Training):
         ("interleaved,split_at=2", Wrong(""), "2 stages of 2 chunks begin at 3 layers, but split_at names 1"),
         ("interleaved,chunks=3", Wrong(""), "has more segments .2 x 3. than the model has layers"),
         ("pipedream@tensor:2", Wrong(""), "keeps old versions of parameters, and tensor lends some"),
+        ("pipedream,lookahead=yes", Wrong(""), "needs an optimizer with Nesterov momentum"),
+        ("1f1b,lookahead=yes", Wrong(""), "those of schedule=1f1b are not late"),
         ("pipedream", Wrong("clip"), "leave out clip_grad_norm_"),
         ("pipedream", Wrong("accumulate"), "called twice before optimizer.step"),
         ("pipedream", Wrong("evaluate"), "evaluate session.consensus"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,39 @@ def test_clipping_uses_the_norm_of_the_whole_model(tmp_path: Path) -> None:
     whole = final("simulated", program, "allreduce", 1, tmp_path)
     assert distance(final("simulated", program, "pipeline:2", 2, tmp_path), whole) < 1e-12
     assert distance(final("simulated", Training(Skipping), "allreduce", 1, tmp_path), whole) > 1e-3
+
+
+@few(
+    "strategy, models",
+    [
+        ("allreduce+dgc:1,clip=0.05,masking=no,values=fp32", 2),
+        ("async:clip=0.05", 1),
+        ("async+dgc:1,clip=0.05,values=fp32", 1),
+    ],
+    quick=2,
+)
+def test_a_norm_of_a_codec_or_a_strategy_is_that_of_the_whole_model(
+    strategy: str, models: int, tmp_path: Path
+) -> None:
+    """Of a gradient that is much longer than that."""
+    program = Training(Skipping)
+    whole = final("simulated", program, strategy, models, tmp_path)
+    divided = final("simulated", program, f"{strategy}@pipeline:2", 2 * models, tmp_path)
+    assert distance(divided, whole) < 1e-12
+    free = final("simulated", program, strategy.replace("clip=0.05", "clip=1000"), models, tmp_path)
+    assert distance(free, whole) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        ("sync:clip=0.5@pipeline:2", "call clip_grad_norm_ in the script"),
+        ("allreduce+dgc:clip=1@pipeline:2,schedule=pipedream", "stages are of different batches"),
+    ],
+)
+def test_norms_that_no_worker_knows_are_refused(strategy: str, error: str) -> None:
+    with pytest.raises(pr.UsageError, match=error):
+        pr.parse(strategy)
 
 
 @few("strategy", ["async+topk:0.5", "adpsgd", "ssp:1", "sync", "async", "easgd:2", "hogwild"], quick=2)
@@ -221,7 +255,7 @@ class Misuse:
             if self.wrong == "mode":
                 model[0].eval()
             if self.wrong == "save":
-                model.state_dict()
+                torch.save(model, io.BytesIO())
             if self.wrong == "copy":
                 copy.deepcopy(model)(x)
             other = session._context.place if self.wrong == "batches" else 0.0  # type: ignore[attr-defined]
@@ -275,7 +309,7 @@ class Deciding(nn.Module):
         ("pipeline:2", 2, Misuse(Mean(), "loss"), "micro_batches=1"),
         ("pipeline:2", 2, Misuse(chain(), "batches"), "call it with different batches"),
         ("pipeline:2", 2, Misuse(chain(), "mode"), "some layers .* are in training mode"),
-        ("pipeline:2", 2, Misuse(chain(), "save"), "save session.consensus"),
+        ("pipeline:2", 2, Misuse(chain(), "save"), "save model.state_dict"),
         ("pipeline:2", 2, Misuse(chain(), "twice"), "cannot be differentiated twice"),
         ("pipeline:2", 2, Misuse(chain(), "again"), "a second time"),
         ("pipeline:2", 2, Misuse(chain(), "copy"), "copy the model that session.consensus"),
@@ -338,3 +372,14 @@ def test_real_processes_train_pipelines(strategy: str, tmp_path: Path) -> None:
     summary = run_in("real", Training(chain), strategy=f"{strategy}@pipeline:2", workers=4, runs=tmp_path)
     assert summary["samples"] == ROWS
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
+
+
+def test_the_summary_has_times_and_bytes_of_each_stage(simulate: Any) -> None:
+    halves = simulate(Training(Skipping), "allreduce@pipeline:2", 4)
+    for figure in ("compute_s", "wait_s", "bytes_sent"):
+        each = [place[figure] for place in halves["places"]]
+        assert len(each) == 2 and min(each) > 0 and sum(each) == pytest.approx(halves[figure])
+    uneven = simulate(Training(chain), "pipeline:2,split_at=6", 2)  # three of four layers are in stage 0
+    first, second = (place["compute_s"] for place in uneven["places"])
+    assert first == pytest.approx(3 * second, rel=0.1)
+    assert "places" not in simulate(Training(chain), "allreduce", 2)

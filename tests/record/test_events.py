@@ -37,6 +37,7 @@ from polyrhythm.record.event_file import EventFile, event_files
 from polyrhythm.record.folder import RunFolder
 from polyrhythm.record.reader import as_row, read_events, read_rows
 from tests.scripts.train import EXAMPLES, train
+from tests.support.combine import each_value
 
 STEP = StepDone(1, 4, 0.001, 0.002)
 KINDS = get_args(AnyEvent)
@@ -211,8 +212,10 @@ def test_the_lines_of_a_report_have_a_limit() -> None:
 # --- which events are recorded ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [pr.run, pr.simulate], ids=["run", "simulate"])
-@pytest.mark.parametrize("events", ["all", "sample", "off"])
+@each_value(
+    ("start", [pytest.param(pr.run, id="run"), pytest.param(pr.simulate, id="simulate")]),
+    ("events", ["all", "sample", "off"]),
+)
 def test_the_summary_does_not_depend_on_which_events_are_recorded(
     tmp_path: Path, start: Any, events: str
 ) -> None:

@@ -34,7 +34,7 @@ from polyrhythm.session.batch_norm import policies, pooling
 from polyrhythm.session.batch_norm.pooling import pooled
 from polyrhythm.session.context import session
 from polyrhythm.session.result import digest
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.programs import (
     CLASSES,
     FEATURES,
@@ -277,8 +277,7 @@ def test_batch_norm_mean_shows_loaded_statistics_before_training(
             assert found == [5.0, 9.0, 100], when
 
 
-@both_worlds
-@pytest.mark.parametrize("policy", ["local", "rank0", "mean", "recompute"])
+@each_value(("world", WORLDS), ("policy", ["local", "rank0", "mean", "recompute"]))
 def test_borrowed_batches_leave_no_trace(world: str, policy: str, tmp_path: Path) -> None:
     """Neither the examples nor the batch that is borrowed count; `mean` is then of all examples once."""
     run_in(world, Plainly(tmp_path), runs=tmp_path, batch_norm=policy, workers=2)
@@ -530,7 +529,7 @@ def test_sync_batch_norm_supports_clipping_accumulation_and_closures(script: Scr
     assert distance(trained(summary), alone(replace(script, batch=12))) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "sync", "ssp:0", "local:3"])
+@few("strategy", ["allreduce", "sync", "ssp:0", "local:3"], quick=2)
 def test_sync_batch_norm_has_the_same_bits_simulated_and_real(strategy: str, tmp_path: Path) -> None:
     """And so do its statistics, on every worker."""
     seen = []

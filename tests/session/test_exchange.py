@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.registry import describe, parse
+from tests.support.combine import each_value
 from tests.support.runs import WORLDS, run_in
 
 UNEQUAL = '[[hosts]]\ncount = 1\nspeed = 0.2\nstep_time = "10 ms"\n[[hosts]]\nstep_time = "10 ms"\n'
@@ -325,11 +326,13 @@ def test_another_worker_saves_after_worker_0_has_died(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True) == 2
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", ["allreduce", "async"])
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [("model.pt", True), ("model-{rank}.pt", False), ("{rank}/../model.pt", True), ("", False)],
+@each_value(
+    ("world", WORLDS),
+    ("strategy", ["allreduce", "async"]),
+    (
+        "name, told",
+        [("model.pt", True), ("model-{rank}.pt", False), ("{rank}/../model.pt", True), ("", False)],
+    ),
 )
 def test_a_file_that_several_workers_write_is_told_once(
     world: str, strategy: str, name: str, told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from tests.support.combine import each_value
 from tests.support.programs import trained
 from tests.support.runs import WORLDS, run_in
 
@@ -76,9 +77,9 @@ def counted(
     return [round(-each, 4) + 0.0 for each in trained(summary)["weight"][0].tolist()]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", ["allreduce", "sync"])
-@pytest.mark.parametrize("draw", [iter, ahead, copied, list, in_groups])
+@each_value(
+    ("world", WORLDS), ("strategy", ["allreduce", "sync"]), ("draw", [iter, ahead, copied, list, in_groups])
+)
 def test_each_batch_has_its_own_weight(
     world: str, strategy: str, draw: Callable[[Iterable[Any]], Iterable[Any]], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 import polyrhythm as pr
 from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.session.order import order_of
+from tests.support.combine import each_value
 from tests.support.programs import CLASSES, FEATURES, SPEEDS, Examples, mlp
 from tests.support.runs import WORLDS, run_in
 
@@ -628,9 +629,7 @@ class Divided(IterableDataset[Any]):
         return (torch.full((2,), float(number)) for number in self.numbers)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", ["allreduce", "async"])
-@pytest.mark.parametrize("divides", [False, True])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "async"]), ("divides", [False, True]))
 def test_a_stream_that_divides_itself_is_told_once(
     world: str, strategy: str, divides: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

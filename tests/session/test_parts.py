@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polyrhythm.core.registry import parse
+from tests.support.combine import each_value
 from tests.support.gan import Gan, alone, plain
 from tests.support.programs import ADAM, MOMENTUM, Examples, distance, same, trained
 from tests.support.rows import DEFAULTS, Row
@@ -47,8 +48,7 @@ def test_a_gan_trains_under_every_strategy(row: Row) -> None:
         assert all(same(first, other) for other in script.consensus.values())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "sync", "async", "gossip", "hogwild"])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "sync", "async", "gossip", "hogwild"]))
 def test_one_worker_with_two_optimizers_is_plain_pytorch(strategy: str, world: str, tmp_path: Path) -> None:
     """Bit for bit, and the file has the names of a ModuleList of the models in the order of prepare."""
     summary = run_in(world, Gan(MOMENTUM), strategy=strategy, workers=1, runs=tmp_path)

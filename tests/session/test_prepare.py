@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
 from polyrhythm.session.seeds import mix
+from tests.support.combine import each_value
 from tests.support.programs import FEATURES, MOMENTUM, SGD, Examples, distance, mlp, same, trained
 from tests.support.runs import WORLDS, run_in
 
@@ -359,9 +360,9 @@ def nbytes(thing: Any) -> int:
     return len(file.getvalue())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "strategy", ["allreduce", "async", "broadcast:0.01", "hogwild:lock=yes", "local:2,momentum=average"]
+@each_value(
+    ("world", WORLDS),
+    ("strategy", ["allreduce", "async", "broadcast:0.01", "hogwild:lock=yes", "local:2,momentum=average"]),
 )
 def test_a_prepared_model_is_saved_and_copied_like_any_other(strategy: str, world: str) -> None:
     """A head is saved without the body; copies and pickles work, and have no part in the run."""

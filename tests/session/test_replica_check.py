@@ -73,7 +73,7 @@ def test_a_parameter_changed_on_one_worker_is_named(world: str) -> None:
     """With both workers and the step; the first check after the change finds it."""
     message = (
         r"^after step 10 2\.weight( and \d more)? on worker \d and worker \d differ, but under allreduce all "
-        r"replicas are equal there: .* outside optimizer\.step\(\), or .* branch that depends on the rank"
+        r"replicas are equal there: .* outside optimizer\.step\(\) or .* branch that depends on the rank"
     )
     with pytest.raises(UsageError, match=message) as caught:
         run_in(world, Meddling(scaled), check_replicas=5)

@@ -10,7 +10,7 @@ import torch
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.runs import run_in
 from tests.support.saving import EPOCHS, EQUAL, script
 
@@ -52,7 +52,7 @@ def test_interrupted_simulated_run_resumes_exactly(strategy: str, workers: int, 
     assert train_steps(EPOCHS // 2, EPOCHS) == whole
 
 
-@pytest.mark.parametrize("strategy", ["push:1", "noloco:5", "gossip", "choco:0.5+topk:0.3"])
+@few("strategy", ["push:1", "noloco:5", "gossip", "choco:0.5+topk:0.3"], quick=1)
 def test_interrupted_run_resumes_exactly_on_real_processes(strategy: str, tmp_path: Path) -> None:
     def train_steps(begin: int, end: int) -> str:
         return pr.run(

@@ -28,6 +28,7 @@ import polyrhythm as pr
 from polyrhythm.session import patches
 from polyrhythm.session.pace import Count, Pace, Progress
 from polyrhythm.session.schedules import mean_metric
+from tests.support.combine import few
 from tests.support.programs import Examples, mlp
 from tests.support.runs import WORLDS, run_in
 
@@ -83,7 +84,7 @@ class Counted:
         return self.seen(1)[0]
 
 
-@pytest.mark.parametrize("every", [1, 3, 5, 8, 20], ids=lambda every: f"every {every}")
+@few("every", [3, 8, 1, 5, 20], quick=2)
 def test_a_step_counter_goes_across_epochs(every: int, tmp_path: Path) -> None:
     """A worker's epoch has 4 batches: the calls are not one per epoch, even where they come at its end."""
     script = Counted(tmp_path, steps=360, every=every)

@@ -100,9 +100,7 @@ class Scheduled:
         return self.seen(1)[0]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("size", [48, 50])
-@pytest.mark.parametrize("build", [one_cycle, cosine, warmed])
+@each_value(("world", WORLDS), ("size", [48, 50]), ("build", [one_cycle, cosine, warmed]))
 def test_lockstep_rates_are_those_of_a_single_process(
     world: str, size: int, build: Any, tmp_path: Path
 ) -> None:

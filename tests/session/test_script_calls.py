@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyrhythm as pr
+from tests.support.combine import each_value
 from tests.support.runs import WORLDS, run_in
 
 AT = 4  # the step after which something happens
@@ -66,8 +67,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("world", "strategy", "name"), SOME)
-@pytest.mark.parametrize("rank", [0, 1])
+@each_value(("world, strategy, name", SOME), ("rank", [0, 1]))
 def test_a_call_that_one_worker_leaves_out_is_named_with_both_lines(
     world: str, strategy: str, name: str, rank: int, tmp_path: Path
 ) -> None:
@@ -163,8 +163,7 @@ def test_a_conditional_save_is_told_on_real_processes(tmp_path: Path) -> None:
     assert re.search(ORDER[a_better_model][1], message), message
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "gossip", "async"])
+@each_value(("world", WORLDS), ("strategy", ["allreduce", "local:3", "gossip", "async"]))
 def test_calls_at_any_point_of_a_step_are_no_mistake(world: str, strategy: str) -> None:
     """Also if one worker is slow: another waits in a call while it is still in the exchange before."""
 

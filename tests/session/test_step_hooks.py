@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
+from tests.support.combine import each_value
 from tests.support.programs import same, trained
 from tests.support.rows import DEFAULTS, Row
 from tests.support.runs import WORLDS, run_in
@@ -109,8 +110,7 @@ class Halved:
             optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["sync", "allreduce", "local:2", "gossip"])
-@pytest.mark.parametrize("world", WORLDS)
+@each_value(("strategy", ["sync", "allreduce", "local:2", "gossip"]), ("world", WORLDS))
 def test_a_hook_that_changes_the_gradient_changes_it_once(world: str, strategy: str, tmp_path: Path) -> None:
     """Half the gradient is half the learning rate, to the last bit."""
     rate, *hooks = [
@@ -120,11 +120,11 @@ def test_a_hook_that_changes_the_gradient_changes_it_once(world: str, strategy: 
     assert all(same(rate, each) for each in hooks)
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy"), [("real", "async"), ("simulated", "async"), ("simulated", "allreduce")]
+@each_value(
+    ("world, strategy", [("real", "async"), ("simulated", "async"), ("simulated", "allreduce")]),
+    ("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]),
+    ("late", [False, True]),
 )
-@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-@pytest.mark.parametrize("late", [False, True])
 def test_hooks_of_all_optimizers_of_a_process_are_refused(
     world: str, strategy: str, register: Callable[..., Any], late: bool
 ) -> None:

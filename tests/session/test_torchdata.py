@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import polyrhythm as pr
 from polyrhythm.core.errors import UsageError
+from tests.support.combine import each_value
 from tests.support.runs import WORLDS, run_in
 
 loaders = pytest.importorskip("torchdata.stateful_dataloader")
@@ -47,8 +48,7 @@ def script(folder: Path, before: Any = None, after: Any = None, **options: Any) 
     torch.save(seen, folder / f"{session.rank}.pt")
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("strategy", "loaders"), [("allreduce", 0), ("allreduce", 2), ("async", 0)])
+@each_value(("world", WORLDS), ("strategy, loaders", [("allreduce", 0), ("allreduce", 2), ("async", 0)]))
 def test_a_stateful_loader_is_shared_and_resumed(
     world: str, strategy: str, loaders: int, tmp_path: Path
 ) -> None:

@@ -255,6 +255,15 @@ def the_old_loader(session: pr.Session) -> None:
     train(model, optimizer, batches)
 
 
+def updates_by_hand(session: pr.Session) -> None:
+    model, _, batches = ready(session, batch_size=1)
+    for (x,) in batches:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.data -= 0.01 * parameter.grad  # type: ignore[operator]
+
+
 WRONG: dict[Callable[[pr.Session], None], tuple[str, str]] = {
     a_list: ("allreduce", "takes models, optimizers.* not list; pass each as an argument of its own"),
     a_dataset: ("allreduce", "not TensorDataset"),
@@ -293,6 +302,7 @@ WRONG: dict[Callable[[pr.Session], None], tuple[str, str]] = {
         "async",
         r"trains on the loader that it passed to session.prepare\(\).* use what it returns",
     ),
+    updates_by_hand: ("gossip", r"never calls optimizer.step\(\).*under gossip.* or use allreduce"),
     a_closure_under_servers: ("async", "LBFGS calls a closure.*use allreduce"),
 }
 

@@ -495,7 +495,7 @@ def troubled(seed: int) -> tuple[int, str, str]:
     return workers, f"broadcast:{','.join(fields)}", lines
 
 
-@few("seed", range(30), quick=8)
+@few("seed", range(30), quick=4)
 def test_broadcast_replicas_agree_despite_crashes_and_rejoins(
     watch: Watch, tmp_path: Path, seed: int
 ) -> None:

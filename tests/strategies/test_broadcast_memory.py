@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from polyrhythm.strategies.broadcast import reliable_broadcast
 from polyrhythm.strategies.broadcast.delivery_log import DeliveryLog
 from polyrhythm.strategies.broadcast.reliable_broadcast import ReliableBroadcast
 from polyrhythm.worlds.simulated.node import SimulatedNode
-from tests.support.combine import each_value
+from tests.support.combine import few
 from tests.support.planes import equal
 from tests.support.runs import run_in
 
@@ -122,7 +123,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@each_value(("shape", SHAPES), ("seed", range(4)))
+@few("shape, seed", [*product(SHAPES, range(4))], quick=1)
 def test_broadcast_backlog_for_a_stalled_worker_is_bounded(
     watch: Watch, most: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, seed: int
 ) -> None:

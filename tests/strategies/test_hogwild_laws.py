@@ -145,9 +145,9 @@ class Bags:
         return model
 
 
-@both_worlds
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["hogwild", "hogwild:lock=yes"])
+@each_value(
+    ("world", ["simulated", "real"]), ("optimizer", OPTIMIZERS), ("strategy", ["hogwild", "hogwild:lock=yes"])
+)
 def test_hogwild_with_one_worker_is_plain_pytorch(
     world: str, optimizer: str, strategy: str, tmp_path: Path
 ) -> None:

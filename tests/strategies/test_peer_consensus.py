@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import polyrhythm as pr
+from tests.support.combine import each_value
 from tests.support.programs import MOMENTUM, SPEEDS, Examples, mlp, same, trained
 from tests.support.runs import WORLDS, run_in
 
@@ -45,8 +45,7 @@ class Showing:
         torch.save(shown, self.folder / f"{here.rank}.pt")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", WORLDS)
+@each_value(("strategy", STRATEGIES), ("world", WORLDS))
 def test_the_consensus_is_one_model_and_the_last_is_the_result(
     world: str, strategy: str, tmp_path: Path
 ) -> None:

@@ -74,7 +74,11 @@ def _parametrize(names: list[str], rows: Iterable[tuple[_Row, bool]]) -> pytest.
 
 
 def _word(value: Any, default: str) -> str:
-    return str(value) if isinstance(value, str | int | float | None) else default
+    """The part of an id: the value itself, or the name of a class or function."""
+    if isinstance(value, str | int | float | None):
+        return str(value)
+    name = getattr(value, "__name__", default)
+    return default if name == "<lambda>" else str(name)
 
 
 def _cover(rows: list[tuple[int, ...]]) -> set[tuple[int, ...]]:

@@ -52,15 +52,18 @@ class Gan:
         g, d = generator(), discriminator()
         for_g, for_d = self.optimizer(g.parameters()), self.optimizer(d.parameters())
         loader = DataLoader(Examples(self.size), batch_size=self.batch)
-        path = None if self.folder is None else self.folder / f"{here.rank}.pt"
+        path = None if self.folder is None else self.folder / f"{here.worker}.pt"
         saved = torch.load(path, weights_only=True) if path and self.begin else None
         if saved:
             for thing, state in zip((g, d, for_g, for_d), saved["states"], strict=True):
                 thing.load_state_dict(state)
-        loss, for_d, loader, d, for_g, g = here.prepare(nn.BCEWithLogitsLoss(), for_d, loader, d, for_g, g)
+        example = [torch.zeros(2, FEATURES).double(), torch.zeros(2, NOISE).double()]  # of d, and of g
+        loss, for_d, loader, d, for_g, g = here.prepare(
+            nn.BCEWithLogitsLoss(), for_d, loader, d, for_g, g, example=example
+        )
         if saved:
             here.load_state_dict(saved["session"])
-        rounds = self.seen.setdefault(here.rank, [])
+        rounds = self.seen.setdefault(here.worker, [])
         for _ in range(self.begin, self.epochs):
             for number, (x, _) in enumerate(loader):
                 if here.rank == self.kills and number == 2 and not here._node.incarnation:
@@ -79,7 +82,7 @@ class Gan:
         if path and not self.begin:
             states = [each.state_dict() for each in (g, d, for_g, for_d)]
             torch.save({"states": states, "session": here.state_dict()}, path)
-        self.consensus[here.rank] = state_of(*here.consensus())
+        self.consensus[here.worker] = state_of(*here.consensus())
         return nn.ModuleList([d, g])
 
 

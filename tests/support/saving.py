@@ -29,7 +29,7 @@ def script(folder: Path, begin: int, end: int, forgets: int = -1) -> None:
     model = mlp()
     optimizer = MOMENTUM(model.parameters())
     loader = DataLoader(Examples(24), batch_size=2)
-    path = folder / f"{here.rank}.pt"
+    path = folder / f"{here.worker}.pt"
     saved = torch.load(path, weights_only=True) if begin else None
     if saved:
         model.load_state_dict(saved["model"])
@@ -72,15 +72,15 @@ class Stopping:
         here = pr.init()
         model = mlp()
         optimizer = self.optimizer(model.parameters())
-        path = self.folder / f"{here.rank}.pt"
+        path = self.folder / f"{here.worker}.pt"
         saved = torch.load(path, weights_only=True) if self.begin else None
         if saved:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-        model, optimizer = here.prepare(model, optimizer)
+        data = Examples(24)
+        model, optimizer = here.prepare(model, optimizer, example=torch.stack([data[0][0], data[1][0]]))
         if saved and here.rank != self.forgets:
             here.load_state_dict(saved["session"])
-        data = Examples(24)
         skipped = (here.rank + 1) % here.workers if self.staggered else 0
         for step in range(self.begin or skipped, self.steps):
             places = [(7 * step + 3 * here.rank + number) % 24 for number in range(2)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import LastStep, LeaveRun, Prepared
 from polyrhythm.model.consensus import ConsensusModel, joined, one_or_all
+from polyrhythm.model.spilled import spilling
 from polyrhythm.session.arguments import Arguments, Evaluated
 from polyrhythm.session.distributed import DistributedSession
 from polyrhythm.session.evaluation import EvaluationLoader
@@ -25,6 +26,7 @@ from polyrhythm.session.prediction.models import Predictor
 from polyrhythm.session.prediction.outputs import write_outputs
 from polyrhythm.session.prediction.rounds import To
 from polyrhythm.session.result import left_out
+from polyrhythm.session.saved_tensors import SavedTensors
 
 NO_TRAINING = (
     "polyrhythm predict loads a model that is trained, and here the script trains: put its training under "
@@ -80,7 +82,7 @@ class PredictingSession(DistributedSession):
             return super().consensus()
         with self._blocking():
             models = self._copies.copy()
-            self._placement.complete(models, True)
+            self._placement.complete(models)
         return one_or_all(models)
 
     def _predictor(self) -> Predictor:
@@ -139,26 +141,32 @@ class UntrainedLoader(EvaluationLoader):
 
 def load_parameters(model: nn.Module, path: Path) -> None:
     """Loads the parameters and buffers that a run has saved. UsageError if they do not fit the model."""
-    import safetensors.torch
-
     try:
-        saved = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        file = SavedTensors(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}; give the folder of a run that has finished") from None
-    state = model.state_dict()
-    wrong = [name for name in state if name in saved and _form(saved[name]) != _form(state[name])]
-    if wrong:
-        first = wrong[0]
-        raise UsageError(
-            f"{path} does not fit the script's model: {_names(wrong)} differ, {first} is "
-            f"{_form(saved[first])} there and {_form(state[first])} here; {_REMEDY}"
-        )
+    state, names = model.state_dict(), file.names
     held = [name for name, each in state.items() if isinstance(each, torch.Tensor) and not each.is_meta]
-    if missing := [name for name in held if name not in saved]:
+    if missing := [name for name in held if name not in names]:
         raise UsageError(f"{path} does not fit the script's model: it has no {_names(missing)}; {_REMEDY}")
-    if unknown := sorted(name for name in saved if name not in state):
+    if unknown := sorted(names - state.keys()):
         raise UsageError(f"{path} does not fit the script's model, which has no {_names(unknown)}; {_REMEDY}")
-    model.load_state_dict(saved, strict=False)
+    loaded, wrong = dict[str, Tensor](), dict[str, str]()
+    for name in (each for each in state if each in names):
+        saved = file.read(name)
+        if _form(saved) != _form(state[name]):
+            wrong[name] = _form(saved)
+        elif spilling():  # all of them at once would not fit
+            state[name].copy_(saved)
+        else:
+            loaded[name] = saved
+    if wrong:
+        first, form = next(iter(wrong.items()))
+        raise UsageError(
+            f"{path} does not fit the script's model: {_names(list(wrong))} differ, {first} is "
+            f"{form} there and {_form(state[first])} here; {_REMEDY}"
+        )
+    model.load_state_dict(loaded, strict=False)
 
 
 _REMEDY = "build the model of the run, with the same arguments of the script after --"

@@ -133,7 +133,8 @@ class ServerClient:
         fields: dict[str, Field] = {
             "step": self.replica.steps, "fetch": request.fetch, "groups": list(request.settings),
             "absent": list(request.absent),
-            "norm": norm(visible) if self.strategy.clip < math.inf else 0.0, **request.extras,
+            "norm": self.node.whole_norm(norm(visible)) if self.strategy.clip < math.inf else 0.0,
+            **request.extras,
         }  # fmt: skip
         if not coded:
             fields["coded"] = False
@@ -176,7 +177,8 @@ class ServerClient:
         ]
         whole: float | None = None
         if needs_norm(sender.codec):  # over all servers
-            whole = math.hypot(*(compressor.norm(part) for compressor, part in ranges))
+            parts = (compressor.norm(part) for compressor, part in ranges)
+            whole = self.node.whole_norm(math.hypot(*parts))
         return [compressor.encode_all(part, whole) for compressor, part in ranges]
 
     def _decode(self, sender: CompressedSender, pieces: Sequence[Sequence[Tensor]], into: Vectors) -> Vectors:

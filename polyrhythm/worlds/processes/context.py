@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from polyrhythm.core.errors import PeerLost, PolyrhythmError, WaitError
 from polyrhythm.core.peer import COORDINATOR, Peer
 from polyrhythm.core.plan import Plan
@@ -22,6 +24,7 @@ from polyrhythm.core.requests import (
     unpack_reply,
 )
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
 from polyrhythm.session.context import WorldContext
 from polyrhythm.wire.frame import layout_of
 from polyrhythm.worlds.processes.node import ProcessNode
@@ -73,6 +76,10 @@ class ProcessContext(WorldContext):
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         buffers = [self.node.buffer(part) for part in file]
         self.node.transport.request(COORDINATOR, "result", buffers, fields={"digest": digest}).wait()
+
+    def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
+        buffers, fields = [self.node.buffer(each) for each in tensors], msgspec.structs.asdict(part)
+        self.node.transport.request(COORDINATOR, "result part", buffers, fields=fields).wait()
 
     def flush(self) -> None:
         self.node.flush()

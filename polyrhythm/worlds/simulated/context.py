@@ -14,6 +14,7 @@ from torch import Tensor
 from polyrhythm.core.errors import UsageError
 from polyrhythm.core.requests import JoinRun, Request, Welcome, kind_of
 from polyrhythm.core.resolve import ResolvedStrategy
+from polyrhythm.core.result_part import ResultPart
 from polyrhythm.session.context import WorldContext
 from polyrhythm.worlds.simulated.backward_thread import BackwardThread, without_hooks
 from polyrhythm.worlds.simulated.node import SimulatedNode
@@ -67,6 +68,9 @@ class SimulatedContext(WorldContext):
     def send_result(self, digest: str, file: Sequence[Tensor]) -> None:
         parts = [part.numpy().data for part in file]
         self.node.world.coordinator.result(self.me, digest, parts, lambda: None)
+
+    def send_result_part(self, part: ResultPart, tensors: Sequence[Tensor]) -> None:
+        self.node.world.coordinator.received.add(part, [each.numpy().data for each in tensors])
 
     def compute_time(self) -> float:
         return self.workload * self.node.world.costs.step_time(self.me.rank, self.node.world.loop.now)
