@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from polyrhythm.wire.arena import Arenas
 
 
+_FINISHED = "it has finished, but all workers must take the same steps"
+
+
 @dataclass
 class _PendingNotice:
     """A notice about another node that the strategy has not seen, and the number of messages before it."""
@@ -130,9 +133,7 @@ class ProcessNode(Node):
             (peer for peer in missing if peer in left or peer not in workers), None
         )
         if gone is not None:
-            why = (
-                "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
-            )
+            why = "it is gone" if gone in died else _FINISHED
             # If it has not come, no worker has begun to write results.
             message = f"{self.me} waited {waited:.1f} s for {gone} in {what}; {why}"
             raise PeerLost(message, untouched=gone in missing)

@@ -155,7 +155,7 @@ class OpenCollectives:
         return mine
 
     def lose(self, abandon: bool = False) -> None:
-        """Called when a worker has died: waits in its groups end with an error, or all if the run has failed."""
+        """Called when a worker has died: waits in its groups end with an error; with `abandon` all do."""
         self._abandoned |= abandon
         for which, parts in list(self._open.items()):
             if self._abandoned or next(iter(parts.values())).group.lost:
