@@ -109,14 +109,14 @@ def test_parts_that_do_not_fit_the_file_are_refused(tmp_path: Path, part: Result
 
 def test_a_file_is_complete_if_every_byte_has_arrived_once_or_more(tmp_path: Path) -> None:
     whole = bytes(range(10))
-    parts = [ResultPart(10, 1, 2, 5), ResultPart(10, 3, 3, 5), ResultPart(10, 0, 1), ResultPart(10, 0, 1)]
-    held = [whole[1:3] + whole[6:8], whole[3:6], whole[:1], whole[:1]]
+    parts = [ResultPart(10, 1, 2, 5), ResultPart(10, 8, 2), ResultPart(10, 0, 1), ResultPart(10, 0, 1)]
+    held = [whole[1:3] + whole[6:8], whole[8:], whole[:1], whole[:1]]
     file = open_result(tmp_path / "it", 10)
     for part, content in zip(parts, held, strict=True):
         file.write(part, [content])
-    with pytest.raises(PolyrhythmError, match="from byte 8 on did not all arrive"):
+    with pytest.raises(PolyrhythmError, match="from byte 3 on did not all arrive"):
         file.finish([])
-    file.write(ResultPart(10, 8, 2), [whole[8:]])
+    file.write(ResultPart(10, 3, 3), [whole[3:6]])
     file.finish([])
     assert (tmp_path / "it").read_bytes() == whole
 
