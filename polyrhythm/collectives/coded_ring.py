@@ -35,7 +35,7 @@ def mean(node: Node, workers: Sequence[Peer], coding: Coding, vectors: Sequence[
         """Sends codes to the right neighbour, and receives as many from the left one."""
         reply = node.request(right, f"{name} {turn}", *codes)
         try:
-            message = arrival(node, left, f"{name} {turn}", f"{name} lost")
+            message = arrival(node, left, f"{name} {turn}", f"{name} lost", workers)
         except PeerLost as error:
             if right in node.members.workers:
                 node.send(right, f"{name} lost", why=str(error))

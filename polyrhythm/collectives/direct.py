@@ -107,14 +107,19 @@ def broadcast(node: Node, workers: Sequence[Peer], tensors: Sequence[Tensor], ro
         for reply in replies:
             reply.wait()
     else:
-        (request,) = gather(node, kind, [source, node.me])
+        (request,) = gather(node, kind, [source, node.me], workers)
         for tensor, given in zip(tensors, request.tensors, strict=True):
             tensor.copy_(given.view(tensor.shape))
         node.reply(request)
 
 
-def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
-    """One request of this kind from every other worker; raises `PeerLost` if one of them is gone."""
+def gather(
+    node: Node, kind: str, workers: Sequence[Peer], group: Sequence[Peer] | None = None
+) -> list[Message]:
+    """One request of this kind from every other worker.
+
+    Raises `PeerLost` if one of them is gone, or one of the group that they may be waiting for has died.
+    """
     requests: dict[Peer, Message] = {}
     while len(requests) < len(workers) - 1:
         try:
@@ -125,7 +130,8 @@ def gather(node: Node, kind: str, workers: Sequence[Peer]) -> list[Message]:
         if request is not None:
             requests[request.sender] = request
             continue
-        for worker in (*node.members.lost, *workers):
+        lost = node.members.lost
+        for worker in (*(each for each in group or () if each in lost), *workers):
             if worker not in (*requests, *node.members.workers):
                 raise PeerLost(f"{node.me} waited in {kind!r} for {worker}, which is gone")
     return list(requests.values())

@@ -24,12 +24,12 @@ def all_reduce(
     node: Node,
     inside: SharedMemory | None,
     firsts: Sequence[Peer],
-    workers: int,
+    workers: Sequence[Peer],
     tensors: Sequence[Tensor],
     op: str,
     number: int,
 ) -> None:
-    """Replaces each tensor by its reduction over all workers; `firsts` are the first workers of each host.
+    """Replaces each tensor by its reduction over these workers; `firsts` are the first workers of each host.
 
     `inside` is None for a worker that is alone on its host.
     """
@@ -38,10 +38,10 @@ def all_reduce(
     if inside:
         inside.begin(places, f"{fold} to first").join()
     if node.me in firsts:
-        ring.all_reduce(node, firsts, places, fold, number)
+        ring.all_reduce(node, firsts, places, fold, number, group=workers)
         if op == "mean":
             for place in places:
-                place.div_(workers)
+                place.div_(len(workers))
     if inside:
         inside.begin(places, "copy of first").join()
         inside.unstage(staged)

@@ -85,9 +85,13 @@ def all_reduce(
     op: str,
     number: int,
     trace: Trace | None = None,
+    group: Sequence[Peer] = (),
 ) -> None:
-    """Replaces each tensor by its reduction over these workers; `number` identifies the collective."""
-    links = _NodeLinks(node, workers, number)
+    """Replaces each tensor by its reduction over these workers; `number` identifies the collective.
+
+    `group`: those whose death ends it, if they are more than these workers.
+    """
+    links = _NodeLinks(node, workers, number, group or workers)
     try:
         reduce_in_ring(links, tensors, op, trace)
     except PeerLost as error:
@@ -183,8 +187,8 @@ def sent_elements(count: int, workers: int, rank: int) -> int:
     return 2 * count - sum(stop - start for start, stop in skipped)
 
 
-def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
-    """Receives a message from the left neighbour; raises PeerLost if it, or one before it, is gone."""
+def arrival(node: Node, left: Peer, kind: str, lost: str, group: Sequence[Peer]) -> Message:
+    """Receives a message from the left neighbour; raises PeerLost if it is gone, or one of the group died."""
     while True:
         try:
             message = node.receive(kind, lost)
@@ -192,7 +196,7 @@ def arrival(node: Node, left: Peer, kind: str, lost: str) -> Message:
             raise WaitError(f"{error}; no data from {left}, which may itself be blocked") from None
         if message is None:
             # Workers that have finished may be gone, but the left neighbour leaves after its last segment.
-            for peer in (*node.members.lost, left):
+            for peer in (*(each for each in group if each in node.members.lost), left):
                 if peer not in node.members.workers:
                     raise PeerLost(f"{node.me} waited in {kind!r} for {peer}, which is gone")
         elif message.kind == lost:
@@ -232,9 +236,9 @@ class _NodeLinks(RingLinks):
     loses and repeats nothing.
     """
 
-    def __init__(self, node: Node, workers: Sequence[Peer], number: int) -> None:
+    def __init__(self, node: Node, workers: Sequence[Peer], number: int, group: Sequence[Peer]) -> None:
         self.rank, self.size = workers.index(node.me), len(workers)
-        self._node, self._name = node, f"ring {number}"
+        self._node, self._group, self._name = node, group, f"ring {number}"
         self._left, self._right = workers[self.rank - 1], workers[(self.rank + 1) % self.size]
         self._replies: dict[int, Reply] = {}
         self._places: dict[int, Sequence[Tensor]] = {}
@@ -251,7 +255,8 @@ class _NodeLinks(RingLinks):
         self._replies[number] = self._node.request(self._right, f"{self._name} {number}", *out)
 
     def arrived(self, number: int) -> Sequence[Tensor]:
-        message = arrival(self._node, self._left, f"{self._name} {number}", f"{self._name} lost")
+        name = self._name
+        message = arrival(self._node, self._left, f"{name} {number}", f"{name} lost", self._group)
         if number in self._expected:
             self._expected.pop(number)()
         expected = [(place.dtype, place.numel()) for place in self._places.pop(number)]

@@ -104,8 +104,7 @@ class StageLink:
             tensor.copy_(torch.stack(parts).sum(0))
 
     def _gather(self, places: Sequence[int], *tensors: Tensor) -> list[list[Tensor]]:
-        """For each of these tensors, those of some places in order. Messages, and no collective of a group:
-        a collective fails once any worker of the run has died, also one of another model."""
+        """For each of these tensors, those of some places in order. By messages: they are small."""
         mine: dict[str, Any] = {str(index): each for index, each in enumerate(tensors)}
         for place in places:
             if place != self._place:

@@ -83,9 +83,7 @@ class OnSplitModels(Strategy):
     @property
     def traits(self) -> Traits:
         axes = tuple((each.axis, each.size) for each in self.how)
-        traits = replace(self.on.traits, model_axes=axes)
-        # Divided layers are summed by collectives, which fail once any worker of the run has died.
-        return replace(traits, survives_loss=False) if "tensor" in dict(axes) else traits
+        return replace(self.on.traits, model_axes=axes)
 
     def check(self, plan: Plan) -> None:
         self.on.check(plan)

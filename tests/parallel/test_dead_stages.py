@@ -96,7 +96,18 @@ def check(summary: dict[str, Any], program: Training, died: int) -> None:
 
 
 @each_value(
-    ("strategy", ["async@pipeline:2", "ssp:3@pipeline:2", "gossip@pipeline:2", "async@branches:2"]),
+    (
+        "strategy",
+        [
+            "async@tensor:2",
+            "async@pipeline:2",
+            "ssp:3@pipeline:2",
+            "gossip@pipeline:2",
+            "async@branches:2",
+            "gossip@tensor:2",
+            "ssp:3@tensor:2",
+        ],
+    ),
     ("died", [1, 2, 0, 3]),
     ("at, back", [(34.1, ""), (61.7, 'back = "95 ms"'), (12.3, ""), (47.9, 'back = "60 ms"'), (103.0, "")]),
 )
@@ -123,8 +134,26 @@ def test_the_other_models_train_on_every_example(
         ]
         in_time = not strategy.startswith("gossip") or float(back.split()[2].strip('"')) / 1000 < begins
         assert (both.keys() <= steps) == in_time
-    if strategy.startswith("async@pipeline"):
+    if strategy in ("async@pipeline:2", "async@tensor:2"):
         check_server_laws(summary)
+
+
+@few(
+    "world, collective",
+    [("simulated", "ring"), ("real", "auto"), ("real", "direct"), ("real", "ring")],
+    quick=1,
+)
+def test_sums_of_a_model_survive_the_death_of_another_by_any_algorithm(
+    world: str, collective: str, tmp_path: Path
+) -> None:
+    real = world == "real"
+    program = Training(tmp_path / "seen", killed=(2,) if real else (), place="backward")
+    cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [2]\nat = "34.1 ms"\nback = "60 ms"\n'
+    options: dict[str, Any] = {"restarts": 1, "timeout": 60.0} if real else {"cluster": cluster}
+    summary = run_in(
+        world, program, strategy="gossip@tensor:2", workers=4, runs=tmp_path, collective=collective, **options
+    )
+    check(summary, program, 2)
 
 
 def check_server_laws(summary: dict[str, Any]) -> None:
@@ -146,7 +175,7 @@ def test_the_death_of_the_last_model_ends_the_run(tmp_path: Path) -> None:
         )
 
 
-@few("strategy", ["allreduce@pipeline:2", "async@tensor:2"], quick=1)
+@few("strategy", ["allreduce@pipeline:2", "allreduce@tensor:2"], quick=1)
 def test_where_no_model_can_continue_the_error_names_the_dead_stage(strategy: str, tmp_path: Path) -> None:
     cluster = '[[hosts]]\nstep_time = "10 ms"\n[[failures]]\nworkers = [3]\nat = "20 ms"\n'
     with pytest.raises(pr.PolyrhythmError, match=r"worker 3 crashed at 0\.02 s; it held a part of a model"):
@@ -160,20 +189,28 @@ def test_where_no_model_can_continue_the_error_names_the_dead_stage(strategy: st
 
 
 @few(
-    "killed, place, restarts",
+    "split, killed, place, restarts",
     [
-        ((0, 3), "backward", 0),
-        ((0, 3), "forward", 2),
-        *(((who,), place, restarts) for who in (2, 1) for place in PLACES for restarts in (0, 1)),
+        ("pipeline", (0, 3), "backward", 0),
+        ("tensor", (0, 3), "forward", 0),
+        ("tensor", (0, 3), "backward", 2),
+        ("pipeline", (0, 3), "forward", 2),
+        *(
+            (split, (who,), place, restarts)
+            for split in ("pipeline", "tensor")
+            for who in (2, 1)
+            for place in PLACES
+            for restarts in (0, 1)
+        ),
     ],
-    quick=1,
+    quick=2,
 )
 def test_real_processes_survive_the_kill_of_a_leader_and_of_a_follower(
-    killed: tuple[int, ...], place: str, restarts: int, tmp_path: Path
+    split: str, killed: tuple[int, ...], place: str, restarts: int, tmp_path: Path
 ) -> None:
     program, output = Training(tmp_path / "seen", killed=killed, place=place), io.StringIO()
     summary = pr.run(
-        program, strategy="async@pipeline:2", workers=6, runs=tmp_path, restarts=restarts, threads=1,
+        program, strategy=f"async@{split}:2", workers=6, runs=tmp_path, restarts=restarts, threads=1,
         timeout=60.0, console=Console(output),
     )  # fmt: skip
     for died in killed:

@@ -247,7 +247,8 @@ class PointToPoint:
         self._requests.clear()
         began = time.perf_counter()
         while self._node is not None and (full := self._there(self._full())):
-            self._node.check_wait(full, time.perf_counter() - began, "a send")
+            everyone = self._node.everyone.members
+            self._node.check_wait(full, time.perf_counter() - began, everyone, "a send")
             self.progress()
             self._take_all()
             time.sleep(_PAUSE)
@@ -340,7 +341,8 @@ class PointToPoint:
         if node is None:
             raise PeerLost(f"{self.me} waits in {work.what}, but there is no other worker")
         # Any of several may still send, if it is there.
-        node.check_wait(self._there(work.awaited) or work.awaited, waited, work.what)
+        awaited = self._there(work.awaited) or work.awaited
+        node.check_wait(awaited, waited, node.everyone.members, work.what)
         if timeout is not None and waited > timeout:
             who = " or ".join(map(str, work.awaited))
             raise WaitError(f"{self.me} waited {waited:.1f} s for {who} in {work.what}")

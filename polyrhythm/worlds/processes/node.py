@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from polyrhythm.wire.arena import Arenas
 
 
+_FINISHED = "it has finished, but all workers must take the same steps"
+
+
 @dataclass
 class _PendingNotice:
     """A notice about another node that the strategy has not seen, and the number of messages before it."""
@@ -118,19 +121,19 @@ class ProcessNode(Node):
         notices = [each.notice for each in list(self._notices)]
         return {each.peer: each.reason for each in notices if each.kind == "left" and each.peer is not None}
 
-    def check_wait(self, missing: Sequence[Peer], waited: float, what: str = "a collective") -> None:
-        """Raises if a collective need not wait any longer for the missing workers."""
+    def check_wait(
+        self, missing: Sequence[Peer], waited: float, group: Sequence[Peer], what: str = "a collective"
+    ) -> None:
+        """Raises if a collective of a group need not wait any longer for the missing workers."""
         left, workers = self.left, self.members.workers
-        died = [peer for peer in self.members.lost if peer not in workers]
-        died += [peer for peer, reason in left.items() if reason != "finished"]
-        # If any worker has died the collective fails: the missing workers wait for the dead one too.
+        died = [peer for peer in group if peer in self.members.lost and peer not in workers]
+        died += [peer for peer in group if left.get(peer, "finished") != "finished"]
+        # If any member has died the collective fails: the missing workers wait for the dead one too.
         gone = next(iter(died), None) or next(
             (peer for peer in missing if peer in left or peer not in workers), None
         )
         if gone is not None:
-            why = (
-                "it is gone" if gone in died else "it has finished, but all workers must take the same steps"
-            )
+            why = "it is gone" if gone in died else _FINISHED
             # If it has not come, no worker has begun to write results.
             message = f"{self.me} waited {waited:.1f} s for {gone} in {what}; {why}"
             raise PeerLost(message, untouched=gone in missing)

@@ -67,7 +67,9 @@ class ProcessGroup(Group):
                 {str(worker): locations[worker].arena for worker in here},
                 here.index(node.me),
                 _boards(node, here, str(first), BOARD) if first else [node.board] * len(here),
-                lambda missing, waited: node.check_wait([here[index] for index in missing], waited),
+                lambda missing, waited: node.check_wait(
+                    [here[index] for index in missing], waited, self._workers
+                ),
             )
         # A worker that shares no memory counts as a host of its own.
         names = [locations[worker].host or str(worker) for worker in self._workers]
@@ -202,9 +204,8 @@ class ProcessGroup(Group):
                 to = self._others if self._node.me in self._leaders else self._others[:1]
                 nbytes = sum(tensor.nbytes for tensor in tensors)
                 self._node.transport.traffic.count(len(to) * nbytes, len(self._at_other_sites(to)) * nbytes)
-            count = len(self._workers)
             hierarchical.all_reduce(
-                self._node, self._shared_memory, self._leaders, count, tensors, op, number
+                self._node, self._shared_memory, self._leaders, self._workers, tensors, op, number
             )
 
 

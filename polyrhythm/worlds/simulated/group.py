@@ -34,6 +34,7 @@ class SimulatedGroup(Group):
         self.node, self.members, self.name = node, members, name
         self.rank = members.index(node.me) if node.me in members else -1
         self.count = len(members)  # does not shrink: a collective that lacks a dead member never completes
+        self._nodes = [node.world.nodes[each] for each in members]  # a replacement is another node
         self._first, self._number = first_number(members, str(name)) if name else 0, 0
         self._parts: dict[GroupName, SimulatedGroup] = {}
 
@@ -73,6 +74,11 @@ class SimulatedGroup(Group):
         self._number += 1
         return self._number
 
+    @property
+    def lost(self) -> list[str]:
+        """The members that have died since the group was made."""
+        return [str(each.me) for each in self._nodes if each.crashed]
+
     def _enter(self, kind: str, tensors: Sequence[Tensor], detail: str) -> _Collective:
         return self.node.world.collectives.enter(_Collective(self, kind, tensors, detail))
 
@@ -107,7 +113,7 @@ class _Collective(Task):
     def join(self) -> None:
         while not self._done:
             if self._lost:
-                gone = ", ".join(self.node.world.coordinator.membership.lost)
+                gone = ", ".join(self.group.lost or self.node.world.coordinator.membership.lost)
                 what = f"{self.node.me} waited in {self.kind} for {gone}, which is gone"
                 raise PeerLost(what, untouched=True)  # the last to enter would have written the results
             self._waiter = self.node.current()
@@ -132,25 +138,30 @@ class OpenCollectives:
         self._world = world
         # By group and number, then by rank.
         self._open: dict[tuple[GroupName, int], dict[int, _Collective]] = {}
+        self._abandoned = False  # the run has failed
         self._free: dict[GroupName, float] = {}  # when the last collective of each group ends
 
     def enter(self, mine: _Collective) -> _Collective:
         """Enters a collective; the last member to enter completes it."""
+        if mine.group.lost or self._abandoned:
+            mine.lose()
+            return mine
         which = mine.group.name, mine.number
         parts = self._open.setdefault(which, {})
         parts[mine.node.rank] = mine
-        if self._world.coordinator.membership.lost:
-            mine.lose()
         if len(parts) == mine.group.count:
             del self._open[which]
             self._complete(parts, mine.group.name)
         return mine
 
-    def lose(self) -> None:
-        """Called when a worker has died: all waits end with an error."""
-        for parts in self._open.values():
-            for part in parts.values():
-                part.lose()
+    def lose(self, abandon: bool = False) -> None:
+        """Called when a worker has died: waits in its groups end with an error; with `abandon` all do."""
+        self._abandoned |= abandon
+        for which, parts in list(self._open.items()):
+            if self._abandoned or next(iter(parts.values())).group.lost:
+                del self._open[which]  # a replacement of the group begins with the same numbers
+                for part in parts.values():
+                    part.lose()
 
     def _complete(self, parts: dict[int, _Collective], group: GroupName) -> None:
         ranks = sorted(parts)

@@ -149,7 +149,7 @@ class Simulated:
             if steps is not None:
                 self.coordinator.ending.report(peer, steps)
         if notice.kind == "abandon":
-            self.collectives.lose()
+            self.collectives.lose(abandon=True)
 
     def end(self, peer: Peer) -> None:
         """Ends a worker, because another one that held the same model has crashed."""
