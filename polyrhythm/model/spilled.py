@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -50,6 +51,8 @@ class SpilledParameters:
         self._resident: dict[int, None] = {}  # those in memory, the latest used one last
         self._modes = _Paging(self), _Lending(self)
         self._new: Callable[..., Any] | None = None
+        self._begin = threading.Thread.start
+        self.thread = threading.get_ident()  # the one that builds the model
 
     def start(self) -> None:
         """From now on parameters are kept here, and operations may use them."""
@@ -58,10 +61,22 @@ class SpilledParameters:
 
         def new(cls: type, *args: Any, **kwargs: Any) -> Any:
             made: Any = original(cls, *args, **kwargs)
-            self.adopt(made)
+            if threading.get_ident() == self.thread:
+                self.adopt(made)
             return made
 
+        def begin(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def guarded() -> None:
+                with _Paging(self), _Lending(self):  # modes are of one thread
+                    run()
+
+            thread.run = guarded  # type: ignore[method-assign]
+            self._begin(thread)
+
         nn.Parameter.__new__ = new  # type: ignore[method-assign]
+        threading.Thread.start = begin  # type: ignore[method-assign,assignment]
         for mode in self._modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -78,6 +93,7 @@ class SpilledParameters:
         for mode in self._modes:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         nn.Parameter.__new__, self._new = self._new, None  # type: ignore[method-assign]
+        threading.Thread.start = self._begin  # type: ignore[method-assign]
 
     @contextmanager
     def paging(self) -> Iterator[None]:
@@ -131,7 +147,13 @@ class SpilledParameters:
 
     def _keys(self, values: Any) -> set[int]:
         leaves = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
-        return {each.untyped_storage()._cdata for each in leaves if _ordinary(each)} & self._pages.keys()
+        keys = {each.untyped_storage()._cdata for each in leaves if _ordinary(each)} & self._pages.keys()
+        if keys and threading.get_ident() != self.thread:
+            raise UsageError(
+                "a thread uses parameters before session.prepare(), and until then they are kept in a file, "
+                "because memory is limited: initialize the model in the thread that calls pr.init()"
+            )
+        return keys
 
     def _fetch(self, key: int) -> None:
         if key not in self._resident:
@@ -226,7 +248,7 @@ class _Lending(TorchFunctionMode):
         if name in _LENDING:
             self._spilled.lend((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        if name == "__set__":  # p.data = ...
+        if name == "__set__" and threading.get_ident() == self._spilled.thread:  # p.data = ...
             self._spilled.adopt(args[0])
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -159,6 +160,17 @@ def test_prepare_inside_a_mode_is_refused() -> None:
 
     with spilled() as kept, Mode(), pytest.raises(UsageError, match="end the mode before"):
         kept.stop()
+
+
+def test_other_threads_may_not_use_the_parameters_but_make_their_own() -> None:
+    with spilled(), ThreadPoolExecutor(1) as pool:
+        model = mlp()
+        other = pool.submit(mlp).result()
+        assert in_memory(other) == sum(each.nbytes for each in other.parameters())
+        with pytest.raises(UsageError, match="initialize the model in the thread"):
+            pool.submit(nn.init.orthogonal_, model[0][0].weight).result()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(model[0][0].weight.sum).result() == model[0][0].weight.sum()
 
 
 def test_a_default_device_may_be_set_while_the_model_is_built() -> None:
