@@ -30,6 +30,20 @@ _DATACLASS = {"__init__", "__repr__", "__eq__", "__hash__", "__dataclass_fields_
 # Code that uses one of these may read anything.
 _DYNAMIC = {"__import__", "compile", "eval", "exec", "globals", "locals", "open", "vars"}
 _REFLECTIVE = {"builtins", "ctypes", "gc", "importlib", "inspect", "sys", "types"}
+# What these return is not part of the program: the environment, the time, random numbers, the rank.
+_OUTSIDE = {
+    "datetime",
+    "os",
+    "polyrhythm",
+    "posix",
+    "random",
+    "secrets",
+    "socket",
+    "threading",
+    "time",
+    "uuid",
+}
+_OUTSIDE_NAMES = {"environ", "get_rank", "getenv"}
 _FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _FOLDERS += [str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1])]
 _INSTALLED = tuple(f"{folder}/" for folder in _FOLDERS)
@@ -41,13 +55,25 @@ class Incomparable(Exception):
 
 def fingerprint(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """What `torch.export` could see of a model and of a call; raises Incomparable."""
-    made = _Fingerprint(model)
     leaves, spec = flatten_call(args, kwargs)
-    made.tokens += [spec, torch.get_default_dtype(), torch.get_default_device()]
-    for leaf in leaves:
-        made.tensor(leaf) if isinstance(leaf, Tensor) else made.add(leaf)
-    made.add(model)
+    try:
+        made = _Fingerprint(model)
+        made.tokens += [spec, *_modes()]
+        for leaf in leaves:
+            made.tensor(leaf) if isinstance(leaf, Tensor) else made.add(leaf)
+        made.add(model)
+    except RecursionError:
+        raise Incomparable("a model that is nested too deeply") from None
     return made.tokens
+
+
+def _modes() -> list[Any]:
+    """The settings of torch that change what the same code computes."""
+    modes = [torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()]
+    modes += [torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()]
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        modes += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+    return modes
 
 
 class _Fingerprint:
@@ -100,6 +126,9 @@ class _Fingerprint:
         elif _is_its_attributes(value):
             self._all("object", (kind, vars(value)))
         elif kind is types.BuiltinFunctionType and isinstance(value.__self__, types.ModuleType | None):
+            _check_inside(value.__module__ or "")
+            if value.__name__ in _DYNAMIC:
+                raise Incomparable(f"the function {value.__name__}")
             self.tokens.append(value)
         else:
             raise Incomparable(f"a {kind.__name__}")
@@ -131,13 +160,19 @@ class _Fingerprint:
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         installed = code.co_filename.startswith(_INSTALLED)
+        _check_inside(function.__module__ or "")
         if installed and not function.__closure__:
             self.tokens.append(function)
             return
         self.tokens.append(code)  # compared by its instructions and constants
         self._all("defaults", (function.__defaults__, function.__kwdefaults__, vars(function)))
-        self._all("closure", (cell.cell_contents for cell in function.__closure__ or ()))
+        try:
+            self._all("closure", (cell.cell_contents for cell in function.__closure__ or ()))
+        except ValueError:
+            raise Incomparable("a closure over a variable that has no value") from None
         read, names = _names(code)
+        if not installed and (outside := names & _OUTSIDE_NAMES):
+            raise Incomparable(f"code with the name {min(outside)}")
         for name in () if installed else sorted(read):
             if name in function.__globals__:
                 self.tokens.append(name)
@@ -149,11 +184,14 @@ class _Fingerprint:
         """A global. Of a module that is not installed, the attributes with names that the code has."""
         if not isinstance(value, types.ModuleType):
             self.add(value)
-        elif value.__name__.partition(".")[0] in _REFLECTIVE:
+            return
+        _check_inside(value.__name__)
+        computed = "__getattr__" in vars(value) or type(value) is not types.ModuleType
+        if value.__name__.partition(".")[0] in _REFLECTIVE:
             raise Incomparable(f"code that uses {value.__name__}")
-        elif _is_installed(value):
+        if _is_installed(value):
             self.tokens.append(value)
-        elif names & {"getattr", "__dict__"}:
+        elif computed or names & {"getattr", "__dict__"}:
             raise Incomparable(f"code that may read all of {value.__name__}")
         elif self._is_new((id(value), names)):
             for name in sorted(names & vars(value).keys()):
@@ -174,6 +212,11 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         if isinstance(inner, types.CodeType):
             read, names = read.union(_names(inner)[0]), names.union(_names(inner)[1])
     return frozenset(read), frozenset(names)
+
+
+def _check_inside(module: str) -> None:
+    if module.partition(".")[0] in _OUTSIDE or module.startswith("torch.distributed"):
+        raise Incomparable(f"code that uses {module}")
 
 
 def _is_installed(module: types.ModuleType | None) -> bool:

@@ -78,6 +78,7 @@ class ParameterOwners:
         """The parameters of one place by name, and a copy of the optimizer for them."""
         copy: Optimizer = object.__new__(type(optimizer))
         copy.__dict__.update(optimizer.__dict__)
+        copy.__dict__.pop("step", None)  # a scheduler's, which steps the optimizer that it was made for
         copy.param_groups, copy.state = self.groups(optimizer, place), optimizer.state.copy()
         if self._whole:
             return self._models, copy

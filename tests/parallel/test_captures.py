@@ -23,9 +23,11 @@ from tests.parallel.test_pipelines import Skipping, Training, chain
 from tests.support.programs import trained
 
 SCRIPT = """
+import os, time
 import torch
 from torch import nn
 import helpers
+import polyrhythm as pr
 
 SCALE, TABLE, UNREAD = 2.0, {"tanh": torch.tanh}, object()
 
@@ -76,6 +78,11 @@ def tie(model: Any) -> None:
     model.two.weight = model.one.weight
 
 
+def nest(model: Any) -> None:
+    for _ in range(400):
+        model.one = nn.Sequential(model.one)
+
+
 def edit(old: str, new: str) -> dict[str, str]:
     assert (old in SCRIPT) != (old in HELPERS)
     return {"script": SCRIPT.replace(old, new), "helpers": HELPERS.replace(old, new)}
@@ -114,6 +121,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "import": edit("return 3", "import math; return 3"),
     "eval": edit("return 3", "return eval('3')"),
     "getattr of a module": edit("helpers.shift(x)", "getattr(helpers, 'shift')(x)"),
+    "module with __getattr__": edit("AMOUNT, UNREAD", "def __getattr__(name): return 3\nAMOUNT, UNREAD"),
+    "environment": edit("return 3", "return len(torch.os.environ)"),
+    "function that reads the environment": edit("torch.tanh", "os.getenv"),
+    "alias of eval": edit("torch.tanh", "eval"),
+    "time": edit("torch.tanh", "time.time"),
+    "rank": edit("return 3", "return pr.init().rank"),
+    "variable without a value": edit("    return inner", "    del f\n    return inner"),
+    "nested too deeply": {"change": nest},
 }  # fmt: skip
 
 
@@ -121,6 +136,8 @@ def test_copies_of_a_program_have_one_fingerprint() -> None:
     one = fingerprint(built(), (X,), {})
     assert one == fingerprint(built(lambda model: nn.init.ones_(model.one.weight)), (X + 1,), {})  # type: ignore[union-attr, arg-type]
     assert one != fingerprint(built(), (X[:2],), {}), "another batch"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one != fingerprint(built(), (X,), {}), "other precisions"
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
@@ -166,16 +183,16 @@ def test_a_simulation_captures_a_model_once(
 
 def test_workers_with_different_models_are_still_refused(simulate: Any) -> None:
     class Ranked(nn.Sequential):
-        def __init__(self) -> None:
+        def __init__(self, rank: int) -> None:
             super().__init__(*chain())
-            self.rank = pr.init().rank
+            self.rank = rank
 
         def forward(self, x: Tensor) -> Tensor:
             result: Tensor = super().forward(x)
             return result * self.rank if self.rank else result
 
     with pytest.raises(UsageError, match="capture different operations"):
-        simulate(Training(Ranked), "allreduce@pipeline:2", 4)
+        simulate(Training(lambda: Ranked(pr.init().rank)), "allreduce@pipeline:2", 4)
 
 
 def test_a_model_that_cannot_be_exported_is_tried_once(exports: list[nn.Module]) -> None:

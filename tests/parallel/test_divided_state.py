@@ -87,6 +87,7 @@ class Saving:
                     torch.save({"states": states, "session": here.state_dict()}, path)
                 if step == STEPS:
                     break
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))  # to save again
 
 
 COLUMN = "column=first,row=second"

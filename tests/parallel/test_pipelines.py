@@ -147,6 +147,31 @@ def test_strategies_with_servers_and_without_lockstep_train_pipelines(strategy: 
     assert all(torch.isfinite(each).all() for each in trained(summary).values())
 
 
+class Scheduled(Training):
+    """Has a scheduler that was made before `prepare`."""
+
+    def __call__(self) -> None:
+        torch.manual_seed(5)
+        session = pr.init()
+        model = self.make().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        x, y = torch.randn(BATCH, 6).double(), torch.randn(BATCH, 6).double()
+        model, optimizer = session.prepare(model, optimizer, example=x)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_train_pipelines_whose_scheduler_was_made_before(servers: int, tmp_path: Path) -> None:
+    whole = final("simulated", Scheduled(chain), "async", 1, tmp_path)
+    divided = final("simulated", Scheduled(chain), "async@pipeline:2", 2, tmp_path, servers=servers)
+    assert distance(divided, whole) < 1e-12
+
+
 class Masked(nn.Module):
     """Takes a mask with as many rows as a batch has, and a scale that is no tensor; returns a dict."""
 
