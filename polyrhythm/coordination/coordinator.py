@@ -329,6 +329,7 @@ class Coordinator:
         if self.ending.fail(message, exit_code, waiting):
             self.tally.ended = self.clock()
             self._log(RunFailed(message))
+            self.received.discard()
 
     def _refuse(self, message: str) -> None:
         self.fail(message, UsageError.exit_code)

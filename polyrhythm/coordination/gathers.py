@@ -4,14 +4,17 @@ A gather is complete when every worker has sent its value. A worker that has die
 is replaced. The replacement runs the script again, and its calls are paired with those that the others have
 made: with the next one of the same line, in the same epoch. It gets the values of the gathers that are over,
 and takes part in the one that is open. It may have missed some: calls inside a loop that has no batch for it,
-and all those before the epoch at which its script resumes. Servers run the script up to `prepare`: until then
-they take part, and send no values.
+and all those before the epoch at which its script resumes. Before it begins that epoch, a call belongs to the
+loop over epochs if the others have made it in later epochs, and else to the time before training.
+Servers run the script up to `prepare`: until then they take part, and send no values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+import msgspec
 
 from polyrhythm.coordination.membership import Membership
 from polyrhythm.coordination.reply_barrier import ReplyBarrier
@@ -26,6 +29,11 @@ Fail = Callable[[str, int], None]  # ends the run with a message and an exit cod
 _MISSED = (
     "{peer} replaced a worker that died, and comes to {point}, where the others are not, or no longer: where "
     "workers are replaced, make such calls once per epoch, after the loop over the loader"
+)
+_UNKNOWN = (
+    "{peer} replaced a worker that died, and got the values of {point} from before training, but the others "
+    "call it in epoch {epoch}, too: where workers are replaced, make such calls once per epoch, after the "
+    "loop over the loader"
 )
 
 
@@ -58,10 +66,15 @@ class Gathers:
         self._serving: set[Peer] = set()
         self._next: dict[Peer, int] = {}  # by replacement: the first past gather that its next call may be
         self._resumed: dict[Peer, dict[int, int]] = {}  # by replacement: the epochs of its loaders
+        self._before: dict[_Place, Peer] = {}  # where a call taken for one from before training may belong
 
     def add(self, peer: Peer, request: Gather, respond: Respond) -> None:
         """A node has arrived at a gather."""
         replaces = self._membership.incarnations[peer] > 0
+        if (wrong := self._before.get(_place(request))) is not None:
+            text = _UNKNOWN.format(peer=wrong, point=request.point, epoch=request.epochs)
+            return self._refuse(text)
+        request = self._in_loop(peer, request) if replaces else request
         found = self._find(peer, request) if replaces else len(self._past)
         if found is None:
             return self._refuse(_MISSED.format(peer=peer, point=request.point))
@@ -80,6 +93,19 @@ class Gathers:
             if any(_place(other) != _place(self._open[each]) for other in self._open.values()):
                 return self._refuse(_MISSED.format(peer=each, point=request.point))
         self.advance()
+
+    def _in_loop(self, peer: Peer, request: Gather) -> Gather:
+        """The call of a replacement that has resumed and not begun: with its epoch, if that is known."""
+        resumed = sum(epoch - 1 for epoch in self._resumed.get(peer, {}).values())
+        if request.epochs or not resumed:
+            return request
+        known = {place for past in self._past for place in past.places.values()}
+        known.update(map(_place, self._open.values()))
+        mine = msgspec.structs.replace(request, epochs=resumed)
+        if any(_place(request)._replace(epochs=epoch) in known for epoch in range(1, resumed + 1)):
+            return mine
+        self._before[_place(mine)] = peer
+        return request
 
     def _find(self, peer: Peer, request: Gather) -> int | None:
         """The number of the gather that a replacement has arrived at; None if it has none."""
@@ -109,6 +135,7 @@ class Gathers:
         self.waiting.forget(peer)
         for each in (self._open, self._next, self._resumed):
             each.pop(peer, None)
+        self._before = {place: each for place, each in self._before.items() if each != peer}
         self.advance()
 
     def advance(self) -> None:

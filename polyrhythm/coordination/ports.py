@@ -92,7 +92,7 @@ class NullRecorder:
         return None
 
     def consensus_file(self, size: int) -> ResultFile:
-        return ResultFile(io.BytesIO(), lambda file: None)
+        return ResultFile(io.BytesIO(), size, lambda file: None)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         return summary

@@ -86,10 +86,13 @@ class SpilledParameters:
             yield
 
     def close(self, dropped: Iterable[Tensor]) -> None:
-        """Reads all parameters into memory, but for those that nobody needs here: these become NaN."""
+        """Reads all parameters into memory, but for those that nobody needs here: these become NaN.
+
+        Memory that something else shares with a dropped parameter is read, too.
+        """
         self.stop()
         for tensor in dropped:
-            if self._pages.pop(tensor.untyped_storage()._cdata, None) is not None:
+            if tensor.untyped_storage()._cdata in self._pages:
                 tensor.data = torch.full((), torch.nan, dtype=tensor.dtype).expand(tensor.shape)
         for key in self._pages.keys() - self._resident.keys():
             self._pages[key].read(self._file.fileno())

@@ -48,7 +48,7 @@ class RunMemory:
             file.seek(0)
             self._file = file.read()
 
-        return ResultFile(io.BytesIO(), keep)
+        return ResultFile(io.BytesIO(), size, keep)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         return with_saved_file(summary)

@@ -267,8 +267,8 @@ class DividedPlacement(Placement):
         def owned(name: str) -> bool:
             return any(name.startswith(each) and model.owns(name.removeprefix(each)) for each, model in named)
 
-        parts = ResultParts(result, owned, shares)
-        for part, tensors in parts.messages(header=self.leads):
+        parts = ResultParts(result, owned, shares, self.leads)
+        for part, tensors in parts.messages():
             self._context.send_result_part(part, tensors)
         self.settle()  # until the parts of all have arrived
         return parts.order

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.core.errors import UsageError
 from polyrhythm.core.result_part import ResultPart
 from polyrhythm.session.result import FileLayout, content, savable
 
@@ -38,25 +39,38 @@ class TensorShare:
 class ResultParts:
     """The parts of one worker, and where they belong in the file.
 
+    `owned`: by the name of a parameter or buffer, True if this worker has it. The worker that `leads` sends
+    the beginning of the file and all other tensors of the state, which every worker has.
     `shares`: by name, of tensors that are divided; equal on all workers but for the rank.
     """
 
     def __init__(
-        self, model: nn.Module, owned: Callable[[str], bool], shares: Mapping[str, TensorShare]
+        self, model: nn.Module, owned: Callable[[str], bool], shares: Mapping[str, TensorShare], leads: bool
     ) -> None:
-        state = {name: each for name, each in model.state_dict().items() if savable(each)}
+        state = {key: each for key, each in model.state_dict().items() if savable(each)}
+        origins = _origins(model, state)
+        self._shares = {key: shares[name] for key, name in origins.items() if name in shares}
         shapes = {
-            name: shares[name].whole(each.shape) if name in shares else list(each.shape)
-            for name, each in state.items()
+            key: self._shares[key].whole(each.shape) if key in self._shares else list(each.shape)
+            for key, each in state.items()
         }
-        self._file = FileLayout({name: (each.dtype, shapes[name]) for name, each in state.items()})
-        self._own = {name: state[name] for name in self._file.places if owned(name)}
-        self._shares = shares
-        self._parameters = [name for name, _ in model.named_parameters() if name in self._file.places]
+        self._file = FileLayout({key: (each.dtype, shapes[key]) for key, each in state.items()})
+        self._own = {
+            key: state[key] for key in self._file.places if (owned(origins[key]) if key in origins else leads)
+        }
+        self._leads = leads
+        for key, tensor in self._own.items():
+            if tensor.is_meta:
+                raise UsageError(
+                    f"a hook of state_dict() computes {key!r} from tensors that other workers hold, so it "
+                    "cannot be saved: remove the hook, or apply it to the consensus.safetensors of the run"
+                )
+        places = {origins[key]: place for key, place in self._file.places.items() if key in origins}
+        self._parameters = [places[name] for name, _ in model.named_parameters() if name in places]
 
-    def messages(self, header: bool) -> Iterator[tuple[ResultPart, list[Tensor]]]:
-        """What this worker sends; `header`: with the beginning of the file."""
-        size, run, start = self._file.size, [self._file.header] if header else [], 0
+    def messages(self) -> Iterator[tuple[ResultPart, list[Tensor]]]:
+        """What this worker sends."""
+        size, run, start = self._file.size, [self._file.header] if self._leads else [], 0
         for name, tensor in self._own.items():
             begin, data = self._file.places[name][0], content(tensor)
             if name in self._shares:
@@ -76,8 +90,23 @@ class ResultParts:
     @property
     def order(self) -> Tensor:
         """The beginning and end of each parameter in the file, in the order of the model, as bytes."""
-        places = [self._file.places[name] for name in self._parameters]
-        return torch.tensor(places, dtype=torch.int64).reshape(-1).view(torch.uint8)
+        return torch.tensor(self._parameters, dtype=torch.int64).reshape(-1).view(torch.uint8)
+
+
+def _origins(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """By key of the state: the name of its parameter or buffer, which hooks of `state_dict()` may change."""
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    own = {name for name, _ in tensors}
+    names = {_memory(each): name for name, each in reversed(tensors) if savable(each)}
+    found = {key: key if key in own else names.get(_memory(each)) for key, each in state.items()}
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 def _cut(part: ResultPart, data: Tensor) -> Iterator[tuple[ResultPart, list[Tensor]]]:

@@ -103,8 +103,9 @@ class TrainingData:
 
     @property
     def epochs(self) -> int:
-        """How many epochs of all loaders the script has begun, also before it resumed."""
-        return sum(loader.begun for loader in self.loaders)
+        """How many epochs of all loaders the script has begun; if any, also those before it resumed."""
+        begun = any(loader.begun for loader in self.loaders)
+        return sum(loader.begun or loader.epoch for loader in self.loaders) if begun else 0
 
     @property
     def left_early(self) -> bool:

@@ -133,6 +133,18 @@ def test_parameters_of_other_workers_are_not_read() -> None:
     assert not bool(mine.isnan().any()) and not any(bool(each.isnan().any()) for each in other.parameters())
 
 
+def test_memory_that_is_shared_with_a_parameter_of_another_worker_is_read() -> None:
+    kept = SpilledParameters(RESIDENT)
+    kept.start()
+    model = mlp()
+    mine, theirs = nn.Parameter(model[0][0].weight.data), model[0][0].weight
+    expected = mine.detach().clone()
+    model[1:](torch.randn(2, 64))  # other parameters take its place in memory
+    kept.close([theirs])
+    assert mine.untyped_storage().nbytes() == mine.nbytes
+    assert torch.equal(mine, expected) and bool(theirs.isnan().all())
+
+
 def test_memory_of_parameters_that_are_gone_is_not_kept() -> None:
     with spilled() as kept:
         for _ in range(40):

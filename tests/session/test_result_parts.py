@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from polyrhythm.coordination.ports import NullRecorder
+from polyrhythm.coordination.received_result import ReceivedResult
 from polyrhythm.core.errors import PolyrhythmError
 from polyrhythm.core.result_part import ResultPart
 from polyrhythm.parallel.sharding import Sharding
 from polyrhythm.parallel.tensor_parallel import TensorAxis
-from polyrhythm.record.result_file import open_result
+from polyrhythm.record.result_file import ResultFile, open_result
 from polyrhythm.session import result_parts
 from polyrhythm.session.result import digest, safetensors
 from polyrhythm.session.result_parts import ResultParts, TensorShare
@@ -32,6 +36,18 @@ class Model(nn.Module):
         self.tied = self.rows
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("empty", torch.empty(0))
+        self.register_state_dict_post_hook(rename)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([3.5, 4.5])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def rename(_: nn.Module, state: dict[str, Tensor], *__: object) -> None:
+    state["old.second"] = state.pop("second.weight")
+    state["old.rows"] = state.pop("rows.weight")
 
 
 def place_of(name: str) -> int:
@@ -41,8 +57,8 @@ def place_of(name: str) -> int:
 def at(place: int) -> tuple[nn.Module, ResultParts]:
     """The model as one place has it, and what that sends."""
     torch.manual_seed(0)
-    model, whole = Model(), Model()
-    whole.load_state_dict(model.state_dict())
+    model = Model()
+    whole = copy.deepcopy(model)
     axis = TensorAxis(place, COUNT)
     for name, parameter in [*model.named_parameters()]:
         if name in DIVIDED:
@@ -53,7 +69,9 @@ def at(place: int) -> tuple[nn.Module, ResultParts]:
                 torch.empty_like(parameter, device="meta")
             )
     shares = {name: TensorShare(each.dim, int(each.blocks), place, COUNT) for name, each in DIVIDED.items()}
-    return whole, ResultParts(model, lambda name: name in DIVIDED or place_of(name) == place, shares)
+    return whole, ResultParts(
+        model, lambda name: name in DIVIDED or place_of(name) == place, shares, leads=place == 0
+    )
 
 
 @pytest.mark.parametrize("longest", [8, 100, 1 << 24])
@@ -65,7 +83,7 @@ def test_parts_of_all_places_are_the_file_of_the_whole_model(
     file, order = None, torch.empty(0, dtype=torch.uint8)
     for place in reversed(range(COUNT)):  # in any order
         whole, parts = at(place)
-        for part, tensors in parts.messages(header=place == 0):
+        for part, tensors in parts.messages():
             file = file or open_result(path, part.size)
             header = part.start == 0
             assert header or sum(each.nbytes for each in tensors) <= longest
@@ -87,3 +105,58 @@ def test_parts_that_do_not_fit_the_file_are_refused(tmp_path: Path, part: Result
     file = open_result(tmp_path / "it", 10)
     with pytest.raises(PolyrhythmError, match="could not be written"):
         file.write(part, [bytes(4)])
+
+
+def test_a_file_is_complete_if_every_byte_has_arrived_once_or_more(tmp_path: Path) -> None:
+    whole = bytes(range(10))
+    parts = [ResultPart(10, 1, 2, 5), ResultPart(10, 8, 2), ResultPart(10, 0, 1), ResultPart(10, 0, 1)]
+    held = [whole[1:3] + whole[6:8], whole[8:], whole[:1], whole[:1]]
+    file = open_result(tmp_path / "it", 10)
+    for part, content in zip(parts, held, strict=True):
+        file.write(part, [content])
+    with pytest.raises(PolyrhythmError, match="from byte 3 on did not all arrive"):
+        file.finish([])
+    file.write(ResultPart(10, 3, 3), [whole[3:6]])
+    file.finish([])
+    assert (tmp_path / "it").read_bytes() == whole
+
+
+class FullDisk(NullRecorder):
+    """A recorder that has no room for parts, and remembers a whole file."""
+
+    saved = b""
+
+    def consensus(self, file: Sequence[bytes | memoryview]) -> None:
+        self.saved = b"".join(file)
+
+    def consensus_file(self, size: int) -> ResultFile:
+        raise PolyrhythmError("no room")
+
+
+def test_after_a_part_has_failed_nothing_is_saved() -> None:
+    record, failures = FullDisk(), list[str]()
+    received = ReceivedResult(record, failures.append)
+    received.add(ResultPart(8, 0, 4), [memoryview(b"abcd")])
+    assert received.complete("", [memoryview(bytes(16))]) == "" and record.saved == b""
+    assert failures[0] == "no room"
+    assert received.complete("digest", [memoryview(b"whole")]) == "digest" and record.saved == b"whole"
+
+
+@pytest.mark.parametrize("how", ["the run fails", "a part is missing", "a part does not fit"])
+def test_parts_of_a_failed_run_are_removed(tmp_path: Path, how: str) -> None:
+    class Record(NullRecorder):
+        def consensus_file(self, size: int) -> ResultFile:
+            return open_result(tmp_path / "it", size)
+
+    failures: list[str] = []
+    received = ReceivedResult(Record(), failures.append)
+    received.add(ResultPart(8, 0, 4), [memoryview(b"abcd")])
+    assert [each.name for each in tmp_path.iterdir()] == ["it.part"]
+    if how == "the run fails":
+        received.discard()
+    elif how == "a part is missing":
+        assert received.complete("", [memoryview(bytes(16))]) == ""
+    else:
+        received.add(ResultPart(8, 6, 4), [memoryview(b"abcd")])
+    received.add(ResultPart(8, 4, 4), [memoryview(b"efgh")])  # another worker's, which comes later
+    assert [*tmp_path.iterdir()] == [] and len(failures) == (how != "the run fails")
