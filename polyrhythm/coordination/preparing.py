@@ -22,7 +22,7 @@ class Preparing:
         self._membership, self._leases, self._launcher = membership, leases, launcher
         self._waiting: ReplyBarrier[PreparedReply] = ReplyBarrier()
         self._seeds: dict[Peer, int | None] = {}
-        self._settings: dict[Peer, list[dict[str, str]]] = {}
+        self._settings: dict[Peer, list[tuple[str, dict[str, str]]]] = {}
 
     def add(self, peer: Peer, request: Prepared, respond: Callable[[PreparedReply], None]) -> None:
         """A node has built its model. What a worker's replacement has does not count."""
@@ -62,11 +62,8 @@ class Preparing:
         """The first setting of a worker that is not that of worker 0, in words; "" if there is none."""
         expected = self._settings.get(FIRST, [])
         for peer, settings in sorted(self._settings.items()):
-            for group, (mine, first) in enumerate(zip(settings, expected, strict=False)):
+            for (what, mine), (_, first) in zip(settings, expected, strict=False):
                 for name in mine:
                     if mine[name] != first.get(name, mine[name]):
-                        return (
-                            f"parameter group {group} has {name}={mine[name]} on {peer} and {first[name]} on "
-                            f"{FIRST}"
-                        )
+                        return f"{what} has {name}={mine[name]} on {peer} and {first[name]} on {FIRST}"
         return ""

@@ -132,7 +132,7 @@ class Prepared(Request[PreparedReply], frozen=True, tag="prepared"):
     part: str = ""  # the name of the part of the model that this node holds; "" is all of it
     seed: int | None = None  # what the script has seeded
     outline: list[str] = []  # its first parameters in words, to name what differs
-    settings: list[dict[str, str]] = []  # of each parameter group of all optimizers
+    settings: list[tuple[str, dict[str, str]]] = []  # of parameter groups and schedulers, with their names
 
 
 class TakeLease(Request[LeaseReply], frozen=True, tag="lease"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import os
 import runpy
 import sys
@@ -139,13 +140,14 @@ class Program:
         if self._script is None:
             return None
         try:
-            texts = {text for code in _code(self._script) for text in _texts(code, names=True)}
+            codes = list(_code(self._script))
+            texts = {text for code in codes for text in _texts(code, names=True)}
         except Exception:
             return None  # it cannot be read, but runs
         if not any("polyrhythm" in text for text in texts):
             return "imports polyrhythm", "import polyrhythm as pr, "
         # An integration makes the session by itself.
-        if "init" not in texts and not any("integrations" in text for text in texts):
+        if not any(map(_uses_init, codes)) and not any("integrations" in text for text in texts):
             return "calls pr.init()", ""
         return None
 
@@ -180,6 +182,16 @@ def _code(script: Path) -> Iterator[CodeType]:
     for module in finder.modules.values():
         if isinstance(code := getattr(module, "__code__", None), CodeType):
             yield code
+
+
+def _uses_init(code: CodeType) -> bool:
+    """True if a piece of code uses something named `init`, other than that of `nn`."""
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "init" and before != "nn":
+            return True
+        before = instruction.argval
+    return any(_uses_init(constant) for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _texts(code: CodeType, names: bool = False) -> set[str]:

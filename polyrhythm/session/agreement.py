@@ -14,6 +14,10 @@ from polyrhythm.session.context import WorldContext
 from polyrhythm.session.part import joined_hash
 from polyrhythm.session.seeds import script_seed, separate
 
+_CONSTANT = (
+    "base_lrs", "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones",
+    "start_factor", "end_factor", "total_iters", "power", "factor", "patience",
+)  # fmt: skip
 OUTLINE = 2000  # parameters, so that the message stays small
 _SEEDED_DIFFERENTLY = (
     "workers have seeded torch differently: all start from the parameters and data order of worker 0, but "
@@ -31,12 +35,14 @@ def agree(context: WorldContext, layouts: Sequence[Layout], given: Arguments, se
     """
     me = context.me
     layout, scripts = joined_hash([each.hash for each in layouts]), script_seed(seed, given.loaders)
-    settings = [
+    groups = [
         {name: repr(value) for name, value in hyper_parameters(group).items() if name not in scheduled}
         for optimizer in given.optimizers
         for scheduled in [_scheduled(optimizer, given.schedulers)]
         for group in optimizer.param_groups
     ]
+    settings = [(f"parameter group {number}", group) for number, group in enumerate(groups)]
+    settings += [(type(each).__name__, _constants(each)) for each in given.schedulers]
     agreed = context.request(Prepared(layout, "", scripts, _outline(layouts), settings))
     if agreed.settings and (me.role, me.rank) == ("worker", 0):
         context.request(ShowNote(f"{agreed.settings}: {_DIFFERENT_SETTINGS}"))
@@ -54,6 +60,11 @@ def _scheduled(optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> Colle
     mine = [each for each in schedulers if each.optimizer is optimizer]
     cycles = any(getattr(each, "cycle_momentum", False) for each in mine)
     return [*(["lr"] if mine else []), *(["momentum", "betas"] if cycles else [])]
+
+
+def _constants(scheduler: LRScheduler) -> dict[str, str]:
+    """The settings of a scheduler that do not change while it is stepped."""
+    return {name: repr(value) for name in _CONSTANT if (value := getattr(scheduler, name, None)) is not None}
 
 
 def _outline(layouts: Sequence[Layout]) -> list[str]:

@@ -22,8 +22,10 @@ class HandUpdates:
         self._strategy, self._replica = worker.strategy, replica
         # An own update is right where workers hold the parameters and average gradients in backward().
         gradients = all(part.exchanges == "gradients" for part in worker.strategy.parts)
-        held = not worker.strategy.traits.uses_servers
-        self._right = isinstance(worker, OnGradient) and gradients and held
+        traits = worker.strategy.traits
+        held = not traits.uses_servers
+        # Where all workers step on the same memory, others change parameters at any time.
+        self._right = traits.steps_in_place or (isinstance(worker, OnGradient) and gradients and held)
         trained = [each for each in replica.layout.parameters if each.requires_grad and each.numel()]
         self._looked_at = min(trained, key=lambda each: each.numel(), default=None)
         self._before: int | None = None

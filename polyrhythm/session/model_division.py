@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyrhythm.core.errors import UsageError
+from polyrhythm.core.errors import PolyrhythmError, UsageError
 from polyrhythm.core.split import ModelSplit
 from polyrhythm.model.spilled import paging
 from polyrhythm.parallel.divide import choose, divide, doubt
@@ -22,6 +23,22 @@ from polyrhythm.parallel.tensor_shards import TensorShards
 from polyrhythm.session.arguments import Arguments
 
 Decide = Callable[[Callable[[], list[int]], str], list[int]]
+
+
+@contextmanager
+def _calling(model: nn.Module, from_loader: bool) -> Iterator[None]:
+    """Explains an error of the model when it is called with its example."""
+    try:
+        yield
+    except PolyrhythmError:
+        raise
+    except Exception as error:
+        what = "with a batch of the loader as it is" if from_loader else "with its example"
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"{type(model).__name__} cannot be called {what} ({why}): pass an example of what the script "
+            "gives it, as in session.prepare(model, optimizer, loader, example=(x,))"
+        ) from error
 
 
 class ModelDivision:
@@ -42,7 +59,8 @@ class ModelDivision:
         self.model, self.loss = model, given.loss
         if how.recompute and any(isinstance(each, _BatchNorm) for each in self.model.modules()):
             raise UsageError("recompute=yes would update BatchNorm's statistics twice: leave it out")
-        self.graph: ModelGraph = capture(self.model, *call)
+        with _calling(model, given.example is None):
+            self.graph: ModelGraph = capture(self.model, *call)
         inputs = self.graph.signature.values(*call)
         owned = {
             id(each)
@@ -58,7 +76,8 @@ class ModelDivision:
             if each.rows is not None
         ]
         if how.micro_batches > 1:
-            check_rows(split(self.graph, ()), inputs, self.batched)
+            with _calling(model, given.example is None):
+                check_rows(split(self.graph, ()), inputs, self.batched)
         captured, whole = self.graph.hash, sum(estimate(self.graph.train, inputs).seconds)
         self.tensors = self._take_shards(splits, place, given)
         chosen = decide(lambda: choose(self.graph, how, inputs, trained), captured)

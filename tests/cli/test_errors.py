@@ -161,6 +161,11 @@ def test_a_script_that_never_imports_polyrhythm_is_told_before_it_trains(
             "0",
             r"train\.py never calls pr\.init\(\), .* add session = pr\.init\(\) and",
         ),
+        (
+            "import polyrhythm.data, torch\ntorch.nn.init.zeros_(torch.empty(1))",
+            "0",
+            r"train\.py never calls pr\.init\(\)",
+        ),
         ("def f():\n    import polyrhythm.integrations", "2", r"never called polyrhythm\.init"),
         ("def f():\n    from polyrhythm import init", "2", r"never called polyrhythm\.init"),
     ):

@@ -331,6 +331,12 @@ class Deciding(nn.Module):
         ),
         ("pipeline:split_at=layer2", 2, Misuse(chain()), "no submodule 'layer2'; similar ones"),
         ("pipeline:2", 2, Misuse(Deciding()), "cannot be cut into stages"),
+        (
+            "pipeline:2",
+            2,
+            Misuse(chain().half()),
+            "cannot be called with a batch of the loader as it is .*dtype.*: pass an example",
+        ),
         ("pipeline:2", 2, Misuse(Mean(), "loss"), "micro_batches=1"),
         ("pipeline:2", 2, Misuse(chain(), "batches"), "call it with different batches"),
         ("pipeline:2", 2, Misuse(chain(), "mode"), "some layers .* are in training mode"),
@@ -340,7 +346,7 @@ class Deciding(nn.Module):
         ("pipeline:2", 2, Misuse(chain(), "copy"), "copy the model that session.consensus"),
         ("pipeline:2", 2, Misuse(Centered()), "depends on other rows of its batch"),
     ],
-    quick=6,
+    quick=7,
 )
 def test_misuse_of_a_divided_model_is_refused_in_one_line(
     strategy: str, workers: int, program: Misuse, error: str

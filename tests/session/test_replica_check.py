@@ -266,6 +266,25 @@ def test_different_settings_are_told_when_they_are_prepared(
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_different_schedules_are_told_when_they_are_prepared(
+    world: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They begin with the same rate, so the first steps would not show it."""
+
+    def main() -> None:
+        session = pr.init()
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = 20 + 20 * session.rank
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        session.prepare(model, optimizer, schedule)
+
+    run_in(world, main, strategy="async", workers=2)
+    told = "OneCycleLR has total_steps=40 on worker 1 and 20 on worker 0: if that is not on purpose"
+    assert capfd.readouterr().err.count(told) == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("on_all", "strategy"), [(False, "allreduce"), (False, "gossip"), (True, "allreduce")]
 )

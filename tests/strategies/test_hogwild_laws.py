@@ -28,7 +28,7 @@ from polyrhythm.strategies.hogwild.checks import check_devices
 from polyrhythm.strategies.hogwild.strategy import HogWildWorker
 from tests.support.combine import each_value
 from tests.support.programs import SPEEDS, events, same, trained
-from tests.support.runs import run_hogwild
+from tests.support.runs import run_hogwild, run_in
 from tests.support.saving import CLUSTERS, Stopping, saved_states, went_on_and_resumed
 
 both_worlds = pytest.mark.parametrize("world", ["simulated", "real"])
@@ -690,3 +690,22 @@ def test_a_worker_that_is_slow_to_start_saves_the_first_snapshot(
     monkeypatch.setattr(HogWildWorker, "share_loop", slow)
     run_hogwild(Stopping(tmp_path, 0, 5, 9), "real", 2, tmp_path)
     assert all("parameters" in state for state in saved_states(tmp_path, 2))
+
+
+def test_a_worker_that_accumulates_while_others_step_makes_no_update_by_hand(tmp_path: Path) -> None:
+    """The parameters that it sees change before its first step are those that all workers share."""
+
+    def main() -> None:
+        session = pr.init()
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(torch.ones(240, 4)), batch_size=4)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for number, (x,) in enumerate(loader, 1):
+            model(x).sum().backward()
+            if session.rank == 0 or number % 12 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    summary = run_in("simulated", main, strategy="hogwild", workers=2, runs=tmp_path)
+    assert summary["samples"] == 240 and summary["steps"] > 20
