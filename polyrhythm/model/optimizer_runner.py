@@ -31,7 +31,10 @@ class OptimizerRunner:
         before = self._clock()
         self.running = True
         try:
-            with _without_hooks(optimizer):
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                with _without_hooks(optimizer):
+                    step()
+            else:
                 step()
         finally:
             self.running = False

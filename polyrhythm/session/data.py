@@ -232,12 +232,10 @@ class SharedLoader(DataLoader[Any]):
 
     def _check_use(self, iteration: _Iteration) -> None:
         """Called when the script wants another batch."""
-        ahead = iteration.given <= AHEAD
-        evaluates = not torch.is_grad_enabled() or (self._training.evaluates and not ahead)
-        if evaluates and self._training.passes == iteration.passes:
-            raise UsageError(EVALUATED)
-        if self._training.passes != iteration.passes:  # not if it has only looked
+        if self._training.passes != iteration.passes:
             self._compare(iteration)
+        elif not torch.is_grad_enabled() or (iteration.given > AHEAD and self._training.evaluates):
+            raise UsageError(EVALUATED)
 
     def _compare(self, iteration: _Iteration) -> None:
         """Has the order and the training set compared with those of the other workers, once."""

@@ -9,7 +9,7 @@ as on another device, batches are assumed to be used in the order in which they 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,11 +58,12 @@ class GivenBatches:
         self._known: dict[int, tuple[int, GivenBatch]] = {}  # by storage: the loader and the batch
         self._shared: set[int] = set()  # storages of several batches
         self._limit = 64  # entries of `_known`, before those of freed tensors are dropped
-        self._used: dict[GivenBatch, bool] = {}  # for the next pass, or by the last; True if a model got it
-        self._at = 0  # passes when the first of these was used
+        self._used: dict[GivenBatch, bool] = {}  # for the next pass; True if a model got it
+        self._at = 0  # passes when it was settled which batches are done
 
     def give(self, loader: int, batch: GivenBatch) -> None:
         """The script gets a batch of a loader."""
+        self.settle()
         self._open.add(loader)
         waiting = self._waiting.setdefault(loader, deque())
         self._advance(waiting)
@@ -75,16 +76,18 @@ class GivenBatches:
 
     def end(self, loader: int) -> None:
         """The script has read a loader to its end, or has left it."""
+        self.settle()
         self._open.discard(loader)
         if loader in self._waiting:
             self._advance(self._waiting[loader])
 
     def before_forward(self, arguments: Any) -> None:
         """A model gets these arguments, in training."""
+        self.settle()
         for loader, batch in dict.fromkeys(self._found(arguments)):
             waiting = self._waiting[loader]
-            if self._passes() == self._at:  # what was only drawn is not used after all
-                self._used = {each: seen for each, seen in self._used.items() if seen or each not in waiting}
+            # What was only drawn is not used after all.
+            self._used = {each: seen for each, seen in self._used.items() if seen or each not in waiting}
             if batch in waiting:
                 while waiting[0] is not batch:
                     waiting.popleft().done = True
@@ -92,16 +95,18 @@ class GivenBatches:
 
     def before_backward(self) -> None:
         """A backward pass begins."""
-        unused = self._passes() != self._at or not self._used
-        if unused and self._waiting and not self._open and not any(self._waiting.values()):
+        self.settle()
+        if not self._used and self._waiting and not self._open and not any(self._waiting.values()):
             self._note(AFTER)
             self._weigh(1.0)
 
     def settle(self) -> None:
         """Marks what a pass has used as done."""
-        if self._passes() != self._at:
+        passes = self._passes()
+        if passes != self._at:
             for batch in self._used:
                 batch.done = True
+            self._used, self._at = {}, passes
 
     def counts(self, content: Any) -> bool | None:
         """False if this batch is borrowed and has no weight; None if it is unknown."""
@@ -110,7 +115,6 @@ class GivenBatches:
 
     def _advance(self, waiting: deque[GivenBatch]) -> None:
         """Drops what is done. The next batch is used, unless the models will get another."""
-        self.settle()
         before = len(waiting)
         while waiting and waiting[0].done:
             waiting.popleft()
@@ -119,10 +123,6 @@ class GivenBatches:
 
     def _use(self, batch: GivenBatch, seen: bool = False) -> None:
         """The next pass is about this batch, and about those that are used before the pass, too."""
-        passes = self._passes()
-        if passes != self._at:
-            self.settle()
-            self._used, self._at = {}, passes
         self._used[batch] = seen or self._used.get(batch, False)
         weights = {each.scale for each in self._used}
         if len(weights) > 1:
@@ -146,20 +146,17 @@ class GivenBatches:
             self._limit = max(64, 2 * len(self._known))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """All tensors in a value, but for those that have no storage, such as sparse ones."""
     if isinstance(value, Tensor):
         while functorch.is_functorch_wrapped_tensor(value):  # inside `torch.func.grad` or `vmap`
             value = functorch.get_unwrapped(value)
-        if value.layout is torch.strided:
-            yield value
-    elif type(value) in (tuple, list):
-        for each in value:
-            yield from _tensors(each)
-    elif type(value) is dict:
-        for each in value.values():
-            yield from _tensors(each)
-    elif value is not None and type(value) not in (int, float, bool, str):
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            yield from _tensors(leaves)
+        return [value] if value.layout is torch.strided else []
+    if type(value) in (tuple, list):
+        return [each for part in value for each in _tensors(part)]
+    if type(value) is dict:
+        return _tensors(list(value.values()))
+    if value is None or type(value) in (int, float, bool, str):
+        return []
+    leaves = pytree.tree_leaves(value)
+    return [] if len(leaves) == 1 and leaves[0] is value else _tensors(leaves)

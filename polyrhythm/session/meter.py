@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from polyrhythm.core.events import StepDone
@@ -52,20 +52,20 @@ class Meter:
         """The worker has waited for others inside a forward or backward pass."""
         self._exchange += seconds
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """A context for the strategy's step: all of it except the optimizer's work counts as waiting."""
+    def step(self, step: Callable[[], None]) -> None:
+        """Runs the strategy's step: all of it except the optimizer's work counts as waiting."""
         node, runner = self._node, self._replicas[0].runner  # the same for all
         before, optimizer = node.now(), runner.seconds
-        yield
+        step()
         after = node.now()
         wait = after - before + self._exchange - (runner.seconds - optimizer)
         compute = after - self._mark - wait
         self._mark, self._exchange = after, 0.0
         self._compute += compute
         self._wait += wait
-        samples, self._samples = self.samples - self._samples, self.samples
-        node.log(StepDone(self.steps, samples, round(compute, DIGITS), round(wait, DIGITS)))
+        before_step, self._samples = self._samples, self.samples
+        steps, samples = self.steps, self._samples - before_step
+        node.log(StepDone(steps, samples, round(compute, DIGITS), round(wait, DIGITS)))
         self.report()
 
     def report(self) -> None:

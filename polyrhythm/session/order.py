@@ -108,13 +108,15 @@ class Order(ABC):
         """The batches of an epoch."""
         if number not in self._drawn:
             self._drawn = {old: self._drawn[old] for old in sorted(self._drawn)[-1:]}
-            self._drawn[number] = self._draw(mix("order", self._seed, number))
+            self._drawn[number] = self._draw(_order_seed(self._seed, number))
         return self._drawn[number]
 
     def before(self, number: int) -> int:
         """How many batches the epochs before this one have had, if all are as long as a known one."""
-        drawn = (self.count(each) for each in (number, number - 1))
-        return number * next((count for count in drawn if count < ENDLESS), 0)
+        count = self.count(number)
+        if count == ENDLESS:
+            count = self.count(number - 1)
+        return 0 if count == ENDLESS else number * count
 
     def count(self, number: int) -> int:
         """How many batches an epoch has, as far as it is known."""
@@ -142,6 +144,14 @@ class Order(ABC):
             return len(self)
         except TypeError:
             return ENDLESS
+
+
+# What all workers of a simulation have in common is cached. With many of them each has few batches per epoch.
+
+
+@functools.lru_cache(maxsize=2)
+def _order_seed(seed: int, epoch: int) -> int:
+    return mix("order", seed, epoch)
 
 
 # Libraries whose loaders change no batches: the session keeps the position, and trainers move to devices.
@@ -201,15 +211,15 @@ class SampledOrder(Order):
 
 @functools.lru_cache(maxsize=2)
 def _digest(batches: tuple[Indexes, ...]) -> str:
-    """Cached, because all workers of a simulation have the same."""
     return hashlib.sha256(repr([list(batch) for batch in batches]).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(examples: int, batch_size: int, drop_last: bool, seed: int) -> list[Indexes]:
-    """The batches of a DataLoader with `shuffle=True`. All workers of a simulation share them."""
+    """The batches of a DataLoader with `shuffle=True`, which draws from torch only."""
     sampler = BatchSampler(RandomSampler(range(examples)), batch_size, drop_last)
-    return [batch for block in _blocks(sampler, OwnNumbers(seed), examples + 1) for batch in block]
+    own = OwnNumbers(seed, python=False)
+    return [batch for block in _blocks(sampler, own, examples + 1) for batch in block]
 
 
 def _blocks(sampler: Iterable[Indexes], own: OwnNumbers, size: int) -> Iterator[list[Indexes]]:

@@ -65,7 +65,7 @@ class Parts:
             TrainingPart(strategy, each, model, optimizer, runner)
             for each, optimizer in zip(scoped(node, len(optimizers)), optimizers, strict=True)
         ]
-        self.replicas = [part.replica for part in self._parts]
+        self.replicas, self.optimizers = [part.replica for part in self._parts], list(optimizers)
 
     def __iter__(self) -> Iterator[TrainingPart]:
         return iter(self._parts)
@@ -90,10 +90,6 @@ class Parts:
     @property
     def first(self) -> TrainingPart:
         return self._parts[0]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return [part.optimizer for part in self]
 
     @property
     def layout(self) -> str:

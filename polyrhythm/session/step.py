@@ -278,8 +278,7 @@ class StepDriver:
             self._count_exchange()
             self._node.stopping.before_step()
             try:
-                with self.meter.step():
-                    self._worker.step()
+                self.meter.step(self._worker.step)
             except PeerLost as error:
                 error.untouched = False  # the line search has moved the parameters
                 raise
@@ -313,8 +312,7 @@ class StepDriver:
                 self.writes.check()
             self._count_exchange()
             self._node.stopping.before_step()
-            with self.meter.step():
-                self._worker.step()
+            self.meter.step(self._worker.step)
             if self.writes is not None:
                 self.writes.written()
 

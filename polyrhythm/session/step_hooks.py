@@ -26,6 +26,7 @@ class StepHooks:
         """`own_step`: this process takes the steps of this optimizer, and of no other worker's."""
         self._optimizer, self._own_step = optimizer, own_step
         self._install_random_state = install_random_state
+        self._accepted: tuple[int, ...] = ()  # the numbers of global hooks
         self._refuse_global()
 
     def before_step(self, *args: Any) -> bool:
@@ -38,11 +39,11 @@ class StepHooks:
         self._run(self._optimizer._optimizer_step_post_hooks, args)
 
     def _run(self, registered: Mapping[int, Callable[..., Any]], args: Sequence[Any]) -> bool:
-        hooks = list(registered.values())
-        if not hooks:
+        if not registered:
             return False
         self._install_random_state()
         with torch.enable_grad():
+            hooks = list(registered.values())
             results = [hook(self._optimizer, (self._optimizer, *args), {}) for hook in hooks]
         if registered is self._optimizer._optimizer_step_pre_hooks and any(
             each is not None for each in results
@@ -55,11 +56,11 @@ class StepHooks:
 
     def _refuse_global(self) -> None:
         """Hooks of all optimizers of a process would run on servers, or for all workers of a simulation."""
-        if self._own_step:
+        before, after = registry._global_optimizer_pre_hooks, registry._global_optimizer_post_hooks
+        numbers = *before, *after  # no two hooks of a process have the same
+        if self._own_step or numbers == self._accepted:
             return
-        found = chain(
-            registry._global_optimizer_pre_hooks.values(), registry._global_optimizer_post_hooks.values()
-        )
+        found = chain(before.values(), after.values())
         ours = "torch.", "polyrhythm."
         if any(not getattr(hook, "__module__", "").startswith(ours) for hook in found):
             raise UsageError(
@@ -67,3 +68,4 @@ class StepHooks:
                 "under servers or in simulation, where a process takes steps of others: register the hook on "
                 "your optimizer, as in optimizer.register_step_post_hook(hook)"
             )
+        self._accepted = numbers

@@ -76,12 +76,12 @@ class TrainingData:
     ) -> None:
         self._context, self._strategy, self._parts = context, strategy, parts
         self._gradient_peers, self._workers, self._seed = gradient_peers, workers, seed
-        self._rank = context.me.rank
+        self._rank, self._lockstep = context.me.rank, strategy.traits.lockstep
         self.loaders: list[SharedLoader] = []
         self._evaluated: list[EvaluationLoader] = []
         self.schedules = Schedules(strategy, self.loaders, self._examples_evaluated, self.note)
         self._seeds: list[int] = []  # of the orders of the loaders
-        self._pairs = Pairs(leased=not strategy.traits.lockstep)
+        self._pairs = Pairs(leased=not self._lockstep)
         self.given = GivenBatches(lambda: self.passes, parts.weigh, self.note)
         self.counting = Counting(self.given.counts, self.note)
         self._separation = Separation(context.me.role, context.plan.seed, self._rank)
@@ -93,7 +93,7 @@ class TrainingData:
         self._old_loader = False  # the script uses a loader that it passed to prepare()
         on_iterate.set(self._on_iterate)
         self._ended: tuple[Peer, int] | None = None  # in lockstep: who has ended, after how many steps
-        if strategy.traits.lockstep and not context.node.incarnation:  # a replacement takes fewer steps
+        if self._lockstep and not context.node.incarnation:  # a replacement takes fewer steps
             context.node.on_notice["done"] = self._on_done
 
     @property
@@ -134,7 +134,7 @@ class TrainingData:
 
         def begin(_: object, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():  # not in an evaluation
-                self.given.before_forward((args, kwargs))
+                self.given.before_forward((*args, *kwargs.values()))
 
         for model in self._parts.models if self._workers > 1 else ():
             model.register_forward_pre_hook(Hook(begin), with_kwargs=True)
@@ -144,11 +144,11 @@ class TrainingData:
         if self._workers > 1:
             if not self.loaders:
                 self.note(NO_LOADER)
-            elif not self.batches:
+            elif not any(loader.progress.count.own for loader in self.loaders):
                 if self._old_loader:
                     raise UsageError(OLD_LOADER)
                 self.note(NOT_USED)
-            if not self._strategy.traits.lockstep:
+            if not self._lockstep:
                 self.schedules.own_rates.check(self._parts.optimizers)
         for replica in self._parts.replicas:
             if name := replica.gradients.densified:

@@ -65,23 +65,18 @@ class WriteCheck:
 
     def changed(self) -> str | None:
         """The name of the first parameter that the script has changed since `written`, if any."""
-        pieces = self._replica.layout.pieces
-        for part, (before, now) in enumerate(zip(self._elements, self._read(), strict=True)):
+        pieces, elements = self._replica.layout.pieces, self._read()
+        if elements == self._elements and not self._sums:
+            return None
+        for part, (before, now) in enumerate(zip(self._elements, elements, strict=True)):
             if before != now:
                 size = self._replica.parameters[part].itemsize
                 at = int(self._sampled[part][_first_difference(before, now) // size])
                 return next(
                     each.name for each in pieces if each.part == part and each.start <= at < each.stop
                 )
-        sums = self._checksums() if self._sums else []
-        return next(
-            (
-                piece.name
-                for piece, before, now in zip(pieces, self._sums, sums, strict=False)
-                if now != before
-            ),
-            None,
-        )
+        sums = zip(pieces, self._sums, self._checksums(), strict=True)
+        return next((piece.name for piece, before, now in sums if now != before), None)
 
     def _frozen(self, name: str) -> bool:
         layout = self._replica.layout
