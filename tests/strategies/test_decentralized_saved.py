@@ -185,7 +185,7 @@ def test_adpsgd_replacement_takes_part_in_later_snapshots(simulate: Any, tmp_pat
     assert summary["joined"] == 1
     states = {path.stem: torch.load(path)["worker"] for path in tmp_path.glob("?.?.?.pt")}
     assert states["0.1.0"] and not states["0.1.1"]
-    assert {states[f"3.{worker}"]["snapshot"] for worker in ("0.0", "1.1", "2.0")} == {4}
+    assert {states[f"3.{worker}"]["snapshot"] for worker in ("0.0", "1.1", "2.0")} == {(4 << 32) + 1}
 
     def resumed() -> None:
         here = pr.init()

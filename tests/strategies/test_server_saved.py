@@ -323,7 +323,7 @@ def test_a_replacement_passes_the_places_where_others_have_saved(tmp_path: Path)
     assert numbers == sorted(numbers) and numbers[0] == 2 and numbers[-1] == 3
     for epoch in range(6):
         marks = [state["servers"]["mark"] for state in script.saved(epoch, 3)]
-        assert all(mark == marks[0] for mark in marks) and marks[0][2] == epoch + 1
+        assert all(mark == marks[0] for mark in marks) and marks[0][2] == (epoch + 1 << 32) + 1
 
 
 def test_one_that_saves_alone_waits_for_the_others_to_finish(tmp_path: Path) -> None:
