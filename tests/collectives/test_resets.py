@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from polyrhythm.core.errors import PeerLost
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.worlds.processes.node import ProcessNode
@@ -72,3 +73,18 @@ def test_collectives_survive_connections_that_break(program: Callable[[ProcessNo
         for proxy in proxies:
             proxy.close()
     assert cuts > 5  # otherwise this shows nothing
+
+
+def test_a_run_that_fails_leaves_the_tensors_of_a_collective_that_has_not_begun() -> None:
+    """The notice that the run has failed may come before that of the death; workers save what they have."""
+    transport = Transport(WORKERS[0], KEY, TransportOptions("tcp:127.0.0.1"))
+    node = ProcessNode(WORKERS[0], transport, 0, time.monotonic())
+    try:
+        node.meet([(peer.role, peer.rank, (transport.address, "", -1)) for peer in WORKERS])
+        node.stopping.alone = True
+        node.check_wait([], 0.0, WORKERS)
+        with pytest.raises(PeerLost) as lost:
+            node.check_wait([WORKERS[1]], 0.0, WORKERS)
+        assert lost.value.untouched
+    finally:
+        node.close()

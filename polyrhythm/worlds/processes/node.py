@@ -137,9 +137,10 @@ class ProcessNode(Node):
             # If it has not come, no worker has begun to write results.
             message = f"{self.me} waited {waited:.1f} s for {gone} in {what}; {why}"
             raise PeerLost(message, untouched=gone in missing)
-        if missing and (waited > self.transport.wait or self.transport.closed or self.stopping.alone):
-            names = ", ".join(map(str, missing))
-            raise WaitError(f"{self.me} waited {waited:.1f} s for {names} in {what}")
+        failed = self.stopping.alone  # this notice may come before that of the death
+        if missing and (waited > self.transport.wait or self.transport.closed or failed):
+            message = f"{self.me} waited {waited:.1f} s for {', '.join(map(str, missing))} in {what}"
+            raise PeerLost(f"{message}; the run has failed", True) if failed else WaitError(message)
 
     def _on_notice(self, incoming: Incoming) -> None:
         """Handles a notice: ends waits for a node that left, learns the address of one that joined.
