@@ -7,6 +7,9 @@ READY := .venv/.ready
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 RUN_TESTS := .venv/bin/pytest -q -n $(JOBS) --no-loadscope-reorder
 
+# Tests start hundreds of Python processes. Without bytecode each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-slow golden golden-renew mutants demo bench docs browser format clean
 

@@ -31,7 +31,7 @@ if settings.get_current_profile_name() == "default":  # `make mutants` has a pro
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["pytester", "tests.support.leaks", "tests.support.scheduling"]
+pytest_plugins = ["pytester", "tests.support.combine", "tests.support.leaks", "tests.support.scheduling"]
 
 
 def pytest_collection_finish() -> None:

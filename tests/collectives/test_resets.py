@@ -14,6 +14,7 @@ from polyrhythm.core.errors import PeerLost
 from polyrhythm.core.peer import Peer
 from polyrhythm.wire import Transport, TransportOptions
 from polyrhythm.worlds.processes.node import ProcessNode
+from tests.support.combine import few
 from tests.wire.test_transport import KEY, Proxy
 
 ROUNDS, SIZE = 60, 3000
@@ -44,7 +45,7 @@ def exchanges(node: ProcessNode) -> None:
         assert got == [number + 10.0 * sender + node.rank for sender in range(3)]
 
 
-@pytest.mark.parametrize("program", [all_reduces, broadcasts, exchanges])
+@few("program", [all_reduces, broadcasts, exchanges], quick=1)
 def test_collectives_survive_connections_that_break(program: Callable[[ProcessNode], None]) -> None:
     transports = [Transport(peer, KEY, TransportOptions("tcp:127.0.0.1", wait=60)) for peer in WORKERS]
     proxies = [Proxy(transport.address) for transport in transports]

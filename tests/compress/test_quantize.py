@@ -446,7 +446,7 @@ def test_fp8_refuses_nan_bytes_and_invalid_exponents() -> None:
 
 
 @every(ALL)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=some.data())
 def test_any_bytes_are_decoded_or_refused(text: str, data: some.DataObject) -> None:
     """No crash, no memory by what a message says, and a vector that is left alone or stays finite."""

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import polyrhythm as pr
 from polyrhythm.integrations.trainers import ModelSwap
+from tests.support.combine import few
 from tests.support.programs import trained
 from tests.support.runs import run_in
 
@@ -73,7 +74,7 @@ def check(library: str, strategy: str, world: str, folder: Path, workers: int) -
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@few("library", LIBRARIES, quick=1)
 def test_alone_the_script_gives_the_bits_of_the_plain_library(library: str, tmp_path: Path) -> None:
     """And so does a run with one worker, which draws the same batches if they are not shuffled."""
     program(library, tmp_path / "plain", "--plain", "--sequential", "--accumulate", "2")()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from functools import cache
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from polyrhythm.parallel.segments import bound_positions, direct_inputs, segment
 from polyrhythm.parallel.splits import Branches
 from polyrhythm.parallel.trees import flatten
 from tests.parallel.models import CASES, Residual, unequal
+from tests.support.combine import few
 
 
 class Towers(nn.Module):
@@ -197,7 +197,7 @@ def random_places(graph: ModelGraph, count: int, seed: int) -> list[int]:
     return places
 
 
-@pytest.mark.parametrize("name", CASES)
+@few("name", CASES, quick=4)
 def test_segments_of_any_places_compute_the_model(name: str) -> None:
     """Every value is made before it is needed, sent once to a place, and the result is that of the model."""
     torch.manual_seed(0)

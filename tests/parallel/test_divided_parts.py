@@ -47,7 +47,7 @@ def test_one_divided_gan_is_plain_pytorch(tmp_path: Path) -> None:
     assert distance(trained(found), alone(Gan(MOMENTUM))) < 1e-12
 
 
-@few("strategy", ["allreduce+topk:0.3@pipeline:2", "sync@pipeline:2", f"diloco:3@{TENSOR}"], quick=1)
+@few("strategy", ["allreduce+topk:0.3@pipeline:2", "sync@pipeline:2", f"diloco:3@{TENSOR}"], quick=0)
 def test_a_divided_gan_resumes_exactly(strategy: str, tmp_path: Path) -> None:
     def digest(begin: int, end: int) -> str:
         script = Gan(MOMENTUM, folder=tmp_path, begin=begin, epochs=end)

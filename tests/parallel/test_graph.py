@@ -82,7 +82,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@each_value(("mode", ["train", "eval"]), ("name", CASES))
+@each_value(("mode", ["train", "eval"]), ("name", CASES), most=4)
 def test_stages_in_order_equal_the_model(name: str, mode: Any, captured: dict[str, Made]) -> None:
     """Outputs, gradients, statistics and random numbers have the same bits, with any number of rows."""
     model, graph, case, _ = captured[name]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyrhythm.core.registry import parse
-from tests.support.combine import each_value
+from tests.support.combine import each_value, few
 from tests.support.gan import Gan, alone, plain
 from tests.support.programs import ADAM, MOMENTUM, Examples, distance, same, trained
 from tests.support.rows import DEFAULTS, Row
@@ -31,7 +31,7 @@ def optimizer_of(row: Row) -> Any:
     return MOMENTUM if parse(row.strategy).traits.optimizer == "SGD" else ADAM
 
 
-@pytest.mark.parametrize("row", [*DEFAULTS, *MORE], ids=str)
+@few("row", [pytest.param(row, id=str(row)) for row in (*DEFAULTS, *MORE)], quick=len(DEFAULTS))
 def test_a_gan_trains_under_every_strategy(row: Row) -> None:
     """All workers agree on both models, each round steps both, and examples are counted once."""
     script = Gan(optimizer_of(row))

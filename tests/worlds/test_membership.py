@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-@each_value(("strategy", ["async", "async:max_staleness=3"]), ("case", CASES))
+@each_value(("strategy", ["async", "async:max_staleness=3"]), ("case", CASES), most=6)
 def test_simulated_crashes_lose_no_batches_and_keep_the_log_consistent(
     tmp_path: Path, case: str, strategy: str
 ) -> None:
