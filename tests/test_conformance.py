@@ -77,7 +77,7 @@ def is_plain_alone(row: Row) -> bool:
 
 FAMILIES = ("allreduce", "async", "local", "gossip", "hogwild")
 # The rows that the quick suite runs in full; the others it runs in simulation, with a few of the tests.
-# Sizes, buffers and killed processes are tested with the defaults only.
+# Sizes, buffers, killed processes and processes that hash differently are tested with the defaults only.
 QUICK = {*DEFAULTS, *(row for row in ROWS if row.strategy.startswith("allreduce+") and not row.cluster)}
 
 
@@ -266,7 +266,7 @@ def test_every_strategy_trains_with_unusual_loops_and_models(row: Row, loop: str
     script.model().load_state_dict(trained(summary), strict=True)
 
 
-@rows(ROWS, DEFAULTS)
+@rows((*DEFAULTS, *CODED), DEFAULTS)
 def test_parameters_without_a_gradient_do_not_move(row: Row, tmp_path: Path) -> None:
     """Though momentum and weight decay would move them."""
     script = Script(model=odd, optimizer=MOMENTUM, size=50)
@@ -390,7 +390,7 @@ def elsewhere() -> Iterator[Callable[[Row], list[dict[str, Any]]]]:
         other.stdin.close()
 
 
-@rows(ROWS, ())
+@rows(DEFAULTS, ())
 def test_one_seed_one_result(trip: Any, elsewhere: Any, row: Row) -> None:
     """In simulation a seed decides everything: in every process, and however often the row was run there."""
     here = trip(row, "simulated")[0].summary
