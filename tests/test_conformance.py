@@ -255,7 +255,7 @@ def rows_and_loops() -> Iterator[Any]:
                 yield pytest.param(row, loop, id=f"{loop}-{row}", marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("row", "loop"), rows_and_loops())
+@pytest.mark.parametrize(("row", "loop"), [*rows_and_loops()])
 def test_every_strategy_trains_with_unusual_loops_and_models(row: Row, loop: str, tmp_path: Path) -> None:
     """Accumulation, clipping, schedulers, closures and unusual models train under every strategy."""
     script = LOOPS[loop]
