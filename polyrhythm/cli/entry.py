@@ -6,6 +6,7 @@ Nothing here imports torch, so `--help` and usage errors are answered at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (run, join, simulate, predict, plan, events, strategies, codecs, bench, explain):
         command.add(commands)
+    top.set_defaults(parsers=commands.choices)
     return top
 
 
@@ -73,8 +75,11 @@ def _refuse(top: argparse.ArgumentParser, options: argparse.Namespace, unknown: 
     """Reports arguments that the command does not know. They may be meant for the script."""
     words, command = " ".join(unknown), f"{top.prog} {options.command}"
     hint = ""
+    known = [each for each in options.parsers[options.command]._option_string_actions if len(each) > 2]
+    if near := difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8):
+        hint = f" (did you mean {near[0]}?)"
     if script := getattr(options, "script", ""):
-        hint = f"; arguments of the script follow --: {command} {script} ... -- {words}"
+        hint += f"; arguments of the script follow --: {command} {script} ... -- {words}"
     top.exit(2, f"{top.prog}: unknown arguments {words}{hint}; see {command} --help\n")
 
 

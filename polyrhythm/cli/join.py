@@ -27,8 +27,9 @@ def add(commands: Commands) -> None:
     )
     command.add_argument("--key", required=True, metavar="FILE", help="a copy of the run's key (chmod 600)")
     command.add_argument(
-        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
-    )
+        "--threads", type=int, default=0, metavar="T",
+        help="torch threads per worker (OMP_NUM_THREADS, or cores / workers)",
+    )  # fmt: skip
     command.add_argument(
         "--site", default="", metavar="NAME",
         help="the site of this machine in the --cluster file of the run, if workers of several are missing",

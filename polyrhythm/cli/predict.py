@@ -53,8 +53,9 @@ def add(commands: Commands) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="write what session.predict() returns to this file"
     )
     command.add_argument(
-        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
-    )
+        "--threads", type=int, default=0, metavar="T",
+        help="torch threads per worker (OMP_NUM_THREADS, or cores / workers)",
+    )  # fmt: skip
     command.add_argument(
         "--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a worker (1800 s)"
     )

@@ -11,6 +11,8 @@ from polyrhythm.cli.training import Commands
 INTRODUCTION = """\
 A strategy is written name:value,field=value; the value after the colon sets the first field.
 A codec may follow after a plus sign, as in async+topk:0.01: `polyrhythm codecs` lists them.
+A model that is divided over several workers follows after @, as in async@pipeline:2 or pipeline:2@tensor:2:
+{splits}. `polyrhythm plan SCRIPT` says where to divide it.
 Two strategies, as in allreduce / diloco:50, run inside each site and between the sites:
 inside may be {inside}, between {between}.
 `polyrhythm strategies NAME` describes one strategy and its fields.
@@ -29,6 +31,8 @@ def execute(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _introduction() -> str:
+    from polyrhythm.core.split import ModelSplit
     from polyrhythm.strategies.two_level import able
 
-    return INTRODUCTION.format(inside=able("inside_sites"), between=able("between_sites"))
+    splits = ", ".join(ModelSplit.registry)
+    return INTRODUCTION.format(splits=splits, inside=able("inside_sites"), between=able("between_sites"))

@@ -61,8 +61,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="seed of simulated time and, for scripts that do not seed, of model and data order (0)",
     )
     command.add_argument(
-        "--threads", type=int, default=0, metavar="T", help="torch threads per worker (cores / workers)"
-    )
+        "--threads", type=int, default=0, metavar="T",
+        help="torch threads per worker (OMP_NUM_THREADS, or cores / workers)",
+    )  # fmt: skip
     command.add_argument("--runs", default="runs", metavar="DIR", help="where run folders go (%(default)s)")
     command.add_argument("--name", help="name of the run folder (date and strategy)")
     command.add_argument(

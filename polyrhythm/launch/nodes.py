@@ -183,7 +183,7 @@ class _LineSplitter:
 
 
 def threads_each(wanted: int, workers: int) -> int:
-    """The number of torch threads per worker: as wanted, or an equal share of the cores.
+    """The number of torch threads per worker: as wanted, by OMP_NUM_THREADS, or an equal share of the cores.
 
     A fork has the OpenMP pool of its parent but none of its threads, and would wait for them forever. So
     workers that are forked from a process that has imported torch, such as a notebook, get one thread each.
@@ -196,4 +196,5 @@ def threads_each(wanted: int, workers: int) -> int:
             )
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return wanted or max(1, cores // max(1, workers))
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return wanted or (int(chosen) if chosen.isdecimal() else 0) or max(1, cores // max(1, workers))

@@ -75,7 +75,7 @@ COMMANDS = {
     "unknown option": (
         ["--wrokers", "2"],
         2,
-        "unknown arguments --wrokers 2; arguments of the script follow --: .*; see .* (run|simulate) --help",
+        r"unknown arguments --wrokers 2 \(did you mean --workers\?\); arguments of .*; see .* --help",
     ),
 }
 

@@ -53,3 +53,12 @@ def test_quick_imports_leave_the_collector_as_it_was() -> None:
     with pytest.raises(ImportError), quick_imports():
         raise ImportError("no such module")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("chosen", "wanted", "threads"), [("3", 0, 3), ("3", 2, 2), ("many", 0, 1)])
+def test_omp_num_threads_counts_unless_threads_are_given(chosen: str, wanted: int, threads: int) -> None:
+    """In a process of its own: where torch is imported there is one thread. 99 workers share the cores."""
+    code = f"from polyrhythm.launch.nodes import threads_each; print(threads_each({wanted}, 99))"
+    given = {**os.environ, "OMP_NUM_THREADS": chosen, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == threads
