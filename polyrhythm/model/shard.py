@@ -310,7 +310,10 @@ class Shard:
             self._arrange(missing)
         for unit in self._units:
             if unit.slices[0].index not in missing:
-                unit.parameter.grad = gradient[unit.part][unit.begin : unit.end].view_as(unit.parameter)
+                part = gradient[unit.part]
+                if part.shape != unit.place.shape:  # else it is the whole vector
+                    part = part[unit.begin : unit.end].view(unit.place.shape)
+                unit.parameter.grad = part
         self._runner.run(self.optimizer, self.optimizer.step)
         for unit in self._units:
             unit.parameter.grad = None  # the gradient is lent: it may not outlive the reply

@@ -36,6 +36,7 @@ B = TypeVar("B", bound=Sized)
 
 BLOCK = 1 << 16  # examples that are drawn at a time
 KEPT = 16  # blocks that are kept
+HASHED = 8  # batches by which the orders of two workers are compared
 ENDLESS = 1 << 62  # the number of batches of an epoch that does not say how many it has
 
 
@@ -46,8 +47,11 @@ class Epoch(Generic[B]):
     drawn again.
     """
 
-    def __init__(self, draw: Callable[[], Iterator[Sequence[B]]], expected: int, kept: int = KEPT) -> None:
+    def __init__(
+        self, draw: Callable[[], Iterator[Sequence[B]]], expected: int, kept: int = KEPT, digest: str = ""
+    ) -> None:
         self._draw, self._most = draw, kept
+        self.digest = digest  # a hash of its first batches, where it is known already
         self.count = expected  # of batches; exact once all are drawn
         self._begin()
 
@@ -195,13 +199,14 @@ class SampledOrder(Order):
             super().forget(number)
 
     def digest(self, number: int) -> str:
-        return _digest(tuple(map(tuple, itertools.islice(self.epoch(number), 8))))
+        drawn = self.epoch(number)
+        return drawn.digest or _digest(tuple(map(tuple, itertools.islice(drawn, HASHED))))
 
     def _draw(self, seed: int) -> Epoch[Indexes]:
         batches = self._batches
         if type(batches) is BatchSampler and _permutes(batches.sampler):
-            order = _shuffled(len(batches.sampler), batches.batch_size, batches.drop_last, seed)
-            return Epoch(lambda: iter([order]) if order else iter([]), len(order))
+            order, digest = _shuffled(len(batches.sampler), batches.batch_size, batches.drop_last, seed)
+            return Epoch(lambda: iter([order]) if order else iter([]), len(order), digest=digest)
         generator = getattr(self._loader.sampler, "generator", None)
         own = generator if isinstance(generator, torch.Generator) else None
         return Epoch(
@@ -211,15 +216,20 @@ class SampledOrder(Order):
 
 @functools.lru_cache(maxsize=2)
 def _digest(batches: tuple[Indexes, ...]) -> str:
+    return _hash(batches)
+
+
+def _hash(batches: Iterable[Indexes]) -> str:
     return hashlib.sha256(repr([list(batch) for batch in batches]).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)
-def _shuffled(examples: int, batch_size: int, drop_last: bool, seed: int) -> list[Indexes]:
-    """The batches of a DataLoader with `shuffle=True`, which draws from torch only."""
+def _shuffled(examples: int, batch_size: int, drop_last: bool, seed: int) -> tuple[list[Indexes], str]:
+    """The batches of a DataLoader with `shuffle=True`, which draws from torch only, and their hash."""
     sampler = BatchSampler(RandomSampler(range(examples)), batch_size, drop_last)
     own = OwnNumbers(seed, python=False)
-    return [batch for block in _blocks(sampler, own, examples + 1) for batch in block]
+    order = [batch for block in _blocks(sampler, own, examples + 1) for batch in block]
+    return order, _hash(order[:HASHED])
 
 
 def _blocks(sampler: Iterable[Indexes], own: OwnNumbers, size: int) -> Iterator[list[Indexes]]:

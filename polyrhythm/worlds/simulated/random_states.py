@@ -27,13 +27,16 @@ class _NoBits:
     Copying the bit generator's state too would take 80 µs.
     """
 
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"bit_generator": "", "state": None}
+    state: dict[str, Any]
+
+
+_no_bits = _NoBits()
 
 
 def _get_normal() -> dict[str, Any]:
     """The normal number that numpy's global generator has drawn and not returned yet, if any."""
-    bits, _numpy._bit_generator = _numpy._bit_generator, _NoBits()
+    _no_bits.state = {"bit_generator": "", "state": None}  # `get_state` adds to it
+    bits, _numpy._bit_generator = _numpy._bit_generator, _no_bits
     normal: dict[str, Any] = _numpy.get_state(legacy=False)
     _numpy._bit_generator = bits
     return normal
@@ -41,9 +44,10 @@ def _get_normal() -> dict[str, Any]:
 
 def _set_numpy(bits: Any, normal: dict[str, Any]) -> None:
     set_bit_generator(bits)  # discards the normal number
-    _numpy._bit_generator = _NoBits()
-    _numpy.set_state(normal)
-    _numpy._bit_generator = bits
+    if normal["has_gauss"]:
+        _numpy._bit_generator = _no_bits
+        _numpy.set_state(normal)
+        _numpy._bit_generator = bits
 
 
 def _numbers_of(generator: random.Random) -> Any:
